@@ -39,5 +39,5 @@ def _word(part: str) -> re.Pattern[str]:
 
 def numbers(message: object) -> list[float]:
     """Returns the numbers in a message in order, those with separators of thousands too."""
-    found = re.findall(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)", str(message))
-    return [float(number.replace(",", "")) for number in found]
+    actual = re.findall(r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)", str(message))
+    return [float(number.replace(",", "")) for number in actual]

@@ -88,8 +88,8 @@ def test_the_command_writes_every_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(configs, "prepare_to_plan", lambda: None)
     monkeypatch.setattr(anchors, "make_plan", lambda run: PLAN)
     assert anchors.main(["--out", str(tmp_path / "anchors.json")]) == 0
-    found = json.loads((tmp_path / "anchors.json").read_text())
+    actual = json.loads((tmp_path / "anchors.json").read_text())
     names = [run.name for run in published_runs.RUNS]
-    assert [run["name"] for run in found["runs"]] == names
-    assert [anchor["name"] for anchor in found["cases"]] == names
-    assert found["summary"] in capsys.readouterr().out
+    assert [run["name"] for run in actual["runs"]] == names
+    assert [anchor["name"] for anchor in actual["cases"]] == names
+    assert actual["summary"] in capsys.readouterr().out

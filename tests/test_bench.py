@@ -148,12 +148,12 @@ def test_a_comparison_has_speedup_and_memory_ratio(monkeypatch, tmp_path, capsys
 
 def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
     results = [GOOD, GOOD, dataclasses.replace(GOOD, mfu=0.5), FULL]
-    _, found = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
+    _, actual = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
     figures = ("0.500 s", "1 TFLOP/s", "50.0 %", "4.0 GiB")
     packed = ("tiny 512 packed", report.OUT_OF_MEMORY)
     expected = messages.holding("tiny 512 one", "blockwise", "auto", *figures, *packed)
-    assert re.match(expected, report.summarize(found))
-    assert "256" not in report.summarize(found)
+    assert re.match(expected, report.summarize(actual))
+    assert "256" not in report.summarize(actual)
 
 
 def test_memory_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
@@ -164,8 +164,8 @@ def test_memory_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys)
     ]
     options = "--documents one --remat auto full --offload-optimizer state none".split()
     options += ["--offload-activations", "none", "layer_inputs_and_attention"]
-    _, found = run(monkeypatch, tmp_path, used, *options)
-    fields = [tuple(case[name] for name in report.MEMORY_OPTIONS) for case in found["cases"]]
+    _, actual = run(monkeypatch, tmp_path, used, *options)
+    fields = [tuple(case[name] for name in report.MEMORY_OPTIONS) for case in actual["cases"]]
     assert fields == [
         (remat, activations, optimizer)
         for remat in ("auto", "full")
@@ -176,7 +176,7 @@ def test_memory_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys)
     assert "  save_attention, inputs+attention, optimizer  " in lines[3]
     assert "  full  " in lines[6]
     assert lines[1].split()[-2:] == ["1.50", "-"], "host memory in GiB, and no loss"
-    assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summarize(found)
+    assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summarize(actual)
 
 
 @pytest.mark.slow
@@ -192,14 +192,14 @@ def test_a_step_from_the_compilation_cache_is_marked(monkeypatch, tmp_path):
 def test_tiles_and_xla_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
     words = ["--documents", "one", "--mlp-tile-tokens", "auto", "64", "--loss-tile-tokens", "32"]
     words += ["--xla-option", "xla_a=true", "xla_a=4", "--xla-option", "xla_b=text"]
-    _, found = run(monkeypatch, tmp_path, [GOOD] * 4, *words)
-    fields = [(case["mlp_tile_tokens"], case["xla_options"]) for case in found["cases"]]
+    _, actual = run(monkeypatch, tmp_path, [GOOD] * 4, *words)
+    fields = [(case["mlp_tile_tokens"], case["xla_options"]) for case in actual["cases"]]
     options = [{"xla_a": True, "xla_b": "text"}, {"xla_a": 4, "xla_b": "text"}]
     assert fields == [(tile, values) for tile in ("auto", 64) for values in options]
     line = capsys.readouterr().out.splitlines()[1]
     assert "  loss_tile_tokens=32, xla_a=true, xla_b=text" in line
     changed = "mlp_tile_tokens=64, loss_tile_tokens=32, xla_a=4, xla_b=text 0.5"
-    assert changed in report.summarize(found)
+    assert changed in report.summarize(actual)
 
 
 def test_the_config_of_a_case_has_its_tiles_and_xla_options(tmp_path):
@@ -229,8 +229,8 @@ def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
     old = tmp_path / "old.json"
     (tmp_path / "results.json").rename(old)
     resumed = ["--resume", str(old), *words]
-    _, found = run(monkeypatch, tmp_path, [GOOD, GOOD], *resumed)
-    statuses = [(case["status"], case["step_s"]) for case in found["cases"]]
+    _, actual = run(monkeypatch, tmp_path, [GOOD, GOOD], *resumed)
+    statuses = [(case["status"], case["step_s"]) for case in actual["cases"]]
     assert statuses == [
         (report.OK, 0.25),
         (report.OUT_OF_MEMORY, None),

@@ -73,10 +73,10 @@ def test_only_assistant_messages_have_loss(chat_run):
 def test_the_export_renders_chats_as_in_training(chat_run):
     export.main([str(chat_run / "run"), str(chat_run / "hf")])
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_run / "hf")
-    said = tokenizer.apply_chat_template(
+    lines = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
-    assert said == "<|user|>Hi<|end|><|assistant|>"
+    assert lines == "<|user|>Hi<|end|><|assistant|>"
 
 
 def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
@@ -86,9 +86,9 @@ def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
         f"data.eval=[{_with_a_bad_record(chat_run)}]",
     ]
     evaluation.main([str(chat_run / "run"), *words])
-    said = capsys.readouterr().out
-    assert re.search(messages.holding("loss", f"{ANSWERS:,}"), said)
-    assert re.search(messages.holding(1, "skip"), said), "a record that is left out is counted"
+    lines = capsys.readouterr().out
+    assert re.search(messages.holding("loss", f"{ANSWERS:,}"), lines)
+    assert re.search(messages.holding(1, "skip"), lines), "a record that is left out is counted"
 
 
 def _with_a_bad_record(folder):

@@ -14,18 +14,18 @@ def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch)
     out = tmp_path / "packing.json"
     options = "--documents 2000 --grain-documents 500 --harder-documents 300 --repeats 1".split()
     assert packing.main([*options, "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
+    actual = json.loads(out.read_text())
     names = {lengths.name for lengths in (packing.MANY, *packing.HARDER)}
-    assert {case["lengths"] for case in found["cases"]} == names
-    ours = [case for case in found["cases"] if case["packer"].startswith("jaxsp")]
+    assert {case["lengths"] for case in actual["cases"]} == names
+    ours = [case for case in actual["cases"] if case["packer"].startswith("jaxsp")]
     assert all(case["most"] <= int(case["packer"].split()[1]) for case in ours)
-    assert all(case["bound"] <= case["rows"] for case in found["cases"])
-    assert all(0.5 < case["fullness"] <= 1 for case in found["cases"])
-    assert [case["documents"] for case in found["cases"][:4]] == [2000, 2000, 500, 500]
+    assert all(case["bound"] <= case["rows"] for case in actual["cases"])
+    assert all(0.5 < case["fullness"] <= 1 for case in actual["cases"])
+    assert [case["documents"] for case in actual["cases"][:4]] == [2000, 2000, 500, 500]
     first, header, *_ = capsys.readouterr().out.splitlines()
     assert "trl" in first
     assert header == packing.HEADER
-    assert not [case for case in found["cases"] if "trl" in case["packer"]]
+    assert not [case for case in actual["cases"] if "trl" in case["packer"]]
 
 
 def test_trl_packs_every_document(monkeypatch):
@@ -50,10 +50,10 @@ def test_tokenization_is_compared_with_the_tokenizer(tmp_path, monkeypatch, caps
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     out = tmp_path / "tokenization.json"
     assert tokenization.main(["--megabytes", "0.05", "--runs", "2", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["command"].startswith("python -m scripts.bench.tokenization --megabytes 0.05")
-    assert [case["format"] for case in found["cases"]] == ["text", "messages"]
-    for case in found["cases"]:
+    actual = json.loads(out.read_text())
+    assert actual["command"].startswith("python -m scripts.bench.tokenization --megabytes 0.05")
+    assert [case["format"] for case in actual["cases"]] == ["text", "messages"]
+    for case in actual["cases"]:
         assert case["tokens"] > 1000
         assert len(case["ratios"]) == 2
         assert min(case["ratios"]) > 0

@@ -119,9 +119,9 @@ def train_apart(
                 text=True,
             )
         )
-    said = [process.communicate(timeout=300)[0] for process in started]
+    lines = [process.communicate(timeout=300)[0] for process in started]
     codes = {process.returncode for process in started}
-    assert (-9 in codes and codes <= {-9, -6}) if kill_at else codes == {0}, "\n".join(said)
+    assert (-9 in codes and codes <= {-9, -6}) if kill_at else codes == {0}, "\n".join(lines)
 
 
 def learned(steps: list[tuple[np.ndarray, np.ndarray]]) -> str:

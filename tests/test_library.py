@@ -120,18 +120,18 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 1, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
     factors = [np.array(document) + 0.5 for document in documents]
-    found = list(library.pack(documents, program, labels=labels, weights=factors))
-    assert len(found) == 3
+    actual = list(library.pack(documents, program, labels=labels, weights=factors))
+    assert len(actual) == 3
     described = [
         jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
-        for rows in (found[0], train_state.abstract_inputs(program)[1])
+        for rows in (actual[0], train_state.abstract_inputs(program)[1])
     ]
     assert described[0] == described[1]
     right = [
         [document, [*marks[1:], -100], list(range(len(document))), [*weights_of[1:].tolist(), 0.0]]
         for document, marks, weights_of in zip(documents, labels, factors, strict=True)
     ]
-    for rows in found:
+    for rows in actual:
         step_pieces = list(pieces(rows))
         assert all(piece in right for piece in step_pieces)
         assert all(document in step_pieces for document in right), (

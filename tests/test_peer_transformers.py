@@ -162,9 +162,9 @@ def test_a_step_recomputes_layers_and_updates_float32_weights(monkeypatch):
 
 def test_the_peer_records_running_out_of_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = peer.measure(dataclasses.replace(CASE, shape="too-big", kernel="sdpa"), tmp_path)
-    assert (found.status, found.step_s, found.attention) == (report.OUT_OF_MEMORY, None, "sdpa")
-    assert "can't allocate memory" in found.message
+    actual = peer.measure(dataclasses.replace(CASE, shape="too-big", kernel="sdpa"), tmp_path)
+    assert (actual.status, actual.step_s, actual.attention) == (report.OUT_OF_MEMORY, None, "sdpa")
+    assert "can't allocate memory" in actual.message
 
 
 def test_another_error_than_running_out_of_memory_is_raised(monkeypatch, tmp_path):
@@ -230,7 +230,7 @@ def test_rows_are_doubled_for_the_sides_that_fit(monkeypatch, tmp_path, capsys):
             return succeed(case, side)
         return type(succeed(case, side))(status=report.OUT_OF_MEMORY, message="too long")
 
-    code, found = run(monkeypatch, tmp_path, run_side, "--until-it-fails")
+    code, actual = run(monkeypatch, tmp_path, run_side, "--until-it-fails")
     assert code == 0, "running out of memory is an answer"
     assert tried == {
         ("jaxsp", "one"): [64, 128, 256, 512, 1024],
@@ -238,7 +238,7 @@ def test_rows_are_doubled_for_the_sides_that_fit(monkeypatch, tmp_path, capsys):
         ("jaxsp", "packed"): [64, 128],
         ("transformers", "packed"): [64],
     }
-    last = found["cases"][-1]
+    last = actual["cases"][-1]
     statuses = (last["status"], last["transformers"]["status"])
     assert (last["row_tokens"], *statuses) == (1024, report.OUT_OF_MEMORY, report.NOT_RUN)
     *_, case_line, one_line, packed_line = capsys.readouterr().out.splitlines()
@@ -246,16 +246,16 @@ def test_rows_are_doubled_for_the_sides_that_fit(monkeypatch, tmp_path, capsys):
     assert re.search(messages.holding("jaxsp", *problems), case_line)
     assert re.search(messages.holding("tiny one", 512, 128, "4.00"), one_line)
     assert re.search(messages.holding("tiny packed", 64), packed_line)
-    assert [rows["ratio"] for rows in found["longest"]] == [4.0, None]
+    assert [rows["ratio"] for rows in actual["longest"]] == [4.0, None]
 
 
 def test_ratios_are_figures_of_jaxsp_over_the_peers(monkeypatch, tmp_path, capsys):
-    _, found = run(monkeypatch, tmp_path, succeed, "--documents", "one")
-    assert [found["cases"][0][name] for name in ("speed_ratio", "memory_ratio")] == [1.5, 0.25]
+    _, actual = run(monkeypatch, tmp_path, succeed, "--documents", "one")
+    assert [actual["cases"][0][name] for name in ("speed_ratio", "memory_ratio")] == [1.5, 0.25]
     line = capsys.readouterr().out.splitlines()[1]
     expected = "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa"
     assert line.split() == expected.split()
-    assert re.search(messages.holding("1.50", "0.25"), report.summarize(found))
+    assert re.search(messages.holding("1.50", "0.25"), report.summarize(actual))
 
 
 def statuses(found):
@@ -271,17 +271,17 @@ def test_a_side_that_fails_fails_the_benchmark_after_the_other(monkeypatch, tmp_
         result = succeed(case, side)
         return isolation.explain_exit(-6, "", type(result)) if side == failing else result
 
-    code, found = run(monkeypatch, tmp_path, run_side, "--documents", "one")
+    code, actual = run(monkeypatch, tmp_path, run_side, "--documents", "one")
     assert code == 1
     expected = [report.FAILED if side == failing else report.OK for side in report.SIDES]
-    assert statuses(found) == expected
-    assert found["cases"][0]["speed_ratio"] is None
+    assert statuses(actual) == expected
+    assert actual["cases"][0]["speed_ratio"] is None
 
 
 def test_cases_after_the_time_limit_are_not_run(monkeypatch, tmp_path):
-    code, found = run(monkeypatch, tmp_path, None, "--seconds", "0")
+    code, actual = run(monkeypatch, tmp_path, None, "--seconds", "0")
     assert code == 0
-    assert statuses(found) == [report.NOT_RUN] * 4
+    assert statuses(actual) == [report.NOT_RUN] * 4
 
 
 def test_without_torch_the_command_to_install_it_is_printed(monkeypatch, capsys):
@@ -307,14 +307,14 @@ def test_a_resumed_comparison_runs_cases_that_a_side_did_not_finish(monkeypatch,
         again.append((side, case.documents))
         return succeed(case, side)
 
-    _, found = run(monkeypatch, tmp_path, run_again, "--resume", str(tmp_path / "old.json"))
+    _, actual = run(monkeypatch, tmp_path, run_again, "--resume", str(tmp_path / "old.json"))
     assert again == [("jaxsp", "packed"), ("transformers", "packed")]
-    assert statuses(found) == [report.OK] * 4
+    assert statuses(actual) == [report.OK] * 4
 
 
 def test_flops_of_the_peer_are_counted_as_those_of_jaxsp(tmp_path):
-    found = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
-    num_flops = found.tflops_per_device * found.step_s * 1e12
+    actual = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
+    num_flops = actual.tflops_per_device * actual.step_s * 1e12
     lengths = np.array([len(document) for document in cases.make_documents(CASE)])
     model = families.parse_model_config(cases.SHAPES["tiny"], field="tiny")
     assert num_flops == pytest.approx(flops.step_flops(model, lengths))

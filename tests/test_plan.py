@@ -88,41 +88,41 @@ def compiler():
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
-    printed, found = run_plan()
-    assert set(KEYS) <= found.keys()
-    assert found["fits"] is True
-    assert found["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
+    printed, actual = run_plan()
+    assert set(KEYS) <= actual.keys()
+    assert actual["fits"] is True
+    assert actual["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
     assert sum(
-        size for name, size in found["memory"].items() if name != memory.RESERVED
-    ) == pytest.approx(found["device_gib"])
-    assert found["sent_bytes"] / found["formula_bytes"] == pytest.approx(1, abs=1e-4)
-    assert {(sent["kind"], *sent["axes"]) for sent in found["collectives"]} >= {
+        size for name, size in actual["memory"].items() if name != memory.RESERVED
+    ) == pytest.approx(actual["device_gib"])
+    assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-4)
+    assert {(sent["kind"], *sent["axes"]) for sent in actual["collectives"]} >= {
         ("all-to-all", "seq"),
         ("all-gather", "data x seq"),
     }
     assert all(
         sent["bytes"] / sent["formula"] == pytest.approx(1, abs=0.01)
-        for sent in found["collectives"]
+        for sent in actual["collectives"]
     )
-    assert found["hardware_flops"] > found["model_flops"] > 0
-    assert found["tokens_per_s_estimate"] == pytest.approx(8 * 32768 / found["step_s_estimate"])
+    assert actual["hardware_flops"] > actual["model_flops"] > 0
+    assert actual["tokens_per_s_estimate"] == pytest.approx(8 * 32768 / actual["step_s_estimate"])
     assert "8 x h100-80gb" in printed
     assert "ESTIMATE" in printed
     assert re.search(messages.holding(8, "GPUs", "2,000 GiB"), printed)
     words = " ".join(printed.split())
     assert re.search(messages.holding("save_attention_and_mlp", "8,192 tokens"), words)
-    assert found["mlp_tile_tokens"] == 8192
-    assert found["time_bottleneck"] in words
+    assert actual["mlp_tile_tokens"] == 8192
+    assert actual["time_bottleneck"] in words
     tokens = 8 * 32768
     assert f"{tokens:,} tokens" in words, "of the config's one step"
     causes = ("matrix products", "attention", "memory bandwidth", "waiting for collectives")
-    assert sum(found["seconds_estimate"][cause] for cause in causes) == pytest.approx(
-        found["step_s_estimate"]
+    assert sum(actual["seconds_estimate"][cause] for cause in causes) == pytest.approx(
+        actual["step_s_estimate"]
     )
-    for sent in found["collectives"]:
+    for sent in actual["collectives"]:
         assert 0 <= sent["waited_s"] <= sent["seconds"]
-    exposed_s = sum(sent["waited_s"] for sent in found["collectives"])
-    assert exposed_s == pytest.approx(found["seconds_estimate"]["waiting for collectives"])
+    exposed_s = sum(sent["waited_s"] for sent in actual["collectives"])
+    assert exposed_s == pytest.approx(actual["seconds_estimate"]["waiting for collectives"])
 
 
 @pytest.mark.slow
@@ -130,11 +130,11 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("device", ["a100-80gb", "h200-141gb", "b200-180gb"])
 def test_every_gpu_can_be_planned_for(run_plan, device):
-    printed, found = run_plan("--device", device, "mesh.seq=2", "--devices", "2")
-    assert found["fits"] is True
-    assert found["device_type"] == device
-    assert found["kernel"] == "cudnn"
-    assert found["device_limit_gib"] + found["memory"][memory.RESERVED] == pytest.approx(
+    printed, actual = run_plan("--device", device, "mesh.seq=2", "--devices", "2")
+    assert actual["fits"] is True
+    assert actual["device_type"] == device
+    assert actual["kernel"] == "cudnn"
+    assert actual["device_limit_gib"] + actual["memory"][memory.RESERVED] == pytest.approx(
         gpus.GPUS[device].memory_bytes / 2**30
     )
     assert f"2 x {device}" in printed
@@ -153,11 +153,11 @@ def test_every_gpu_can_be_planned_for(run_plan, device):
     ids=["A100", "float32"],
 )
 def test_a_plan_without_cudnn_has_no_time_estimate(run_plan, words):
-    printed, found = run_plan(*words, "data.row_tokens=8192")
-    assert found["kernel"] == "blockwise"
-    assert found["fits"] is True
-    assert found["step_s_estimate"] is found["hardware_flops"] is None
-    assert found["sent_bytes"] / found["formula_bytes"] == pytest.approx(1, abs=1e-3)
+    printed, actual = run_plan(*words, "data.row_tokens=8192")
+    assert actual["kernel"] == "blockwise"
+    assert actual["fits"] is True
+    assert actual["step_s_estimate"] is actual["hardware_flops"] is None
+    assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-3)
     assert re.search(messages.holding("blockwise", "cuDNN"), " ".join(printed.split()))
     assert "ESTIMATE" not in printed
 
@@ -174,15 +174,15 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
         "--devices",
         "1",
     )
-    _, found = run_plan(*words, "batch.rows_per_step=1", "memory.offload_activations=layer_inputs")
-    host = found["host_memory"]
+    _, actual = run_plan(*words, "batch.rows_per_step=1", "memory.offload_activations=layer_inputs")
+    host = actual["host_memory"]
     weights = 4 * (2 * 4096 * 1024 + 4 * (1024 * 2560 + 3 * 1024 * 2816)) / 2**30
     assert host["weights"] == pytest.approx(weights, rel=0.01)
     assert host["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert host["saved activations"] == pytest.approx(4 * 32768 * 2 * 1024 / 2**30, rel=0.01)
     assert host["gradients"] > 0.5 * weights
-    assert sum(host.values()) == pytest.approx(found["host_gib"])
-    assert min(found["host_copy_bytes"]) > 3 * weights * 2**30, (
+    assert sum(host.values()) == pytest.approx(actual["host_gib"])
+    assert min(actual["host_copy_bytes"]) > 3 * weights * 2**30, (
         "at least weights and moments, in both directions"
     )
 
@@ -191,30 +191,30 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_a_step_that_does_not_fit_has_a_bottleneck_and_suggestions(run_plan):
-    printed, found = run_plan("data.row_tokens=16777216", "memory.remat=save_attention")
-    assert found["fits"] is False
-    assert found["memory_bottleneck"] == "device"
-    assert "memory.remat=auto" in found["suggestions"]
+    printed, actual = run_plan("data.row_tokens=16777216", "memory.remat=save_attention")
+    assert actual["fits"] is False
+    assert actual["memory_bottleneck"] == "device"
+    assert "memory.remat=auto" in actual["suggestions"]
     assert "memory.offload_activations=layer_inputs" in " ".join(printed.split())
-    assert "batch.rows_per_step=2" in found["suggestions"], "a microbatch of the 2 groups"
+    assert "batch.rows_per_step=2" in actual["suggestions"], "a microbatch of the 2 groups"
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_offloaded_activations_are_in_host_memory_which_may_be_the_limit(run_plan):
-    printed, found = run_plan(
+    printed, actual = run_plan(
         "memory.offload_activations=layer_inputs_and_attention",
         "--host-gib",
         "1",
         "data.row_tokens=1048576",
     )
-    assert found["host_memory"].keys() == {memory.SAVED_ACTIVATIONS}
+    assert actual["host_memory"].keys() == {memory.SAVED_ACTIVATIONS}
     device_bytes = 4 * 1048576 // 4 * (2 * 1024 + 2 * 1024 + 4 * 8)
-    assert found["host_gib"] == pytest.approx(8 * device_bytes / 2**30, rel=0.01)
-    assert found["memory_bottleneck"] == "host"
-    assert found["fits"] is False
-    assert found["host_copy_bytes"] == pytest.approx([4 * device_bytes] * 2, rel=0.01), (
+    assert actual["host_gib"] == pytest.approx(8 * device_bytes / 2**30, rel=0.01)
+    assert actual["memory_bottleneck"] == "host"
+    assert actual["fits"] is False
+    assert actual["host_copy_bytes"] == pytest.approx([4 * device_bytes] * 2, rel=0.01), (
         "each of 4 microbatches, in both directions"
     )
     assert "host memory" in printed
@@ -240,17 +240,17 @@ def test_an_offload_that_xla_ignores_is_an_internal_error(run_plan, monkeypatch)
 def test_the_longest_row_fits_and_is_plotted(run_plan, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need the plan extra")
     picture = tmp_path / "picture.png"
-    printed, found = run_plan(
+    printed, actual = run_plan(
         "--longest", "mesh.seq=1", "--devices", "1", "batch.rows_per_step=1", "--plot", str(picture)
     )
-    assert found["fits"] is True
-    assert found["row_tokens"] == found["longest_row_tokens"]
-    beyond = next(length["row_tokens"] for length in found["tried"] if not length["fits"])
-    assert beyond - found["row_tokens"] <= max(
-        search.PRECISION * found["row_tokens"], search.LENGTH_UNIT
+    assert actual["fits"] is True
+    assert actual["row_tokens"] == actual["longest_row_tokens"]
+    beyond = next(length["row_tokens"] for length in actual["tried"] if not length["fits"])
+    assert beyond - actual["row_tokens"] <= max(
+        search.PRECISION * actual["row_tokens"], search.LENGTH_UNIT
     )
-    assert found["device_gib"] > 0.95 * found["device_limit_gib"]
-    assert f"{found['row_tokens']:,} tokens" in printed
+    assert actual["device_gib"] > 0.95 * actual["device_limit_gib"]
+    assert f"{actual['row_tokens']:,} tokens" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -266,7 +266,7 @@ def test_the_longest_row_fits_and_is_plotted(run_plan, tmp_path):
     ],
 )
 def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions):
-    printed, found = run_plan(
+    printed, actual = run_plan(
         "--meshes",
         "--devices",
         "2",
@@ -274,13 +274,13 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         "mesh.seq=1",
         f"attention.strategy={strategy}",
     )
-    planned = [mesh for mesh in found["meshes"] if mesh["plan"]]
-    assert planned == found["meshes"][: len(descriptions)]
+    planned = [mesh for mesh in actual["meshes"] if mesh["plan"]]
+    assert planned == actual["meshes"][: len(descriptions)]
     assert all(mesh["mesh"] == {"replica": 1, "data": 1, "seq": 2} for mesh in planned)
     assert {mesh["plan"]["strategy"] for mesh in planned} == descriptions
     seconds = [mesh["plan"]["step_s_estimate"] for mesh in planned]
     assert seconds == sorted(seconds)
-    others = found["meshes"][len(descriptions) :]
+    others = actual["meshes"][len(descriptions) :]
     assert len(others) == 2
     assert all(mesh["problem"].startswith("batch.rows_per_step = 1: ") for mesh in others)
     assert "estimates" in printed
@@ -398,7 +398,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         "1e9",
     ]
     refused = ["a100-80gb"]
-    printed, found = run_plan(*words)
+    printed, actual = run_plan(*words)
     planned = [
         ("h100-80gb", 4096, 16),
         ("h100-80gb", 8192, 8),
@@ -406,7 +406,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         ("h200-141gb", 8192, 8),
     ]
     assert [
-        (plan["device_type"], plan["row_tokens"], plan["rows_per_step"]) for plan in found["plans"]
+        (plan["device_type"], plan["row_tokens"], plan["rows_per_step"]) for plan in actual["plans"]
     ] == planned
     lines = [line.split() for line in printed.splitlines() if line.split()[0] in gpus.GPUS]
     assert [(device, tokens) for device, tokens, *_ in lines] == [
@@ -433,17 +433,17 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
         return made.plan()
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    printed, found = run_plan(*GATED)
+    printed, actual = run_plan(*GATED)
     first = printed.splitlines()[0]
     sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
     assert all(
         part in first
         for part in (sizes.name, "HF_HUB_OFFLINE", published.READ_DATE, sizes.source_url)
     )
-    assert found["published_sizes"] == first
+    assert actual["published_sizes"] == first
     assert f"{sizes.name} (published sizes)" in " ".join(printed.split())
-    printed, found = run_plan()
-    assert found["published_sizes"] is None
+    printed, actual = run_plan()
+    assert actual["published_sizes"] is None
     assert "published sizes" not in printed
     assert layers == [32, MODEL["num_hidden_layers"]]
 
@@ -533,10 +533,10 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     )
     assert done.returncode == exit_codes.OK, done.stderr
     assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["published_sizes"] == done.stdout.splitlines()[0]
-    assert found["row_tokens"] == 16384
-    assert found["fits"] is True
+    actual = json.loads((tmp_path / "plan.json").read_text())
+    assert actual["published_sizes"] == done.stdout.splitlines()[0]
+    assert actual["row_tokens"] == 16384
+    assert actual["fits"] is True
     command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(
         command, cwd=REPO, env=environ, capture_output=True, text=True, check=False

@@ -72,11 +72,11 @@ def test_each_measured_case_is_planned_for_the_gpu_of_the_file(run):
         return make_plan()
 
     full = measured(report.OUT_OF_MEMORY)
-    code, found = run(measured(peak_gib=29.0), full, measured(report.NOT_RUN), plan=plan)
+    code, actual = run(measured(peak_gib=29.0), full, measured(report.NOT_RUN), plan=plan)
     assert planned == [(CASE, "h200-141gb")] * 2
     assert code == 0
-    assert [case["peak_gib"] for case in found["cases"]] == [29.0, None]
-    assert re.search(messages.holding("1.034", "1.034", "10 %"), found["summary"])
+    assert [case["peak_gib"] for case in actual["cases"]] == [29.0, None]
+    assert re.search(messages.holding("1.034", "1.034", "10 %"), actual["summary"])
 
 
 def test_a_large_error_or_a_missing_plan_fails_the_command(run, capsys):
@@ -91,8 +91,8 @@ def test_a_large_error_or_a_missing_plan_fails_the_command(run, capsys):
         return make_plan()
 
     other = measured(peak_gib=29.0) | {"documents": "one"}
-    code, found = run(measured(peak_gib=29.0), other, plan=plan)
-    assert (code, len(found["cases"])) == (1, 1)
+    code, actual = run(measured(peak_gib=29.0), other, plan=plan)
+    assert (code, len(actual["cases"])) == (1, 1)
     expected = messages.holding("tiny 1,024 one", "no such attention")
     assert re.search(expected, capsys.readouterr().out)
 

@@ -35,17 +35,17 @@ def test_cudnn_supports_every_case(h100):
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
     formula = cudnn_memory.workspace_bytes(CASE.work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR))
     monkeypatch.setattr(cudnn_calls, "read_workspace_bytes", lambda text: formula // 2)
-    found = workspace.measure(CASE, h100)
-    assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
-    assert found.workspace_gib == found.formula_gib / 2 == formula / 2**31
-    sizes = (f"{found.workspace_gib:.3f} GiB", f"{found.formula_gib:.3f} GiB", "0.500")
-    assert re.search(messages.holding("4/2", 128, 8, *sizes), workspace.format_case(CASE, found))
+    actual = workspace.measure(CASE, h100)
+    assert (actual.status, actual.head_chunks, actual.ratio) == (report.OK, 1, 0.5)
+    assert actual.workspace_gib == actual.formula_gib / 2 == formula / 2**31
+    sizes = (f"{actual.workspace_gib:.3f} GiB", f"{actual.formula_gib:.3f} GiB", "0.500")
+    assert re.search(messages.holding("4/2", 128, 8, *sizes), workspace.format_case(CASE, actual))
 
 
 def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
-    found = workspace.measure(CASE, h100)
-    assert (found.status, found.workspace_gib, found.ratio) == (report.OK, None, None)
-    assert found.formula_gib > 0
+    actual = workspace.measure(CASE, h100)
+    assert (actual.status, actual.workspace_gib, actual.ratio) == (report.OK, None, None)
+    assert actual.formula_gib > 0
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -79,10 +79,14 @@ def test_a_case_that_fails_fails_the_command_after_the_others(run):
         ratio = 40.0 if case.deterministic else case.row_tokens / 2**17
         return workspace.Result(status=report.OK, ratio=ratio)
 
-    code, found = run(measure)
-    assert (code, found["device"], len(found["cases"])) == (1, "NVIDIA H200", len(workspace.CASES))
+    code, actual = run(measure)
+    assert (code, actual["device"], len(actual["cases"])) == (
+        1,
+        "NVIDIA H200",
+        len(workspace.CASES),
+    )
     numbers = ("0.062", "1.000", 10, "40.000", "40.000", 2, 2)
-    assert re.search(messages.holding(*numbers), found["summary"])
+    assert re.search(messages.holding(*numbers), actual["summary"])
 
 
 def test_a_compile_error_fails_the_case(h100, monkeypatch):
@@ -90,13 +94,13 @@ def test_a_compile_error_fails_the_case(h100, monkeypatch):
         raise jax.errors.JaxRuntimeError("no execution plan\nstack")
 
     monkeypatch.setattr(workspace, "compile_case", fail)
-    found = workspace.measure(CASE, h100)
-    assert (found.status, found.message) == (report.FAILED, "no execution plan")
+    actual = workspace.measure(CASE, h100)
+    assert (actual.status, actual.message) == (report.FAILED, "no execution plan")
 
 
 def test_cases_after_the_time_limit_are_not_run(run):
-    code, found = run(None, "--seconds", "-1")
-    assert (code, {case["status"] for case in found["cases"]}) == (0, {report.NOT_RUN})
+    code, actual = run(None, "--seconds", "-1")
+    assert (code, {case["status"] for case in actual["cases"]}) == (0, {report.NOT_RUN})
 
 
 @pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")

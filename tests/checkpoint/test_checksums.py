@@ -63,11 +63,13 @@ def test_checksum_is_the_same_on_every_mesh(sizes):
         "b": (example((2, 9, 16)), 2),
         "c": (example((13,)), 0),
     }
-    found = checksums.compute_on_devices(
+    digests = checksums.compute_on_devices(
         {name: store(array, sizes, dim) for name, (array, dim) in arrays.items()},
         {name: array.shape for name, (array, _) in arrays.items()},
     )
-    assert found == {name: checksums.compute_on_host(array) for name, (array, _) in arrays.items()}
+    assert digests == {
+        name: checksums.compute_on_host(array) for name, (array, _) in arrays.items()
+    }
 
 
 @pytest.mark.skipif(
@@ -75,10 +77,10 @@ def test_checksum_is_the_same_on_every_mesh(sizes):
 )
 def test_checksum_is_the_same_in_host_memory():
     array = example((3, 9, 16))
-    found = checksums.compute_on_devices(
+    digests = checksums.compute_on_devices(
         {"a": store(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape}
     )
-    assert found == {"a": checksums.compute_on_host(array)}
+    assert digests == {"a": checksums.compute_on_host(array)}
 
 
 def test_array_mixed_in_blocks_has_the_same_checksum(monkeypatch):
@@ -95,16 +97,16 @@ def test_every_single_bit_changes_both_sums():
         for bit in range(32):
             other = array.copy()
             other.view(np.uint32)[index] ^= np.uint32(1 << bit)
-            found = checksums.compute_on_host(other)
-            assert found[:8] != right[:8]
-            assert found[8:] != right[8:]
+            digests = checksums.compute_on_host(other)
+            assert digests[:8] != right[:8]
+            assert digests[8:] != right[8:]
 
 
 def test_permuted_elements_change_the_checksum():
     array = example((4, 6))
     others = (array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))
-    found = {checksums.compute_on_host(x) for x in (array, *others)}
-    assert len(found) == 5
+    actual = {checksums.compute_on_host(x) for x in (array, *others)}
+    assert len(actual) == 5
 
 
 def test_moments_have_the_unpadded_shape_of_their_weight():
@@ -116,9 +118,9 @@ def test_moments_have_the_unpadded_shape_of_their_weight():
 
     master = jax.tree.map(pad, table)
     opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, master)
-    found = checksums.unpadded_shapes(table, {"master": master, "opt": opt})
+    digests = checksums.unpadded_shapes(table, {"master": master, "opt": opt})
     shapes = {name: param.stacked_shape for name, param in checksums.name_leaves(table).items()}
-    assert {name: x.shape for name, x in found.items()} == {
+    assert {name: x.shape for name, x in digests.items()} == {
         **{f"master/{name}": shape for name, shape in shapes.items()},
         **{f"opt/{name}/mu": shape for name, shape in shapes.items()},
         **{f"opt/{name}/count": () for name in shapes},

@@ -86,9 +86,9 @@ def problems(fields: dict, *words: str) -> list[str]:
 @pytest.mark.parametrize(("name", "answer"), CASES)
 def test_a_name_of_another_system_is_answered_wherever_it_stands(name, answer):
     group = "logging" if answer.startswith("memory") else "memory"
-    asked = [problems({name: 4}), problems({group: {name: 4}}), problems({}, f"{name}=4")]
-    asked.append(problems({}, f"training.{name.upper().replace('_', '-')}=4"))
-    for (line,) in asked:
+    messages = [problems({name: 4}), problems({group: {name: 4}}), problems({}, f"{name}=4")]
+    messages.append(problems({}, f"training.{name.upper().replace('_', '-')}=4"))
+    for (line,) in messages:
         assert re.search(rf"{re.escape(answer)}(?![\w.])", line) or answer in (
             NOT_NEEDED,
             NOT_OFFERED,
@@ -201,8 +201,8 @@ def test_a_value_of_another_meaning_is_not_kept(word, field):
 def test_only_near_names_of_the_group_and_exact_names_of_others_are_suggested(word, near):
     lines = [line for line in problems({}, word) if "unknown" in line]
     (line,) = lines
-    found = re.search(r"Did you mean (.*)\?", line)
-    assert (found and found.group(1)) == near
+    match = re.search(r"Did you mean (.*)\?", line)
+    assert (match and match.group(1)) == near
 
 
 def test_two_names_that_are_equally_near_are_no_suggestion():
@@ -278,13 +278,13 @@ def test_a_page_names_the_options_of_nested_groups_by_their_last_word_if_they_ar
 
 def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
     names = {"lr": 1.0, "seq_len": 8, "lora_r": 4, "packing": True}
-    found = problems(names)
-    assert len(found) == len(names)
+    messages = problems(names)
+    assert len(messages) == len(names)
 
 
 def test_the_list_of_groups_is_there_once():
-    found = problems({"abc": 1, "bcd": 2, "cde": 3})
-    assert [", ".join(Config.model_fields) in line for line in found] == [True, False, False]
+    messages = problems({"abc": 1, "bcd": 2, "cde": 3})
+    assert [", ".join(Config.model_fields) in line for line in messages] == [True, False, False]
 
 
 @pytest.mark.parametrize(

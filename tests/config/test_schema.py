@@ -36,8 +36,8 @@ def problems(file: pathlib.Path, *words: str) -> list[str]:
 
 
 def test_defaults_are_filled_in(file):
-    found = config_file.load(file, [])
-    assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (
+    config = config_file.load(file, [])
+    assert (config.run.steps, config.run.epochs, config.mesh.data, config.optimizer.name) == (
         3,
         None,
         -1,
@@ -53,11 +53,11 @@ def test_overrides_change_the_file(file):
         "run.epochs=2",
         "model.config.hidden_size=64",
     ]
-    found = config_file.load(file, words)
-    assert found.mesh.seq == 4
-    assert [source.source for source in found.data.train] == ["a.txt", "c/*.txt"]
-    assert (found.run.steps, found.run.epochs) == (None, 2)
-    assert found.model.config == {"model_type": "llama", "hidden_size": 64}
+    config = config_file.load(file, words)
+    assert config.mesh.seq == 4
+    assert [source.source for source in config.data.train] == ["a.txt", "c/*.txt"]
+    assert (config.run.steps, config.run.epochs) == (None, 2)
+    assert config.model.config == {"model_type": "llama", "hidden_size": 64}
 
 
 def test_an_override_sets_a_field_of_a_section_that_the_file_leaves_empty(file):
@@ -140,7 +140,7 @@ def test_all_problems_are_reported_together(file):
             "steps: 3", "epochs: [1], steps: x"
         )
     )
-    found = problems(
+    messages = problems(
         file,
         "mesh.seq=two",
         "mesh",
@@ -159,9 +159,9 @@ def test_all_problems_are_reported_together(file):
         "batch.rows_per_step = 0: ",
         "nonsense = 1: ",
     ]
-    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [
+    assert [problem.startswith(start) for problem, start in zip(messages, starts, strict=True)] == [
         True
-    ] * len(starts), found
+    ] * len(starts), messages
 
 
 MESSAGES = {
@@ -260,22 +260,22 @@ MESSAGES = {
 
 @pytest.mark.parametrize(("word", "message"), MESSAGES.items())
 def test_one_mistake_is_one_line_with_field_value_rule_and_suggestion(file, word, message):
-    (found,) = problems(file, word)
+    (actual,) = problems(file, word)
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
-    assert re.fullmatch(pattern, found), found
+    assert re.fullmatch(pattern, actual), actual
 
 
 def test_missing_fields_are_reported_with_their_meaning_and_a_value(file):
     file.write_text("data: {}\nrun: {}\n")
-    found = problems(file)
+    messages = problems(file)
     names = ["data.row_tokens", "data.train", "run.directory"]
     for name in names:
-        (line,) = [line for line in found if line.startswith(f"{name}: ")]
+        (line,) = [line for line in messages if line.startswith(f"{name}: ")]
         assert "missing" in line
         assert f" {name}=" in line
-    (line,) = [line for line in found if line.startswith("model: ")]
+    (line,) = [line for line in messages if line.startswith("model: ")]
     assert "source, config, tokenizer, compute_dtype" in line
-    assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
+    assert len(messages) == len(names) + 4, messages  # steps or epochs; model, batch, optimizer
 
 
 def test_counts_are_32_bit_integers():
@@ -363,8 +363,8 @@ def test_an_eval_set_can_be_named_held_out_if_nothing_is_held_out(file):
         "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
     )
     assert config_file.load(file, [sets]).data.eval[0].name == "held_out"
-    (found,) = problems(file, sets, "data.eval_fraction=0.1")
-    assert found.startswith("data.eval.0.name = held_out: ")
+    (message,) = problems(file, sets, "data.eval_fraction=0.1")
+    assert message.startswith("data.eval.0.name = held_out: ")
 
 
 @pytest.mark.parametrize(
@@ -381,19 +381,19 @@ def test_an_eval_set_can_be_named_held_out_if_nothing_is_held_out(file):
 )
 def test_a_file_without_a_config_is_one_line(file, text, says):
     file.write_bytes(text)
-    (found,) = problems(file)
-    assert re.match(f"{re.escape(str(file))}: .*{says}", found), found
+    (message,) = problems(file)
+    assert re.match(f"{re.escape(str(file))}: .*{says}", message), message
 
 
 def test_the_message_for_a_missing_file_names_an_existing_one(tmp_path, monkeypatch):
-    (found,) = problems(tmp_path / "x.yaml")
-    assert found.startswith(f"{tmp_path}/x.yaml: no such file. ")
-    assert pathlib.Path(re.search(r"\S+quickstart\.yaml", found).group()).is_file()
+    (message,) = problems(tmp_path / "x.yaml")
+    assert message.startswith(f"{tmp_path}/x.yaml: no such file. ")
+    assert pathlib.Path(re.search(r"\S+quickstart\.yaml", message).group()).is_file()
     monkeypatch.chdir(tmp_path)
     (elsewhere,) = problems(tmp_path / "x.yaml")
     assert pathlib.Path(re.search(r"\S+quickstart\.yaml", elsewhere).group()).is_file()
-    (found,) = problems(tmp_path)
-    assert found.startswith(f"{tmp_path}: cannot be read: ")
+    (message,) = problems(tmp_path)
+    assert message.startswith(f"{tmp_path}: cannot be read: ")
 
 
 @pytest.mark.parametrize("text", [None, "- 1\n"])
@@ -418,19 +418,19 @@ def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
     monkeypatch.setenv("HOME", "/home/me")
     group, name = field.split(".")
     words = ["model.config=null"] if field == "model.source" else []
-    found = config_file.load(file, [f"{field}=~/x", *words])
-    assert getattr(getattr(found, group), name) == "/home/me/x"
+    config = config_file.load(file, [f"{field}=~/x", *words])
+    assert getattr(getattr(config, group), name) == "/home/me/x"
     for value in ("runs/a/", "./~x", "Qwen/Qwen3-0.6B"):
-        found = config_file.load(file, [f"{field}={value}", *words])
-        assert getattr(getattr(found, group), name) == value, "as it was written"
+        config = config_file.load(file, [f"{field}={value}", *words])
+        assert getattr(getattr(config, group), name) == value, "as it was written"
     for value in ("~nosuchuser/x", f"a/{'b' * 256}"):
         (line,) = problems(file, f"{field}={value}", *words)
         assert line.startswith(f"{field} = ")
 
 
 def test_a_long_value_is_shortened(file):
-    (found,) = problems(file, f"mesh.seq={'x' * 1000}")
-    assert len(found) < 300
+    (message,) = problems(file, f"mesh.seq={'x' * 1000}")
+    assert len(message) < 300
 
 
 def fields() -> list:
@@ -472,15 +472,15 @@ def test_the_help_has_types_and_defaults():
 
 
 def test_a_config_cannot_be_changed(file):
-    found = config_file.load(file, [])
+    config = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
-        found.mesh.seq = 2
+        config.mesh.seq = 2
 
 
 def test_weights_require_steps(file):
     words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
-    (found,) = problems(file, *words)
-    assert re.match(r"data\.train\.0\.weight: .*run\.steps", found), found
+    (message,) = problems(file, *words)
+    assert re.match(r"data\.train\.0\.weight: .*run\.steps", message), message
     assert [source.weight for source in config_file.load(file, words[2:]).data.train] == [1, 3]
 
 

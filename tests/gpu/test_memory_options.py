@@ -233,7 +233,7 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        said = selfcheck.check_device(of, choice)
+        lines = selfcheck.check_device(of, choice)
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
@@ -242,7 +242,7 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
         checked.append("cuDNN")
     if activations != "none":
         checked.append("offload")
-    assert all(word in line for line, word in zip(said, checked, strict=True))
+    assert all(word in line for line, word in zip(lines, checked, strict=True))
 
 
 def test_the_check_detects_attention_that_ignores_segments(gpu):
@@ -250,7 +250,7 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         one = jnp.zeros((len(starts), 1), jnp.int32)
         return blockwise.attention(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
-    found = selfcheck.measure_attention_error(
+    actual = selfcheck.measure_attention_error(
         ignore_segments,
         heads_per_kv_head=4,
         num_kv_heads=2,
@@ -260,4 +260,4 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         dtype=jnp.dtype("bfloat16"),
         device=gpu,
     )
-    assert min(found.values()) > selfcheck.ATTENTION_TOLERANCE
+    assert min(actual.values()) > selfcheck.ATTENTION_TOLERANCE

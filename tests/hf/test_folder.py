@@ -94,11 +94,11 @@ def problems(model: Any = MODEL, source: str = "m") -> list[str]:
     """The problems of a folder, without the field that names it."""
     with pytest.raises(UserError) as raised:
         weights.open_folder(folder.find(source), decoder.param_table(model))
-    asked = f"model.source = {source}: "
+    messages = f"model.source = {source}: "
     assert all(
-        "\n" not in problem and problem.startswith(asked) for problem in raised.value.problems
+        "\n" not in problem and problem.startswith(messages) for problem in raised.value.problems
     )
-    return [problem.removeprefix(asked) for problem in raised.value.problems]
+    return [problem.removeprefix(messages) for problem in raised.value.problems]
 
 
 def test_slices_equal_those_of_the_whole_tensor_in_every_dtype(model_folder):

@@ -135,9 +135,9 @@ def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq,
     model = types.SimpleNamespace(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, sliding_window=None
     )
-    said = attention.describe(choice, model)
-    assert re.search(messages.holding(*heads), said)
-    assert bool(re.search(r"\d", said)) == bool(heads)
+    lines = attention.describe(choice, model)
+    assert re.search(messages.holding(*heads), lines)
+    assert bool(re.search(r"\d", lines)) == bool(heads)
 
 
 def test_a_line_that_another_process_appends_survives_a_partial_write(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def losses(chosen):
     """The loss of each document, by its first tokens: all other labels of a step are taken away."""
     program, material = build.build_training(chosen, devices=jax.devices()[:4])
     master = material.make_weights()
-    found = {}
+    actual = {}
     data = material.train_set
     totals = {
         stream.row_tokens: train_step.compile_totals(
@@ -81,10 +81,10 @@ def losses(chosen):
             part = (turn, slot, slice(start, start + length))
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
-            found[tuple(tokens[part][:2])] = float(
+            actual[tuple(tokens[part][:2])] = float(
                 totals[counts.row_tokens](master, Batch(**one)).loss
             )
-    return found
+    return actual
 
 
 @pytest.mark.e2e

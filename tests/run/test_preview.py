@@ -56,12 +56,12 @@ def shown(config, **options):
 
 
 def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
-    said = shown(
+    lines = shown(
         asked(
             ("talk.jsonl", "messages"), ("pair.jsonl", "prompt_completion"), ("ids.jsonl", "tokens")
         )
     )
-    first, second, third = said.strip().split("\n\ndata.")
+    first, second, third = lines.strip().split("\n\ndata.")
     place, counts, *_ = first.splitlines()
     assert re.match(messages.holding("data.train.0.source = talk.jsonl", "line 1"), place)
     assert re.match(messages.holding("75 tokens", 18, "⟦"), counts)
@@ -73,11 +73,11 @@ def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
 
 
 def test_what_is_learned_is_coloured_on_a_terminal():
-    said = shown(asked(("talk.jsonl", "messages")), force_terminal=True, color_system="standard")
-    assert "⟦" not in said
-    assert "\x1b[30;42mone↵" in said
-    assert "\x1b[30;42mtwo<|im_end|>↵" in said
-    assert "\x1b[30;42m" in said.splitlines()[1], "an example of it"
+    lines = shown(asked(("talk.jsonl", "messages")), force_terminal=True, color_system="standard")
+    assert "⟦" not in lines
+    assert "\x1b[30;42mone↵" in lines
+    assert "\x1b[30;42mtwo<|im_end|>↵" in lines
+    assert "\x1b[30;42m" in lines.splitlines()[1], "an example of it"
 
 
 def test_ids_are_shown_where_there_is_no_tokenizer():
@@ -85,18 +85,18 @@ def test_ids_are_shown_where_there_is_no_tokenizer():
 
 
 def test_of_a_long_document_the_first_and_last_200_tokens_are_shown():
-    said = shown(asked(("long.txt", "text")))
-    _, counts, shown_text = said.split("\n", 2)
+    lines = shown(asked(("long.txt", "text")))
+    _, counts, shown_text = lines.split("\n", 2)
     assert re.match(messages.holding("5,001 tokens", "5,000"), counts)
     assert re.search(messages.holding("4,601"), shown_text)
-    found = (shown_text.count("x"), "x⟦xx" in shown_text, "x<eos>⟧" in shown_text)
-    assert found == (399, True, True)
+    actual = (shown_text.count("x"), "x⟦xx" in shown_text, "x<eos>⟧" in shown_text)
+    assert actual == (399, True, True)
 
 
 def test_a_chat_is_shown_up_to_4000_tokens(tmp_path):
     (tmp_path / "long.jsonl").write_text(TALK.replace("q [red]", "x" * 3000))
-    said = shown(asked(("long.jsonl", "messages")))
-    assert "x" * 3000 in said
+    lines = shown(asked(("long.jsonl", "messages")))
+    assert "x" * 3000 in lines
 
 
 def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(

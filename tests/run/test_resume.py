@@ -130,12 +130,12 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
             assert np.linalg.norm(
                 straight_array - stopped_array
             ) <= tolerances.MESH * np.linalg.norm(straight_array)
-    found = lines(stopped / "run", "eval.jsonl")
+    actual = lines(stopped / "run", "eval.jsonl")
     expected = lines(straight / "run", "eval.jsonl")
-    assert [(line["step"], line["data"]) for line in found] == [
+    assert [(line["step"], line["data"]) for line in actual] == [
         (n, name) for n in (5, 10) for name in ("short", "long")
     ]
-    for line, other in zip(found, expected, strict=True):
+    for line, other in zip(actual, expected, strict=True):
         assert line["loss"] == (
             other["loss"] if exact else pytest.approx(other["loss"], rel=tolerances.MESH)
         )
@@ -225,12 +225,12 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
         with pytest.raises(ZeroDivisionError):
             train(settings(stopped, *words))
     assert lines(stopped / "second")
-    asked = f"run.directory = {stopped}/second"
+    actual = f"run.directory = {stopped}/second"
     suggestion = f"run.resume={stopped}/run"
-    with pytest.raises(UserError, match=messages.holding(asked, suggestion)):
+    with pytest.raises(UserError, match=messages.holding(actual, suggestion)):
         train(settings(stopped, words[0]))
     suggestions = (f"run.directory={stopped}/second-2", "run.resume=auto")
-    with pytest.raises(UserError, match=messages.holding(asked, *suggestions)):
+    with pytest.raises(UserError, match=messages.holding(actual, *suggestions)):
         train(settings(stopped, words[0], f"run.resume={straight}/run"))
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
@@ -242,23 +242,23 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
     shutil.rmtree(stopped / "second/checkpoints")
     for resumed in (words[1], "run.resume=auto"):
         damaged = f"{stopped}/second/damaged"
-        with pytest.raises(UserError, match=messages.holding(asked, damaged)):
+        with pytest.raises(UserError, match=messages.holding(actual, damaged)):
             train(settings(stopped, words[0], resumed))
 
 
 def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch):
     """Before one of them reads what another does not see, and all wait for each other."""
     run = RunConfig(directory=str(tmp_path), steps=9)
-    found = iter([[4, 4], [4, 0], [resume._NO_START, 4], [resume._NO_START, 4]])
+    actual = iter([[4, 4], [4, 0], [resume._NO_START, 4], [resume._NO_START, 4]])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(found)))
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(actual)))
     resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
-    asked = f"run.directory = {tmp_path}"
-    with pytest.raises(UserError, match=messages.holding(asked, 0, 4)):
+    result = f"run.directory = {tmp_path}"
+    with pytest.raises(UserError, match=messages.holding(result, 0, 4)):
         resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
     with pytest.raises(UserError, match=r"^is not empty$"):
         resume.check_same_checkpoint(run, None, ["is not empty"])
-    with pytest.raises(UserError, match=messages.holding(asked, "process 0")):
+    with pytest.raises(UserError, match=messages.holding(result, "process 0")):
         resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
 
 
@@ -294,9 +294,9 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
     )
     model = families.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
     start = resume.make_start_point(meta, tmp_path, now, model=model, data=documents)
-    said = " ".join(start.config_changes)
-    assert re.findall(r"(\S+) \S+ -> ", said) == fields
-    assert "None" not in said
+    actual = " ".join(start.config_changes)
+    assert re.findall(r"(\S+) \S+ -> ", actual) == fields
+    assert "None" not in actual
 
 
 @pytest.mark.slow
@@ -351,17 +351,17 @@ def test_a_finished_run_is_left_alone(straight):
 @pytest.mark.e2e
 def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stopped):
     train(settings(stopped, "batch.rows_per_step=4", "run.steps=14"))
-    found = lines(stopped / "run")
+    actual = lines(stopped / "run")
     expected = lines(straight / "run")
-    assert [line["step"] for line in found] == list(range(1, 15))
-    assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
+    assert [line["step"] for line in actual] == list(range(1, 15))
+    assert actual[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
         "8 steps of 4 rows are 4 steps of 8"
     )
     assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
         "64": STEPS * 8
     }
     for half in range(4):
-        pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
+        pair = actual[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert (
             sum(line["num_loss_tokens"] for line in pair)
             == expected[STOPPED + half]["num_loss_tokens"]
@@ -418,8 +418,8 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
         (begins,),
     )
     train(chosen)
-    found = lines(stopped / "run")
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    actual = lines(stopped / "run")
+    assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
     assert re.search(messages.holding(*said), (stopped / "run/banner.txt").read_text())
     # what was learned is what the new plan has there
     (stream,) = material.train_set.streams
@@ -428,7 +428,7 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
         sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8])
         for step in range(STEPS - STOPPED)
     ]
-    assert [line["num_tokens"] for line in found[STOPPED:]] == tokens
+    assert [line["num_tokens"] for line in actual[STOPPED:]] == tokens
     assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
         str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
     }

@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
 
 def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
     now = 1000.0
-    said = []
+    lines = []
     store = Recorded()
     outcomes = [
         WriteOutcome(step=2, failure="no space left on device"),
@@ -145,10 +145,10 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Recorded, "poll", lambda self: outcomes.pop(0))
     save = CheckpointSchedule(
-        store, RunConfig(directory="x", steps=9), first_step=1, print_line=said.append
+        store, RunConfig(directory="x", steps=9), first_step=1, print_line=lines.append
     )
     save.poll()
-    (failed,) = said
+    (failed,) = lines
     assert re.match(messages.holding("checkpoint 2", "no space left on device", "60 s"), failed)
     now += 59
     save.poll()
@@ -156,7 +156,7 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     now += 2
     assert save.is_due(4)
     save.poll()
-    written, waited = said[1:]
+    written, waited = lines[1:]
     assert re.match(messages.holding("checkpoint 3"), written)
     assert re.match(messages.holding("step 3", "0 s"), waited)
     assert (save.last_saved_step, save.is_due(4)) == (3, False)
@@ -165,7 +165,7 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
 def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(
     monkeypatch,
 ):
-    said = []
+    lines = []
     slept = []
     store = Recorded()
     monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
@@ -179,14 +179,14 @@ def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training
         config={}, model={}, data={}, step=9, rows_consumed={}, num_tokens_total=0
     )
     save = CheckpointSchedule(
-        store, RunConfig(directory="x", steps=9), first_step=0, print_line=said.append
+        store, RunConfig(directory="x", steps=9), first_step=0, print_line=lines.append
     )
     save.save(state, meta, is_last=True)
-    assert not said, "the write has not ended yet"
+    assert not lines, "the write has not ended yet"
     with pytest.raises(NeedsAttentionError, match="No space left on device"):
         save.finish(state, meta)
-    assert (store.steps, slept, len(said)) == ([9, 9, 9], [5.0, 10.0], 3)
-    attempts = [re.findall(r"\d+ s\b", line) for line in said]
+    assert (store.steps, slept, len(lines)) == ([9, 9, 9], [5.0, 10.0], 3)
+    attempts = [re.findall(r"\d+ s\b", line) for line in lines]
     assert attempts == [["5 s"], ["10 s"], []], "and not `Training continues`, in 60 s"
 
 
@@ -243,13 +243,13 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     (folder / "run/eval.jsonl").write_text(
         '{"step": 0}\n'
     )  # of a run that was killed before its first checkpoint
-    said = train_once()
+    lines = train_once()
     evaluated, saved, num_held_out = steps()
     assert 0 < num_held_out < 8
     epoch = 8 - num_held_out  # each document fills a row
     assert (evaluated, saved) == ([0, epoch, 2 * epoch], [epoch, 2 * epoch])
     reason = (f"step {2 * epoch}", "held_out", "run.early_stopping_patience = 2")
-    assert re.search(messages.holding(*reason), said)
+    assert re.search(messages.holding(*reason), lines)
     banner = (folder / "run/banner.txt").read_text()
     held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
     assert re.search(messages.holding(*held_out), banner)
@@ -400,9 +400,9 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
 
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
-    asked = []
+    result = []
     monkeypatch.setattr(
-        Preemption, "should_dispatch", lambda self, number: asked.append(number) or number <= 4
+        Preemption, "should_dispatch", lambda self, number: result.append(number) or number <= 4
     )
     words = (
         f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]",
@@ -410,19 +410,19 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
         "run.save_every=2",
     )
     train(settings(folder, *words))
-    found = [
+    actual = [
         json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()
     ]
-    assert found == [2]
-    assert asked == [1, 2, 3, 3, 4, 5, 5]
+    assert actual == [2]
+    assert result == [1, 2, 3, 3, 4, 5, 5]
     assert run_paths.find_latest(folder / "run").name == "4"
     # and none is missing when the run has gone on
     monkeypatch.undo()
     train(settings(folder, *words))
-    found = [
+    actual = [
         json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()
     ]
-    assert found == [2, 4, 6]
+    assert actual == [2, 4, 6]
 
 
 @pytest.mark.e2e
@@ -449,8 +449,8 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
     results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert [line["step"] for line in results] == [3, 6]
     metas = [reader.read_meta(path) for path in sorted((folder / "run/checkpoints").iterdir())]
-    found = [(meta.step, meta.eval_loss, meta.has_pending_evaluation) for meta in metas]
-    assert found == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
+    actual = [(meta.step, meta.eval_loss, meta.has_pending_evaluation) for meta in metas]
+    assert actual == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
     assert metas[0].eval_loss < metas[1].eval_loss
 
 
@@ -509,10 +509,10 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
         f"data.eval={json.dumps([{**one, 'name': 'held out'}])}",
     ]
     program, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
-    told = []
+    lines = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own])
+        multihost_utils, "process_allgather", lambda own: lines.append(own) or np.stack([own, own])
     )
     preflight.check_agreement(program, material)
     changed = {
@@ -538,7 +538,7 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
             material,
         ),
     }[other]
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([lines[0], own]))
     says = messages.holding(*says) or None
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         preflight.check_agreement(*changed)

@@ -40,14 +40,14 @@ def program(
     **config: Any,
 ) -> Program:
     """A program with these memory options, which is not compiled."""
-    asked = batches.make_config(memory=memory, **config)
+    messages = batches.make_config(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {
-        "data": asked.data.model_copy(update={"row_tokens": row_tokens}),
+        "data": messages.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**mesh),
     }
     return Program(
-        config=asked.model_copy(update=update),
+        config=messages.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
         attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
@@ -164,17 +164,17 @@ def check_gradients(
     run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any
 ) -> None:
     """Compares the loss, gradients and counts of a run with those of the plain program."""
-    found = run.gradients(run.state(weights).master, run.rows(arrays))
+    actual = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), right = plain(run.program.model)(weights, arrays)
-    found_leaves = run.whole(found.gradients)
+    found_leaves = run.whole(actual.gradients)
     right_leaves = batches.by_name(right)
     differences = {
         name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves
     }
     record_property("largest relative difference of a gradient", max(differences.values()))
-    assert batches.difference(found.loss, loss) < tolerances.MESH
+    assert batches.difference(actual.loss, loss) < tolerances.MESH
     assert max(differences.values()) < tolerances.MESH, differences
-    counts = (found.num_rows, found.num_tokens, found.num_loss_tokens, found.num_correct)
+    counts = (actual.num_rows, actual.num_tokens, actual.num_loss_tokens, actual.num_correct)
     lengths = arrays["lengths_BM"]
     labels = arrays["labels_BL"]
     assert [int(x) for x in counts] == [

@@ -68,9 +68,9 @@ OFFLOAD = "memory.offload_activations=layer_inputs"
 )
 def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
     data, seq = sizes
-    found = choose(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
-    assert found.options == expected
-    assert ("prefetch" in found.description) == (PREFETCH.items() <= expected.items())
+    actual = choose(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
+    assert actual.options == expected
+    assert ("prefetch" in actual.description) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
@@ -90,16 +90,16 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
-    found = choose(gpus, OFFLOAD, version=version, is_tiled=True)
-    assert found.options == {}
-    assert re.search(messages.holding(version), found.description)
+    actual = choose(gpus, OFFLOAD, version=version, is_tiled=True)
+    assert actual.options == {}
+    assert re.search(messages.holding(version), actual.description)
 
 
 def test_cpus_get_no_options():
-    found = compile_options.choose_options(
+    actual = compile_options.choose_options(
         programs.settings(OFFLOAD), mesh=mesh(2, 4), is_tiled=True, environ={}, version="0.12.0.1"
     )
-    assert found == CompileOptions(options={}, description="")
+    assert actual == CompileOptions(options={}, description="")
 
 
 @pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
@@ -110,9 +110,9 @@ def test_options_in_xla_flags_override_own_options(gpus, name, tmp_path):
     file = tmp_path / "flags"
     file.write_text(flags)
     for given in (flags, str(file)):
-        found = choose(gpus, OFFLOAD, flags=given, is_tiled=True)
-        assert found.options == rest
-        assert found.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
+        actual = choose(gpus, OFFLOAD, flags=given, is_tiled=True)
+        assert actual.options == rest
+        assert actual.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
     assert choose(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
     assert choose(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
 
@@ -122,14 +122,14 @@ def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
     word = f"run.xla_options={{{name}: false, xla_gpu_memory_limit_slop_factor: 80}}"
     flags = f"--xla_gpu_memory_limit_slop_factor=70 --{name}=true --xla_gpu_autotune_level=0"
     own = {name: False, "xla_gpu_memory_limit_slop_factor": 80}
-    found = choose(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
-    assert found.options == BASE | OVERLAP | PREFETCH | own
-    said = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
-    assert found.description.endswith(f"{said}; XLA_FLAGS: xla_gpu_autotune_level")
+    actual = choose(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
+    assert actual.options == BASE | OVERLAP | PREFETCH | own
+    lines = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
+    assert actual.description.endswith(f"{lines}; XLA_FLAGS: xla_gpu_autotune_level")
     on_cpu = compile_options.choose_options(
         programs.settings(word), mesh=mesh(1, 1), is_tiled=True, environ={}, version="0.12.0.1"
     )
-    assert (on_cpu.options, on_cpu.description) == (own, said)
+    assert (on_cpu.options, on_cpu.description) == (own, lines)
 
 
 @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ FIXED = {"xla_gpu_deterministic_ops": True}
 )
 def test_a_deterministic_run_gets_its_options_in_every_release(gpus, version, expected):
     flags = "--xla_gpu_deterministic_ops=false"
-    found = choose(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
-    assert found.options == expected
-    assert found.is_deterministic
-    assert "deterministic" in found.description
+    actual = choose(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
+    assert actual.options == expected
+    assert actual.is_deterministic
+    assert "deterministic" in actual.description
 
 
 def test_run_deterministic_has_no_effect_on_cpus_and_the_banner_reports_it():
-    found = compile_options.choose_options(
+    actual = compile_options.choose_options(
         programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={}
     )
-    assert (found.options, found.is_deterministic) == ({}, False)
-    assert "run.deterministic" in found.description
+    assert (actual.options, actual.is_deterministic) == ({}, False)
+    assert "run.deterministic" in actual.description
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
@@ -222,7 +222,7 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
 
 def test_own_flags_for_cpu_devices_are_not_reported_as_the_users():
     flags = " ".join(["--xla_dump_to=there", *jax_platform.collective_timeout_flags()])
-    found = compile_options.choose_options(
+    actual = compile_options.choose_options(
         programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}
     )
-    assert found.description == "XLA_FLAGS: xla_dump_to"
+    assert actual.description == "XLA_FLAGS: xla_dump_to"

@@ -37,21 +37,21 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
 )
 def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypatch):
     """Arrays of one device are freed before those of the next are made."""
-    made = []
+    results = []
     wait = jax.block_until_ready
 
     def watch(array):
-        assert all(earlier.is_deleted() for earlier in made)
-        made.append(wait(array))
+        assert all(earlier.is_deleted() for earlier in results)
+        results.append(wait(array))
         return array
 
     monkeypatch.setattr(jax, "block_until_ready", watch)
     devices = jax.devices()[:2]
     host_offload.reserve_pool(devices, 3 * 2**20 + 1)
-    assert [array.sharding.device_set for array in made] == [{device} for device in devices]
-    assert {array.sharding.memory_kind for array in made} == {host_offload.MEMORY_KIND}
-    assert {(array.shape, array.dtype) for array in made} == {((4, 2**20), jnp.dtype("uint8"))}
-    assert all(array.is_deleted() for array in made)
+    assert [array.sharding.device_set for array in results] == [{device} for device in devices]
+    assert {array.sharding.memory_kind for array in results} == {host_offload.MEMORY_KIND}
+    assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
+    assert all(array.is_deleted() for array in results)
 
 
 class Loaded(Exception):

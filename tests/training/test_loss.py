@@ -64,9 +64,9 @@ def in_one_piece(hidden, head, labels):
 @pytest.mark.parametrize("tile", [1, 7, 20, 50, 100, 1000])
 def test_any_tile_gives_the_same_loss_and_gradients(tile):
     hidden, head, labels = inputs()
-    found, gradients = tiled(hidden, head, labels, tile)
+    actual, gradients = tiled(hidden, head, labels, tile)
     right, right_gradients = in_one_piece(hidden, head, labels)
-    assert batches.difference(found.loss, right) < tolerances.TILES
+    assert batches.difference(actual.loss, right) < tolerances.TILES
     for mine, theirs in zip(gradients, right_gradients, strict=True):
         assert batches.difference(mine, theirs) < tolerances.TILES
     assert (np.asarray(gradients[0])[np.asarray(labels) == NO_LABEL] == 0).all()
@@ -84,8 +84,8 @@ def test_correct_labels_are_counted():
 
 def test_nothing_is_learned_from_what_has_no_label():
     hidden, head, labels = inputs()
-    found, gradients = tiled(jnp.full_like(hidden, 1e38), head, jnp.full_like(labels, NO_LABEL), 7)
-    assert (float(found.loss), int(found.num_correct)) == (0, 0)
+    actual, gradients = tiled(jnp.full_like(hidden, 1e38), head, jnp.full_like(labels, NO_LABEL), 7)
+    assert (float(actual.loss), int(actual.num_correct)) == (0, 0)
     assert all((np.asarray(gradient) == 0).all() for gradient in gradients)
 
 
@@ -114,10 +114,10 @@ def test_a_custom_loss_has_its_own_value_and_gradients(tile):
         losses = runs.smoothed(logits, jnp.where(has_label, labels, 0).reshape(-1))
         return (losses * has_label.reshape(-1).astype(jnp.float32)).sum()
 
-    found, gradients = tiled(hidden, head, labels, tile, "float32", runs.smoothed)
+    actual, gradients = tiled(hidden, head, labels, tile, "float32", runs.smoothed)
     right, right_gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
-    assert batches.difference(found.loss, right) < tolerances.TILES
-    assert int(found.num_correct) == int(tiled(hidden, head, labels, tile)[0].num_correct)
+    assert batches.difference(actual.loss, right) < tolerances.TILES
+    assert int(actual.num_correct) == int(tiled(hidden, head, labels, tile)[0].num_correct)
     for mine, theirs in zip(gradients, right_gradients, strict=True):
         assert batches.difference(mine, theirs) < tolerances.TILES
 
@@ -126,8 +126,8 @@ def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinit
     hidden, head, labels = inputs()
     unlabelled = jnp.full_like(labels, NO_LABEL)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
-    found, gradients = tiled(hidden, head, unlabelled, 7, "float32", infinite)
-    assert float(found.loss) == 0
+    actual, gradients = tiled(hidden, head, unlabelled, 7, "float32", infinite)
+    assert float(actual.loss) == 0
     assert all((np.asarray(gradient) == 0).all() for gradient in gradients)
 
 

@@ -80,8 +80,8 @@ def test_candidates_are_tried_from_the_fastest_on():
 
 
 def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
-    found = candidates(runs.program(AUTO))
-    assert found == [
+    actual = candidates(runs.program(AUTO))
+    assert actual == [
         (remat, 16, 16) for remat in ("save_attention_and_mlp", "save_attention", "full")
     ]
 
@@ -121,9 +121,9 @@ def test_options_that_free_memory_leave_out_candidates(memory, remats):
 @pytest.mark.parametrize("is_known", [True, False])
 def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
     program = large(**fixed)
-    found = list(memory_fit.list_candidates(program, is_memory_known=is_known))
-    assert found
-    for candidate in found:
+    actual = list(memory_fit.list_candidates(program, is_memory_known=is_known))
+    assert actual
+    for candidate in actual:
         memory = candidate.config.memory.model_dump()
         assert {name: memory[name] for name in fixed} == fixed
         assert "auto" not in memory.values()
@@ -190,13 +190,13 @@ def formulas(program):
 
 def test_the_first_candidate_is_taken_if_it_fits():
     trial = Trial()
-    found = trial.fit(large(), max(formulas(large())))
+    actual = trial.fit(large(), max(formulas(large())))
     assert (
-        [decided(found.program)]
+        [decided(actual.program)]
         == [decided(program) for program in trial.compiled]
         == candidates(large())[:1]
     )
-    assert (found.shortage, found.full_remat_reason) == ("", "")
+    assert (actual.shortage, actual.full_remat_reason) == ("", "")
 
 
 def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
@@ -210,26 +210,26 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
         for number, bytes_of in enumerate(takes)
         if bytes_of <= memory_fit.MAX_PREDICTED_RATIO * room
     )
-    found = trial.fit(program, room)
+    actual = trial.fit(program, room)
     assert first > 0
     assert decided(trial.compiled[0]) == candidates(program)[first]
-    assert memory_formula.predict_bytes(found.program) <= room
-    assert not found.shortage
+    assert memory_formula.predict_bytes(actual.program) <= room
+    assert not actual.shortage
 
 
 def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     trial = Trial()
-    found = trial.fit(large(), 20 * GIB)
+    actual = trial.fit(large(), 20 * GIB)
     assert (
         [decided(program) for program in trial.compiled]
         == candidates(large())[-1:]
-        == [decided(found.program)]
+        == [decided(actual.program)]
     )
     sizes = [
-        memory_fit.format_bytes(found.memory_use.device_total),
+        memory_fit.format_bytes(actual.memory_use.device_total),
         memory_fit.format_bytes(20 * GIB),
     ]
-    assert gib_in(found.shortage) == sizes
+    assert gib_in(actual.shortage) == sizes
 
 
 def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
@@ -244,14 +244,14 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
             expected.append(number)
             if 1.5 * bytes_of <= room:
                 break
-    found = trial.fit(program, room)
+    actual = trial.fit(program, room)
     assert [decided(candidate) for candidate in trial.compiled] == [
         candidates(program)[number] for number in expected
     ]
     assert len(expected) < next(
         number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room
     )
-    assert 1.5 * memory_formula.predict_bytes(found.program) <= room
+    assert 1.5 * memory_formula.predict_bytes(actual.program) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
@@ -259,15 +259,15 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     program = large()
     takes = formulas(program)
     right = Trial(factor=1.5).fit(program, takes[0])
-    found = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
-    assert decided(found.program) == decided(right.program)
-    assert found.memory_use.device_total <= found.memory_limit.device
-    assert gib_in(found.shortage) == ["1.0 GiB"]
-    assert "host" in found.shortage
+    actual = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
+    assert decided(actual.program) == decided(right.program)
+    assert actual.memory_use.device_total <= actual.memory_limit.device
+    assert gib_in(actual.shortage) == ["1.0 GiB"]
+    assert "host" in actual.shortage
     offloads = Trial(host=3 * GIB)
-    found = offloads.fit(large(offload_activations="layer_inputs"), math.inf, host=2 * GIB)
+    actual = offloads.fit(large(offload_activations="layer_inputs"), math.inf, host=2 * GIB)
     assert len(offloads.compiled) == 1
-    assert gib_in(found.shortage) == ["3.0 GiB", "2.0 GiB"]
+    assert gib_in(actual.shortage) == ["3.0 GiB", "2.0 GiB"]
 
 
 # Available memory
@@ -298,10 +298,10 @@ def of_kind(sizes, **kind):
     ],
 )
 def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
-    found = available_memory.list_communicators(
+    actual = available_memory.list_communicators(
         dict(zip(axes.ALL, sizes, strict=True)), make_strategy(seq=sizes[-1], ulysses_degree=inner)
     )
-    assert found == set(map(frozenset, groups))
+    assert actual == set(map(frozenset, groups))
 
 
 @pytest.mark.parametrize(
@@ -324,8 +324,8 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
 
 def test_peers_on_other_nodes_take_memory_too(monkeypatch):
     monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 4)
-    found = available_memory.nccl_bytes(of_kind((1, 1, 8)))
-    assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
+    actual = available_memory.nccl_bytes(of_kind((1, 1, 8)))
+    assert actual == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
 
 
 def test_a_part_of_the_device_is_left_for_fragmentation():
@@ -351,12 +351,12 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
 def on_kind(program):
     """Bytes of a device's weights and optimizer state by memory kind, without step counts."""
     state = train_state.abstract_inputs(program)[0]
-    found = {"device": 0, host_offload.MEMORY_KIND: 0}
+    actual = {"device": 0, host_offload.MEMORY_KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt_state)):
         if leaf.dtype == jnp.float32:
             kind = leaf.sharding.memory_kind or "device"
-            found[kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return found
+            actual[kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return actual
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -366,14 +366,14 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(
 ):
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
-    found = on_kind(program)
-    assert memory_formula.checkpoint_bytes(program) == found["device"]
+    actual = on_kind(program)
+    assert memory_formula.checkpoint_bytes(program) == actual["device"]
     offloaded = memory_formula.program_offloaded_bytes(program)
-    assert offloaded.weights + offloaded.moments == found[host_offload.MEMORY_KIND]
-    assert found["device"] > 0
-    assert (found[host_offload.MEMORY_KIND] > 0) == (offload == "state")
+    assert offloaded.weights + offloaded.moments == actual[host_offload.MEMORY_KIND]
+    assert actual["device"] > 0
+    assert (actual[host_offload.MEMORY_KIND] > 0) == (offload == "state")
     room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
-    assert room.host == 200 * GIB - found["device"]
+    assert room.host == 200 * GIB - actual["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
 
 
@@ -392,9 +392,9 @@ def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypa
     """
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
-    found = available_memory._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
-    assert found == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
-    assert found.pinned == 5 * GIB
+    actual = available_memory._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
+    assert actual == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
+    assert actual.pinned == 5 * GIB
     assert available_memory._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
 
 
@@ -421,13 +421,13 @@ def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypa
 def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
-    found = {
+    actual = {
         value: memory_formula.program_offloaded_bytes(runs.program({"offload_activations": value}))
         for value in ("none", "layer_inputs", "layer_inputs_and_attention")
     }
-    assert found["none"].total == 0
-    assert found["layer_inputs"] == (2 * 16 * 60 * 4, 0, 0, 0)
-    assert found["layer_inputs_and_attention"].total - found["layer_inputs"].total == 2 * 16 * (
+    assert actual["none"].total == 0
+    assert actual["layer_inputs"] == (2 * 16 * 60 * 4, 0, 0, 0)
+    assert actual["layer_inputs_and_attention"].total - actual["layer_inputs"].total == 2 * 16 * (
         64 * 4 + 8 * 4
     )
     program = runs.program({"offload_optimizer": "state_and_gradients"}, name="adamw")
@@ -437,11 +437,11 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
         row.num_layers * math.prod(place.stored_shape) // (1 if place.dim is None else 4)
         for row, place in placed
     ]
-    found = memory_formula.program_offloaded_bytes(program)
-    assert found.moments == 2 * found.weights > 0
+    actual = memory_formula.program_offloaded_bytes(program)
+    assert actual.moments == 2 * actual.weights > 0
     assert program.num_microbatches > 1
-    assert found.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
-    assert 4 * sum(shards) < found.weights, (
+    assert actual.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
+    assert 4 * sum(shards) < actual.weights, (
         "gradients of the embedding and the head stay on the device"
     )
 
@@ -454,14 +454,14 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
     )
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda config: program.model)
-    found = memory_formula.program_offloaded_bytes(program)
-    assert train._pinned_pool_bytes(program.config, Process()) == memory_formula.pool_bytes(found)
-    assert memory_formula.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
+    actual = memory_formula.program_offloaded_bytes(program)
+    assert train._pinned_pool_bytes(program.config, Process()) == memory_formula.pool_bytes(actual)
+    assert memory_formula.pool_bytes(actual) == int(1.1 * actual.total) + 2 * GIB > 2 * GIB
     assert train._pinned_pool_bytes(runs.program({}).config, Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 2)
     process = Process(num_processes=4, num_local_processes=2)
-    assert train._pinned_pool_bytes(program.config, process) == memory_formula.pool_bytes(found)
+    assert train._pinned_pool_bytes(program.config, process) == memory_formula.pool_bytes(actual)
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 0)
     assert train._pinned_pool_bytes(program.config, process) is None
 
@@ -512,11 +512,11 @@ ALL_AT_ONCE = 10**9
 )
 def test_the_formula_is_close_for_all_options(row_tokens, memory):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    asked = programs.settings(
+    messages = programs.settings(
         "mesh.seq=4",
         f"data.row_tokens={row_tokens}",
         *(f"memory.{k}={v}" for k, v in memory.items()),
     )
-    if found := memory_options.find_problems(asked, platform="gpu"):
+    if found := memory_options.find_problems(messages, platform="gpu"):
         pytest.skip(found[0])
-    check_formula(programs.step(asked, compiled.make_devices("h100-80gb", 4)))
+    check_formula(programs.step(messages, compiled.make_devices("h100-80gb", 4)))

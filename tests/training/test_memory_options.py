@@ -146,8 +146,8 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
-    found = run.whole(state.master)
-    assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.MESH
+    actual = run.whole(state.master)
+    assert max(batches.difference(actual[name], right[name]) for name in right) < tolerances.MESH
     kinds = {
         leaf.sharding.memory_kind
         for leaf in jax.tree.leaves(state.master)
@@ -204,9 +204,9 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
         straight, _ = plain.step(straight, rows)
     right = plain.whole(straight.master)
     for run, state in went_on:
-        found = run.whole(state.master)
+        actual = run.whole(state.master)
         assert (
-            max(batches.difference(found[name], right[name]) for name in right)
+            max(batches.difference(actual[name], right[name]) for name in right)
             < tolerances.OPTIMIZER
         )
 
@@ -320,9 +320,9 @@ def problems(version, platform, **memory):
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
 def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
-    (found,) = problems(version, "gpu", offload_activations="layer_inputs")
+    (message,) = problems(version, "gpu", offload_activations="layer_inputs")
     says = ("memory.offload_activations = layer_inputs", version, "memory.offload_activations=none")
-    assert re.match(messages.holding(*says), found)
+    assert re.match(messages.holding(*says), message)
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
@@ -331,37 +331,37 @@ def test_other_releases_offload_activations_on_gpus(version):
 
 
 def test_old_releases_name_the_release_that_offloads():
-    (found,) = problems("0.10.1", "gpu", offload_optimizer="state")
+    (message,) = problems("0.10.1", "gpu", offload_optimizer="state")
     releases = ("0.10.1", "0.11.1")
     says = ("memory.offload_optimizer = state", *releases, "memory.offload_optimizer=none")
-    assert re.match(messages.holding(*says), found)
+    assert re.match(messages.holding(*says), message)
     assert problems("0.11.1", "gpu", offload_optimizer="state") == []
-    (found,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
+    (message,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
     says = (
         "memory.offload_activations = layer_inputs",
         *releases,
         "memory.offload_activations=none",
     )
-    assert re.match(messages.holding(*says, "GPU"), found)
+    assert re.match(messages.holding(*says, "GPU"), message)
 
 
 def test_full_and_offloaded_attention_contradict_each_other():
-    asked = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
+    actual = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
     suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
-    with pytest.raises(UserError, match=messages.holding(*asked, *suggestions)):
+    with pytest.raises(UserError, match=messages.holding(*actual, *suggestions)):
         batches.make_config(
             memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"}
         )
 
 
 def test_tiles_keep_nothing_of_the_mlp():
-    (found,) = problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=4)
-    assert re.match(messages.holding("memory.mlp_tile_tokens = 4", 64), found)
-    suggestions = re.findall(r"memory\.(\w+)=(\w+)", found)
+    (message,) = problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=4)
+    assert re.match(messages.holding("memory.mlp_tile_tokens = 4", 64), message)
+    suggestions = re.findall(r"memory\.(\w+)=(\w+)", message)
     assert len(suggestions) == 2
     for name, value in suggestions:
-        asked = {"remat": "save_attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
-        assert problems("0.12.0.1", "gpu", **asked) == []
+        actual = {"remat": "save_attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
+        assert problems("0.12.0.1", "gpu", **actual) == []
     assert problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=64) == []
 
 
@@ -428,9 +428,9 @@ def gpus(device_gib, **changes):
     ("size", "remat"), [(2.5, "save_attention_and_mlp"), (2, "save_attention"), (1, "full")]
 )
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
-    found = ready(monkeypatch, gpus(size), memory={})
-    assert found.program.config.memory.remat == remat
-    assert (found.full_remat_reason == "") == (remat != "full")
+    actual = ready(monkeypatch, gpus(size), memory={})
+    assert actual.program.config.memory.remat == remat
+    assert (actual.full_remat_reason == "") == (remat != "full")
 
 
 @pytest.mark.parametrize(
@@ -443,11 +443,13 @@ def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
 )
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
-    found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_formula.GIB)), memory={})
-    assert found.program.config.memory.remat == "full"
-    assert re.findall(r"[\d.]+ GiB", found.full_remat_reason) == why
+    actual = ready(
+        monkeypatch, gpus(size, uncounted=int(uncounted * memory_formula.GIB)), memory={}
+    )
+    assert actual.program.config.memory.remat == "full"
+    assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
-        messages.holding("full", found.full_remat_reason), memory_options.describe_compiled(found)
+        messages.holding("full", actual.full_remat_reason), memory_options.describe_compiled(actual)
     )
 
 
@@ -487,10 +489,10 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
     ids=["estimate", "margin"],
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
-    found = ready(monkeypatch, node, memory={"remat": "full"})
-    assert found.memory_use.device == memory_formula.GIB
-    without_shortage = dataclasses.replace(found, shortage="")
-    assert memory_options.describe_compiled(found) != memory_options.describe_compiled(
+    actual = ready(monkeypatch, node, memory={"remat": "full"})
+    assert actual.memory_use.device == memory_formula.GIB
+    without_shortage = dataclasses.replace(actual, shortage="")
+    assert memory_options.describe_compiled(actual) != memory_options.describe_compiled(
         without_shortage
     )
     fits = ready(
@@ -516,8 +518,8 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("memory", "nouns"), DESCRIBED, ids=str)
 def test_the_banner_names_the_memory_options(memory, nouns):
-    said = memory_options.describe(runs.program(memory))
-    assert [noun for noun in NOUNS if noun in said] == nouns
+    lines = memory_options.describe(runs.program(memory))
+    assert [noun for noun in NOUNS if noun in lines] == nouns
 
 
 @pytest.mark.parametrize(
@@ -531,8 +533,8 @@ def test_the_banner_names_the_memory_options(memory, nouns):
 )
 def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
     """Tiles that are `auto` are not decided yet. A tile of all tokens is not a tile."""
-    asked = {"remat": "full"} | memory
-    assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(asked))) == tokens
+    actual = {"remat": "full"} | memory
+    assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(actual))) == tokens
 
 
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
@@ -540,12 +542,12 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
 ):
     """AdamW: a float32 weight and two moments, sharded over 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
-    asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
+    actual = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
     sizes = [
         row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))
     ]
     gib = sum(sizes) / 4 / 2**30
-    sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(asked))
+    sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(actual))
     assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
 
 
@@ -557,14 +559,14 @@ def test_memory_options_are_parsed():
 
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there, fails):
-    asked = runs.program({"offload_activations": "layer_inputs"})
+    actual = runs.program({"offload_activations": "layer_inputs"})
     monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
     needs = MemoryUse(0, there)
     if not fails:
-        memory_options.check_offloads(asked, needs)
+        memory_options.check_offloads(actual, needs)
         return
     with pytest.raises(RuntimeError, match=messages.holding("memory.offload_activations=none")):
-        memory_options.check_offloads(asked, needs)
+        memory_options.check_offloads(actual, needs)
 
 
 def short_of(device_is_short, **memory):
@@ -602,16 +604,16 @@ def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
 
 
 def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
-    asked = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
-    assert not any("tile" in way for way in short_of(True, **asked)), (
+    actual = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
+    assert not any("tile" in way for way in short_of(True, **actual)), (
         "all tokens of so small a model are few bytes"
     )
     monkeypatch.setattr(tiling, "MLP_TILE_BYTES", (2**22, 2**20))
-    assert [way for way in short_of(True, **asked) if "tile" in way] == [
+    assert [way for way in short_of(True, **actual) if "tile" in way] == [
         "memory.mlp_tile_tokens=auto"
     ]
     monkeypatch.setattr(loss, "MAX_LOGIT_BYTES", (2**20,))
-    tiles = [way for way in short_of(True, **asked) if "tile" in way]
+    tiles = [way for way in short_of(True, **actual) if "tile" in way]
     assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
 
 
@@ -639,9 +641,9 @@ def test_more_devices_are_not_suggested_if_chunks_cannot_be_divided():
     """Rows of 1,000 tokens can be divided among 8 devices with Ulysses, but not with a ring."""
     ways = {}
     for kind in ("ulysses", "ring"):
-        found = runs.program({}, row_tokens=1000)
-        asked = found.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
-        found = dataclasses.replace(found, config=asked)
-        ways[kind] = changes(memory_options.suggest_changes(found, is_device_short=True))
+        actual = runs.program({}, row_tokens=1000)
+        result = actual.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
+        actual = dataclasses.replace(actual, config=result)
+        ways[kind] = changes(memory_options.suggest_changes(actual, is_device_short=True))
     assert "mesh.seq=8" in ways["ulysses"]
     assert "mesh.seq=8" not in ways["ring"]

@@ -78,9 +78,9 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
         assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
         assert metrics.is_finite
         assert int(state.step) == number + 1
-    found = run.whole(state.master)
+    actual = run.whole(state.master)
     right = batches.by_name(right)
-    differences = {name: batches.difference(found[name], right[name]) for name in right}
+    differences = {name: batches.difference(actual[name], right[name]) for name in right}
     record_property("largest relative difference of a weight", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences
     moved = {

@@ -88,35 +88,35 @@ CASES = [
 )
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.whole_weights(MODEL)
-    made = program(sizes, loss=token_loss)
+    result = program(sizes, loss=token_loss)
     run = runs.Run(
-        made,
+        result,
         MESHES[sizes],
-        jax.jit(functools.partial(step_gradients.compute_gradients, made)),
+        jax.jit(functools.partial(step_gradients.compute_gradients, result)),
         None,
     )
-    found = run.gradients(run.state(weights).master, run.rows(arrays))
+    actual = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
-    assert batches.difference(found.loss, loss) < tolerances.MESH
-    gradients = run.whole(found.gradients)
+    assert batches.difference(actual.loss, loss) < tolerances.MESH
+    gradients = run.whole(actual.gradients)
     for name in ("embedding", "head"):
         assert batches.difference(gradients[name], right[name]) < tolerances.MESH, name
     has_label = ROWS["labels_BL"] != NO_LABEL
-    assert int(found.num_loss_tokens) == has_label.sum(), (
+    assert int(actual.num_loss_tokens) == has_label.sum(), (
         "tokens are counted, whatever their weight"
     )
     if "weights_BL" in arrays:
-        assert float(found.loss_weight) == pytest.approx(WEIGHTS[has_label].sum())
+        assert float(actual.loss_weight) == pytest.approx(WEIGHTS[has_label].sum())
     else:
-        assert found.loss_weight is None
+        assert actual.loss_weight is None
 
 
 def test_a_step_whose_weights_are_all_0_changes_nothing():
     """The loss of a token may be infinite. The step takes weights because the program has them."""
     decays = batches.make_config(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
-    made = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
-    run = runs.Run(made, 8, None, train_step.build_step(made))
+    result = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
+    run = runs.Run(result, 8, None, train_step.build_step(result))
     state = run.state(runs.whole_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
     state, metrics = run.step(
@@ -129,6 +129,6 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
         True,
     )
     _, plain = train_state.abstract_inputs(program((1, 1, 2)))
-    _, weighted = train_state.abstract_inputs(made)
+    _, weighted = train_state.abstract_inputs(result)
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

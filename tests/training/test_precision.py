@@ -86,9 +86,9 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
         run = compiling(family, dtype)
         return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
 
-    found = gradients("bfloat16")
+    actual = gradients("bfloat16")
     right = gradients("float32")
-    differences = {name: batches.difference(found[name], right[name]) for name in right}
+    differences = {name: batches.difference(actual[name], right[name]) for name in right}
     record_property("differences", differences)
     cancelling = [
         f"layers.pre_attention.{name}" for name in ("k.bias", "q_norm.weight", "k_norm.weight")

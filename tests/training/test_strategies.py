@@ -77,20 +77,20 @@ def test_every_kind_gives_the_step_of_one_device(name, record_property):
     at_once = 2 if data * replica < 4 else 1
     how = {"rows_per_microbatch": at_once, "config": STEEP, "want": ("step",), "arrays": ROWS}
     run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
-    state, found = run.step(run.state(weights), run.rows(ROWS))
+    state, actual = run.step(run.state(weights), run.rows(ROWS))
     (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)
     lengths = ROWS["lengths_BM"]
     num_labels = (ROWS["labels_BL"] != NO_LABEL).sum()
-    assert [int(x) for x in (found.num_rows, found.num_tokens, found.num_loss_tokens)] == [
+    assert [int(x) for x in (actual.num_rows, actual.num_tokens, actual.num_loss_tokens)] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),
         num_labels,
     ]
-    assert float(found.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
+    assert float(actual.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
     right = batches.by_name(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
     after = run.whole(state.master)
     differences = {name: batches.difference(after[name], right[name]) for name in right}
-    differences["loss"] = batches.difference(found.loss, loss)
-    differences["norm"] = batches.difference(found.grad_norm, batches.norm(gradients))
+    differences["loss"] = batches.difference(actual.loss, loss)
+    differences["norm"] = batches.difference(actual.grad_norm, batches.norm(gradients))
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences

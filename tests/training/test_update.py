@@ -73,10 +73,10 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
             right = optax.apply_updates(right, moves)
             state, metrics = adamw.step(state, rows)
     assert metrics.grad_norm > 0.5, "nothing was clipped"
-    found = adamw.whole(state.master)
+    actual = adamw.whole(state.master)
     before = batches.by_name(weights)
     differences = {
-        name: batches.difference(found[name] - before[name], right[name] - before[name])
+        name: batches.difference(actual[name] - before[name], right[name] - before[name])
         for name in right
     }
     assert max(differences.values()) < tolerances.OPTIMIZER, differences

@@ -153,7 +153,7 @@ def conversations(number: int, *, alternating: bool = False) -> list[list[dict[s
             draw.choice(_WORDS) for _ in range(400 if long else draw.randint(1, 3))
         ).lstrip("\n")
 
-    made = []
+    results = []
     for _ in range(number):
         chat: list[dict[str, Any]] = []
         if not alternating and draw.random() < 0.5:
@@ -170,8 +170,8 @@ def conversations(number: int, *, alternating: bool = False) -> list[list[dict[s
                 )
                 chat.append({"role": "tool", "name": "weather", "content": words()})
             chat.append({"role": "assistant", "content": words()})
-        made.append(chat)
-    return made
+        results.append(chat)
+    return results
 
 
 def call_text(message: dict[str, Any], before: str = "", after: str = "") -> str:

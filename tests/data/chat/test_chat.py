@@ -48,10 +48,10 @@ def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
     rendered = chat.render_record(
         chats.store(record), tokenizer=tokenizer, template=template, train_on=train_on
     )
-    (made,) = encoding.encode_texts([rendered], tokenizer)
-    if isinstance(made, RecordError):
-        raise made
-    return made
+    (new_tokenizer,) = encoding.encode_texts([rendered], tokenizer)
+    if isinstance(new_tokenizer, RecordError):
+        raise new_tokenizer
+    return new_tokenizer
 
 
 def learned(tokens, labels):
@@ -117,8 +117,8 @@ def test_messages_that_change_when_others_follow_are_found(tokenizer):
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
     ]
     call = chats.call_text(thinks[1], "<tool_call>", "</tool_call>")
-    found = learned(*encode({"messages": thinks}, tokenizer, chats.THINKING))
-    assert [tokenizer.decode(run) for run in found] == [
+    learned_text = learned(*encode({"messages": thinks}, tokenizer, chats.THINKING))
+    assert [tokenizer.decode(run) for run in learned_text] == [
         f"one{call}<|im_end|>\n",
         "two<|im_end|>\n",
         f"three{call}<|im_end|>\n",
@@ -129,8 +129,8 @@ def test_messages_that_change_when_others_follow_are_found(tokenizer):
             SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"
         ]
         expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
-        found = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
-        assert [tokenizer.decode(run) for run in found] == expected
+        learned_text = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
+        assert [tokenizer.decode(run) for run in learned_text] == expected
 
 
 ALTERNATING = """{%- set ns = namespace(plain=0) -%}
@@ -192,9 +192,9 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
         whole = render(messages)
         spoken = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         results = [way(messages, spoken, whole, render) for way in ways]
-        found = [[part.span for part in parts] for parts in results if parts is not None]
-        assert len(found) >= at_least[name]
-        assert found == found[:1] * len(found)
+        actual = [[part.span for part in parts] for parts in results if parts is not None]
+        assert len(actual) >= at_least[name]
+        assert actual == actual[:1] * len(actual)
 
 
 @pytest.mark.parametrize("longer_than", [2, 4])
@@ -226,8 +226,10 @@ def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
     )
     assert "<think>" in thinks
     for talk in (TALK, TALK + TALK):
-        found = learned(*encode({"messages": talk}, tokenizer, thinks))
-        assert [tokenizer.decode(run) for run in found] == ["answer<|im_end|>\n"] * (len(talk) // 2)
+        learned_text = learned(*encode({"messages": talk}, tokenizer, thinks))
+        assert [tokenizer.decode(run) for run in learned_text] == ["answer<|im_end|>\n"] * (
+            len(talk) // 2
+        )
 
 
 def test_null_fields_are_removed_for_a_template(tokenizer):
@@ -249,8 +251,8 @@ def test_a_conversation_may_begin_with_the_assistant(tokenizer):
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "y"},
     ]
-    found = learned(*encode({"messages": messages}, tokenizer))
-    assert [tokenizer.decode(run) for run in found] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
+    learned_text = learned(*encode({"messages": messages}, tokenizer))
+    assert [tokenizer.decode(run) for run in learned_text] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
 
 
 def test_normalizer_and_post_processor_move_no_label():
@@ -431,7 +433,7 @@ def test_a_span_without_the_content_of_its_message_is_refused():
 
 
 def test_only_thinking_may_precede_the_content():
-    said = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
+    lines = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
     for text, before, begins in (
         ("four<|im_end|>", "", True),
         ("\n<think>four</think>four", "", True),
@@ -440,7 +442,7 @@ def test_only_thinking_may_precede_the_content():
         ("<think>four</think>assistant\nfour", "", False),
         ("assistant\nfour", "", False),
     ):
-        assert template_text.starts_with_message(said, text, before=before) == begins
+        assert template_text.starts_with_message(lines, text, before=before) == begins
     assert template_text.starts_with_message(
         {"role": "assistant", "content": "a <think>b</think> c"},
         "a <think>b</think> c<|im_end|>",
@@ -552,10 +554,10 @@ def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
         (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"]),
     ):
         assert template != chats.MARKED
-        found = learned(
+        learned_text = learned(
             *encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template)
         )
-        assert [tokenizer.decode(run) for run in found] == expected
+        assert [tokenizer.decode(run) for run in learned_text] == expected
 
 
 def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
@@ -564,8 +566,8 @@ def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
     )
     assert template != chats.MARKED
     thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
-    found = learned(*encode({"messages": thinks}, tokenizer, template))
-    assert [tokenizer.decode(run) for run in found] == ["<think>hm</think>one<|im_end|>\n"]
+    learned_text = learned(*encode({"messages": thinks}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in learned_text] == ["<think>hm</think>one<|im_end|>\n"]
 
 
 def test_arguments_of_calls_may_be_rendered_in_any_notation(tokenizer):
@@ -592,11 +594,11 @@ def test_repeated_content_is_located_in_its_own_message(tokenizer):
     ]
     expected = [f"{message['content']}<|im_end|>\n" for message in talk[1::2]]
     for template in (chats.MARKED, chats.CHATML, chats.THINKING):
-        found = [
+        actual = [
             tokenizer.decode(run)
             for run in learned(*encode({"messages": talk}, tokenizer, template))
         ]
-        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in found] == expected
+        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in actual] == expected
 
 
 def test_tokens_do_not_depend_on_the_date_of_today(tokenizer):
@@ -622,11 +624,11 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
     template = "{% for m in messages %}{{ m.role + ':E' + m.content + '</s>' }}{% endfor %}" + (
         "{{ 'assistant:E' if add_generation_prompt }}"
     )
-    said = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
+    messages = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
     with pytest.raises(RecordError, match=r"token.*:E'.*'\u0301x</s>'"):
-        encode({"messages": said}, tokenizer, template)
-    found = learned(*encode({"messages": TALK}, tokenizer, template))
-    assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
+        encode({"messages": messages}, tokenizer, template)
+    learned_text = learned(*encode({"messages": TALK}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in learned_text] == ["answer</s>"]
 
 
 def test_a_completion_without_tokens_has_loss_only_on_the_end_token():

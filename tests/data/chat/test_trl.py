@@ -30,7 +30,7 @@ def theirs(records, tokenizer, *, messages):
         max_length=None,
         shuffle_dataset=False,
     )
-    made = sft_trainer.SFTTrainer._prepare_dataset(
+    new_tokenizer = sft_trainer.SFTTrainer._prepare_dataset(
         trainer,
         datasets.Dataset.from_list(records, on_mixed_types="use_json"),
         tokenizer,
@@ -39,7 +39,7 @@ def theirs(records, tokenizer, *, messages):
         None,
         "train",
     )
-    return [(row["input_ids"], row["labels"]) for row in made]
+    return [(row["input_ids"], row["labels"]) for row in new_tokenizer]
 
 
 def ours(records, tokenizer, template=None):
@@ -57,9 +57,9 @@ def ours(records, tokenizer, template=None):
 
 @pytest.fixture
 def tokenizer():
-    made = chats.tokenizer()
-    made.chat_template = chats.MARKED
-    return made
+    new_tokenizer = chats.tokenizer()
+    new_tokenizer.chat_template = chats.MARKED
+    return new_tokenizer
 
 
 def test_conversations(tokenizer):
@@ -99,9 +99,9 @@ def test_prompts_and_completions_of_text(tokenizer, begins):
         {"prompt": "x", "completion": ""},
     ]
     records += [{"prompt": "x\n", "completion": "\ny"}, {"prompt": "x", "completion": "y</s>"}]
-    made = ours(records, tokenizer)
-    assert made == theirs(records, tokenizer, messages=False)
-    assert (made[0][0][0] == tokenizer.bos_token_id) == begins
+    new_tokenizer = ours(records, tokenizer)
+    assert new_tokenizer == theirs(records, tokenizer, messages=False)
+    assert (new_tokenizer[0][0][0] == tokenizer.bos_token_id) == begins
 
 
 @pytest.mark.parametrize(
@@ -168,21 +168,23 @@ def talk(draw: random.Random, *, alternating: bool) -> list[dict]:
     def said():
         return "".join(draw.choice(parts) for _ in range(draw.randint(0, 4)))
 
-    made = []
+    results = []
     if not alternating and draw.random() < 0.4:
-        made.append({"role": "system", "content": "s"})
+        results.append({"role": "system", "content": "s"})
     for number in range(draw.randint(1, 7)):
-        made.append({"role": "user", "content": said() or "u"})
+        results.append({"role": "user", "content": said() or "u"})
         thinking = f"<think>\nreason {number}\n</think>\n\n" if draw.random() < 0.2 else ""
         answer = {"role": "assistant", "content": thinking + said()}
-        made.append(answer | {"weight": int(draw.random() < 0.8)})
+        results.append(answer | {"weight": int(draw.random() < 0.8)})
         if not alternating and draw.random() < 0.25:
-            made[-1]["tool_calls"] = [chats.CALL | {"id": "abcdefghi"}]
-            made.append({"role": "tool", "content": "r", "tool_call_id": "abcdefghi", "name": "f"})
-            made.append({"role": "assistant", "content": f"answer {number}"})
+            results[-1]["tool_calls"] = [chats.CALL | {"id": "abcdefghi"}]
+            results.append(
+                {"role": "tool", "content": "r", "tool_call_id": "abcdefghi", "name": "f"}
+            )
+            results.append({"role": "assistant", "content": f"answer {number}"})
         if not alternating and draw.random() < 0.1:
-            made.append({"role": "assistant", "content": f"again {number}"})
-    return made
+            results.append({"role": "assistant", "content": f"again {number}"})
+    return results
 
 
 UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text()]
@@ -196,16 +198,16 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
     draw = random.Random(0)
     for number in range(10):
         messages = talk(draw, alternating=number % 2 == 0)
-        found = []
+        actual = []
         for many in (0, 99):
             monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
             options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
             try:
-                made = chat.render_record(chats.store({"messages": messages}), **options)
+                result = chat.render_record(chats.store({"messages": messages}), **options)
             except RecordError:
                 continue
-            found.append((made.text, made.loss_spans))
-        assert found[1:] in ([], found[:1])
+            actual.append((result.text, result.loss_spans))
+        assert actual[1:] in ([], actual[:1])
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,8 @@ def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, na
     template = (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
     template = template.replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
     call = chats.CALL["function"] | {"arguments": json.dumps(chats.CALL["function"]["arguments"])}
-    made = []
+    results = []
     for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
         messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-        made.append(ours([{"messages": messages}], tokenizer, template))
-    assert made[0] == made[1]
+        results.append(ours([{"messages": messages}], tokenizer, template))
+    assert results[0] == results[1]

@@ -115,9 +115,9 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
 def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     """Nulls in arguments and tools are data; a null field of a message counts as missing."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
-    said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
+    lines = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
     record = {
-        "messages": [USER, said],
+        "messages": [USER, lines],
         "tools": [tool],
         "chat_template_kwargs": {"a": None, "b": 1},
     }
@@ -142,7 +142,7 @@ def test_fields_and_roles_are_renamed():
         "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
         "functions": [TOOL],
     }
-    found = kept(
+    actual = kept(
         record,
         fields={
             "messages": "conversations",
@@ -152,7 +152,7 @@ def test_fields_and_roles_are_renamed():
         },
         roles={"human": "user", "gpt": "assistant"},
     )
-    assert found == {"messages": [USER, ASSISTANT], "tools": [TOOL]}
+    assert actual == {"messages": [USER, ASSISTANT], "tools": [TOOL]}
     both = {"role": "other", "from": "human", "value": "hi"}
     assert kept({"messages": [both]}, fields={"role": "from", "content": "value"})["messages"][
         0
@@ -192,8 +192,8 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
     alpaca = {"instruction": "a", "output": "b"}
     fields = {"prompt": "instruction", "completion": "output"}
     assert kept(alpaca, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
-    said = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
-    assert_names(said, "input", "instruction")
+    message = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
+    assert_names(message, "input", "instruction")
     assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {
         "prompt": "a",
         "completion": "b",
@@ -321,9 +321,9 @@ def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
     source = SourceConfig(source="x", format="tokens")
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
         record = {"input_ids": ids, "labels": "[-100, 2]"}
-        found = formats.check_record(record, source, has_labels=True)
-        assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([1, 2], [-100, 2])
-        assert found["input_ids"].dtype == found["labels"].dtype == np.int32
+        actual = formats.check_record(record, source, has_labels=True)
+        assert (actual["input_ids"].tolist(), actual["labels"].tolist()) == ([1, 2], [-100, 2])
+        assert actual["input_ids"].dtype == actual["labels"].dtype == np.int32
 
 
 def test_columns_have_the_names_in_fields():
@@ -332,8 +332,8 @@ def test_columns_have_the_names_in_fields():
         format="prompt_completion",
         fields={"prompt": "q", "tools": "functions", "role": "who"},
     )
-    found = formats.resolve_columns(source, field="data.train.0.source")
-    assert (found.required, found.optional) == (
+    actual = formats.resolve_columns(source, field="data.train.0.source")
+    assert (actual.required, actual.optional) == (
         ("q", "completion"),
         ("functions", "chat_template_kwargs"),
     )

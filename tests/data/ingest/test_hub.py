@@ -48,9 +48,9 @@ def problem(source, **fields):
 
 def test_a_saved_data_set_is_read_in_its_order(tmp_path):
     TRAIN.save_to_disk("one")
-    found = read("one")
-    assert found["text"] == TRAIN["text"]
-    assert found["place"] == [f"one, row {row}" for row in (1, 2, 3, 4, 5)]
+    records = read("one")
+    assert records["text"] == TRAIN["text"]
+    assert records["place"] == [f"one, row {row}" for row in (1, 2, 3, 4, 5)]
     TRAIN.select([3, 1]).save_to_disk("two", num_shards=2)
     assert read("two")["text"] == ["train 3", "train 1"]
 
@@ -151,20 +151,20 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet(
         "file.parquet"
     )
-    made = []
+    results = []
     for split in ("train[:3]", "train[3:]"):
         source = SourceConfig(source="file.parquet", format="tokens", split=split)
         data = DataConfig(train=[source], row_tokens=8)
-        found = sources.read(source, data=data, field="data.train.0.source")
-        made.append(
+        records = sources.read(source, data=data, field="data.train.0.source")
+        results.append(
             tokenize.tokenize_dataset(
-                found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"
+                records, source=source, data=data, tokenizer=None, vocab_size=9, field="x"
             )
         )
-    assert Documents([tokenized.dataset for tokenized in made]).lengths.tolist() == list(
+    assert Documents([tokenized.dataset for tokenized in results]).lengths.tolist() == list(
         range(1, 10)
     )
-    assert made[0].digest != made[1].digest
+    assert results[0].digest != results[1].digest
 
 
 def test_options_without_effect_on_a_saved_folder_are_refused(tmp_path):
@@ -215,15 +215,15 @@ def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
         builder.download_and_prepare()
         folder = tmp_path / f"cache/org___name/{subset}/0.0.0/{COMMIT}"
         folder.parent.mkdir(parents=True)
-        made = pathlib.Path(builder.cache_dir).rename(folder)
-        for path in made.glob("parquet-*.arrow"):
-            path.rename(made / path.name.replace("parquet-", "name-"))
+        result = pathlib.Path(builder.cache_dir).rename(folder)
+        for path in result.glob("parquet-*.arrow"):
+            path.rename(result / path.name.replace("parquet-", "name-"))
         info = (
-            (made / "dataset_info.json")
+            (result / "dataset_info.json")
             .read_text()
             .replace('"dataset_name": "parquet"', '"dataset_name": "name"')
         )
-        (made / "dataset_info.json").write_text(
+        (result / "dataset_info.json").write_text(
             info.replace('"config_name": "default"', f'"config_name": "{subset}"')
         )
 
@@ -231,10 +231,10 @@ def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
 def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
     cached(tmp_path, "default")
     assert read("org/name")["text"] == TRAIN["text"]
-    found = read("org/name", split="test[:1]+train[4:]")
-    assert found["text"] == [TEST["text"][0], TRAIN["text"][4]]
-    found = read("org/name", split="test", revision=COMMIT)
-    assert (found["text"], found["place"][0]) == (TEST["text"], "org/name, row 1")
+    records = read("org/name", split="test[:1]+train[4:]")
+    assert records["text"] == [TEST["text"][0], TRAIN["text"][4]]
+    records = read("org/name", split="test", revision=COMMIT)
+    assert (records["text"], records["place"][0]) == (TEST["text"], "org/name, row 1")
     assert_names(
         problem("org/name", split="dev"),
         "train or test",
@@ -323,9 +323,9 @@ def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, 
 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    said = problem("org/name", revision="v2")
-    assert_names(said, *parts, start=f"data.train.0.{start}")
-    assert len(said) < 500
+    message = problem("org/name", revision="v2")
+    assert_names(message, *parts, start=f"data.train.0.{start}")
+    assert len(message) < 500
 
 
 def test_an_error_for_an_unknown_subset_names_the_known_ones(monkeypatch):

@@ -111,10 +111,10 @@ def test_every_file_type_gives_every_record(tmp_path, monkeypatch, name, codec, 
     monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
     path.write_bytes(compressed(CONTENT[name], codec))
-    found = read(path)
-    assert [record for _, record, _ in found] == RECORDS
-    assert {problem for _, _, problem in found} == {None}
-    assert len({place for place, _, _ in found}) == len(RECORDS)
+    records = read(path)
+    assert [record for _, record, _ in records] == RECORDS
+    assert {problem for _, _, problem in records} == {None}
+    assert len({place for place, _, _ in records}) == len(RECORDS)
 
 
 def test_places_are_lines_rows_or_the_file(tmp_path):
@@ -280,9 +280,9 @@ def test_an_unreadable_record_counts_and_has_a_problem(
     monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
-    found = read(name)
-    assert len(found) == count
-    problems = {place: problem for place, _, problem in found if problem}
+    records = read(name)
+    assert len(records) == count
+    problems = {place: problem for place, _, problem in records if problem}
     assert list(problems) == list(bad)
     for place, parts in bad.items():
         assert_names(problems[place], *parts)
@@ -316,14 +316,14 @@ def test_json_in_tables_is_parsed(tmp_path):
         [{"role": "b", "arguments": {"x": ["y", None]}}],
         None,
     ]
-    made = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
-    made.data.validate(full=True)
-    parquet.write_table(made.data.table, tmp_path / "a.parquet")
-    found = [
+    dataset = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
+    dataset.data.validate(full=True)
+    parquet.write_table(dataset.data.table, tmp_path / "a.parquet")
+    records = [
         record["messages"]
         for _, record, _ in read("a.parquet", RecordColumns(required=("messages",)))
     ]
-    assert found == messages
+    assert records == messages
 
 
 MAP = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
@@ -345,8 +345,8 @@ def test_maps_in_tables_become_pairs(tmp_path, write, kind, value):
     table = pa.table({"text": ["x", "y"], "note": pa.array([value, None], kind)})
     write(table, tmp_path / ("a.parquet" if write is parquet.write_table else "a.arrow"))
     (name,) = (path.name for path in tmp_path.iterdir())
-    found = [record for _, record, _ in read(name)]
-    assert found == [{"text": "x", "note": value}, {"text": "y", "note": None}]
+    records = [record for _, record, _ in read(name)]
+    assert records == [{"text": "x", "note": value}, {"text": "y", "note": None}]
 
 
 def test_a_long_record_of_an_array_is_parsed_a_few_times_not_once_per_chunk(tmp_path, monkeypatch):
@@ -389,8 +389,8 @@ def test_all_arrow_streams_in_a_file_are_read(tmp_path):
     first = stream(pa.table({"text": ["a", "b"]}))
     second = stream(pa.table({"text": ["c"]}))
     (tmp_path / "a.arrow").write_bytes(first + second)
-    found = [(place.rpartition(" ")[2], record) for place, record, _ in read("a.arrow")]
-    assert found == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
+    actual = [(place.rpartition(" ")[2], record) for place, record, _ in read("a.arrow")]
+    assert actual == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
     for rest, noun in ((stream(pa.table({"x": [1]})), "columns"), (second[:-4], "")):
         (tmp_path / "a.arrow").write_bytes(first + rest)
         with pytest.raises(UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):

@@ -89,9 +89,9 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
         {name: [record[name] for record in records] for name in ("input_ids", "labels")},
     )
     for file in ("a.jsonl", "a.parquet"):
-        found = read(file, format="tokens")
-        assert found["input_ids"] == [[5, 6, 7], [8], []]
-        assert found["labels"] == [[-100, 6, 7], [8], []]
+        actual = read(file, format="tokens")
+        assert actual["input_ids"] == [[5, 6, 7], [8], []]
+        assert actual["labels"] == [[-100, 6, 7], [8], []]
     (tmp_path / "b.json").write_text(
         '{"text": "one", "more": {"a": 1}}\n{"text": "2020-01-01", "more": 3}\n'
     )
@@ -103,9 +103,9 @@ def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(record_cache, "_BATCH_SIZE", 100)
     texts = ["x" * (number % 70) + str(number) for number in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    found = read("a.jsonl")
-    assert found["text"] == texts
-    assert found.data.column("text").num_chunks > 5
+    records = read("a.jsonl")
+    assert records["text"] == texts
+    assert records.data.column("text").num_chunks > 5
 
 
 def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
@@ -243,22 +243,22 @@ def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tm
     one, two, _ = problems("a.jsonl", "tokens")
     assert_names(one, "1 labels", "2 input_ids", "-100", start="a.jsonl, line 2: ")
     assert_names(two, "labels", "input_ids", start="a.jsonl, line 3: ")
-    found = read("a.jsonl", "tokens", settings(on_bad_record="skip"))
-    assert (found["input_ids"], found["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
+    records = read("a.jsonl", "tokens", settings(on_bad_record="skip"))
+    assert (records["input_ids"], records["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
 
 
 def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
-    found = read("a.jsonl", data=settings(on_bad_record="skip"))
-    assert found["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
-    assert found["text"] == ["x", "", "", ""]
-    assert [bool(problem) for problem in found["problem"]] == [False, True, False, True]
-    assert_names(found["problem"][1], "JSON")
-    assert_names(found["problem"][3], "text", "number", "string")
+    records = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert records["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert records["text"] == ["x", "", "", ""]
+    assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
+    assert_names(records["problem"][1], "JSON")
+    assert_names(records["problem"][3], "text", "number", "string")
     for asked in ("one", "two"):  # also of what is cached
         assert (
             record_cache.check_bad_records(
-                found, data=settings(on_bad_record="skip"), error_prefix=asked
+                records, data=settings(on_bad_record="skip"), error_prefix=asked
             )
             == 2
         )
@@ -420,10 +420,10 @@ def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_pa
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
     assert read("*.txt")["place"] == ["caf\\udce9.txt"]
     (tmp_path / "a.jsonl").write_text('{"\\ud800": 1}\n{"text": "x"}\n{"\\ud800": 1, "\\ud800": 2}')
-    found = read("a.jsonl", data=settings(on_bad_record="skip"))
-    assert found["problem"][1] is None
-    assert_names(found["problem"][0], "text", "\\ud800")
-    assert_names(found["problem"][2], "\\ud800", "twice")
+    records = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert records["problem"][1] is None
+    assert_names(records["problem"][0], "text", "\\ud800")
+    assert_names(records["problem"][2], "\\ud800", "twice")
 
 
 def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):

@@ -61,8 +61,8 @@ def steps_of(data, config, mesh=(1, 2, 4), **how):
 
 def taken(steps):
     """Tokens of a run's steps, in order of their numbers; 0 is padding."""
-    found = np.concatenate([np.asarray(given.tokens_BL).ravel() for given, _ in steps])
-    return np.sort(found[found > 0])
+    actual = np.concatenate([np.asarray(given.tokens_BL).ravel() for given, _ in steps])
+    return np.sort(actual[actual > 0])
 
 
 TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
@@ -71,13 +71,13 @@ TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
 def test_each_document_goes_to_the_shortest_row_that_holds_it():
     config = test_loader.settings_of(**TWO)
     data = data_of([[1, 16, 17, 64, 65, 200]], config)
-    found = {
+    actual = {
         stream.row_tokens: {
             int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document
         }
         for stream in data.streams
     }
-    assert found == {16: {0, 1}, 64: {2, 3, 4, 5}}
+    assert actual == {16: {0, 1}, 64: {2, 3, 4, 5}}
 
 
 def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_the_same_space():
@@ -190,13 +190,13 @@ def test_long_documents_are_counted_by_their_treatment(what, lengths, counts):
     data = data_of([LONG], config, long_documents=what)
     (source,) = data.documents.sources
     assert data.documents.lengths.tolist() == lengths
-    found = {
+    actual = {
         name: value
         for name, value in vars(source).items()
         if value and name not in ("name", "num_documents")
     }
     assert (
-        found
+        actual
         == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
     )
     steps = steps_of(data, config, epochs=1)
@@ -225,9 +225,9 @@ def test_a_truncated_document_ends_like_any_other():
 def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
         Documents([tokenized(LONG)], longest_row=32, long_documents="error", field="data.train")
-    (said,) = raised.value.problems
+    (lines,) = raised.value.problems
     assert_names(
-        said,
+        lines,
         "data.train",
         "a.jsonl, line 1",
         "40",
@@ -235,7 +235,7 @@ def test_a_long_document_may_be_an_error():
         "2",
         start="data.long_documents = error: ",
     )
-    assert_names(said, "split", "truncate", "drop", "data.row_tokens", "100")
+    assert_names(lines, "split", "truncate", "drop", "data.row_tokens", "100")
 
 
 def test_rows_of_similar_work_are_side_by_side():
@@ -314,8 +314,8 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_printed_before_the_first_step():
     config = test_loader.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
-    said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
-    counts, not_as_they_are, a, b = (line for _, line in said)
+    lines = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+    counts, not_as_they_are, a, b = (line for _, line in lines)
     assert numbers(counts) == [4, 5, 88, 84, 2, 16, 2, 64, 55.00]
     assert numbers(not_as_they_are) == [1, 1]
     assert_names(not_as_they_are, "split", "empty")
@@ -335,8 +335,8 @@ def test_long_documents_changes_nothing_if_no_document_is_long():
     ]
     assert dataset.describe_changes(fingerprints[0], fingerprints[1]) == []
     for before, now in [(0, 2), (2, 0), (0, 3), (3, 0)]:
-        said = dataset.describe_changes(fingerprints[before], fingerprints[now])
-        assert not any("long_documents" in line for line in said), "the documents changed"
+        lines = dataset.describe_changes(fingerprints[before], fingerprints[now])
+        assert not any("long_documents" in line for line in lines), "the documents changed"
     assert (
         dataset.describe_changes(fingerprints[2], fingerprints[3])[0]
         == "data.long_documents = truncate, was split"
@@ -357,9 +357,9 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
     expected = sorted(
         {min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed}
     )
-    found = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
-    assert found == expected
-    assert found[-1] == len(schedule)
+    actual = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
+    assert actual == expected
+    assert actual[-1] == len(schedule)
     # and after a resume the same steps
     done = 3
     begin = dict(
@@ -370,8 +370,8 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
         )
     )
     rest = data.make_schedule(config, consumed=begin, epochs=3)
-    found = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
-    assert found == [step for step in expected if step > done]
+    actual = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
+    assert actual == [step for step in expected if step > done]
 
 
 def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
@@ -392,13 +392,13 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
 def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     config = test_loader.settings_of(row_tokens=1024, max_segments=8)
     data = data_of([[16] * 800], config)
-    (said,) = [
+    (lines,) = [
         words
         for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
         if word == "note"
     ]
-    assert_names(said, "1,024", "12 %", "8")
-    (limit,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", said))
+    assert_names(lines, "1,024", "12 %", "8")
+    (limit,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", lines))
     other = test_loader.settings_of(row_tokens=1024, max_segments=limit)
     (stream,) = data_of([[16] * 800], other).streams
     assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
@@ -409,13 +409,13 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
 def test_a_limit_is_suggested_if_all_documents_fit_into_one_row():
     config = test_loader.settings_of(row_tokens=4096, max_segments=8)
     data = data_of([[5] * 60], config)
-    (said,) = [
+    (lines,) = [
         words
         for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
         if word == "note"
     ]
-    assert_names(said, "data.max_segments_per_row=64")
-    assert "data.row_tokens=" not in said
+    assert_names(lines, "data.max_segments_per_row=64")
+    assert "data.row_tokens=" not in lines
 
 
 def test_skipped_records_are_named(tmp_path):
@@ -424,7 +424,7 @@ def test_skipped_records_are_named(tmp_path):
     config = test_loader.settings_of(on_bad_record="skip")
     source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data, field="data.train.0.source")
-    made = tokenize.tokenize_dataset(
+    new_tokenizer = tokenize.tokenize_dataset(
         read,
         source=source,
         data=config.data,
@@ -432,11 +432,11 @@ def test_skipped_records_are_named(tmp_path):
         vocab_size=9,
         field="data.train.0.source",
     )
-    documents = Documents([made.dataset], source_names=["a"], longest_row=32)
-    data = dataset.pack_documents("train", documents, config, digests=[made.digest])
-    said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
-    assert [5.0] in [numbers(words) for word, words in said if word == ""]
-    named = [words for word, words in said if word == "skipped"]
+    documents = Documents([new_tokenizer.dataset], source_names=["a"], longest_row=32)
+    data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.digest])
+    actual = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+    assert [5.0] in [numbers(words) for word, words in actual if word == ""]
+    named = [words for word, words in actual if word == "skipped"]
     for words, line in zip(named, (2, 3, 4), strict=True):
         assert_names(words, "input_ids", start=f"{tmp_path}/a.jsonl, line {line}: ")
 

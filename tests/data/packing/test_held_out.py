@@ -116,5 +116,5 @@ def test_a_stored_dataset_of_several_chunks_is_counted_through():
     parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
     joined = datasets.concatenate_datasets(parts)
     chosen = document_selection.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
-    found = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
-    assert found.tolist() == np.array(LENGTHS)[choose()].tolist()
+    actual = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
+    assert actual.tolist() == np.array(LENGTHS)[choose()].tolist()

@@ -67,7 +67,7 @@ def ragged(count=60, seed=1):
 
 def undealt(given, *, groups, rows_per_microbatch=1):
     """A step's rows in their own order, whatever the mesh."""
-    found = {}
+    actual = {}
     for name in (field.name for field in dataclasses.fields(given)):
         if getattr(given, name) is None:
             continue
@@ -80,8 +80,8 @@ def undealt(given, *, groups, rows_per_microbatch=1):
             for turn in range(turns)
             for slot in range(slots)
         }
-        found[name] = np.stack([order[row] for row in range(turns * slots)])
-    return found
+        actual[name] = np.stack([order[row] for row in range(turns * slots)])
+    return actual
 
 
 def local(array, device):
@@ -215,7 +215,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     steps = [(undealt(given, groups=2), counts) for given, counts in feed.batches()]
     assert len(steps) == feed.num_steps == -(-total // 16)
     for name in SPECS:
-        found = np.concatenate([step[name] for step, _ in steps])
+        actual = np.concatenate([step[name] for step, _ in steps])
         order = [
             index
             for first in range(0, total, 16)
@@ -225,8 +225,8 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
             tokens = documents.read_slice(row, 0, 32)
             slots = row_reader.make_slots(row, 5)
             whole = dataclasses.asdict(tokens) | dataclasses.asdict(slots)
-            assert np.array_equal(found[index], whole[name.split("_")[0]]), (name, index)
-        assert np.all(found[total:] == (-100 if name == "labels_BL" else 0))
+            assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
+        assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
     assert (
         sum(int(counts.segment_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
     )
@@ -355,9 +355,9 @@ def test_weights_go_with_their_labels(mesh, layout):
     num_labels = 0
     for given, _ in feed.batches():
         labels = np.asarray(given.labels_BL)
-        found = np.asarray(given.weights_BL)
-        assert found.dtype == np.float32
+        actual = np.asarray(given.weights_BL)
+        assert actual.dtype == np.float32
         assert given.weights_BL.sharding == given.labels_BL.sharding
-        assert np.array_equal(found, np.where(labels == NO_LABEL, 0, labels + 0.5))
+        assert np.array_equal(actual, np.where(labels == NO_LABEL, 0, labels + 0.5))
         num_labels += int(np.sum(labels != NO_LABEL))
     assert num_labels == sum(len(document) - 1 for document in tokens)

@@ -30,7 +30,7 @@ def stream_of(*num_rows, shares=FRACTIONS):
 
 
 def test_every_beginning_has_each_part_in_proportion():
-    found = np.array(
+    actual = np.array(
         [
             stream.row(index).document[0] // 100
             for stream in [stream_of(7, 5, 3)]
@@ -38,7 +38,7 @@ def test_every_beginning_has_each_part_in_proportion():
         ]
     )
     for end in range(1, 2000):
-        counts = np.bincount(found[:end], minlength=3)
+        counts = np.bincount(actual[:end], minlength=3)
         assert np.all(np.abs(counts - end * np.array(FRACTIONS)) < 1.5), end
 
 
@@ -142,13 +142,15 @@ def test_a_schedule_continues_from_the_consumed_rows(many):
 
 
 def test_at_the_end_of_the_data_every_row_was_there_once():
-    found = schedule(num_steps=None, end_rows=(301, 33))
-    assert len(found) == 38 + 17
-    assert found.rows_consumed(len(found)) == (301, 33)
-    assert found.num_rows == 301 + 33
+    actual = schedule(num_steps=None, end_rows=(301, 33))
+    assert len(actual) == 38 + 17
+    assert actual.rows_consumed(len(actual)) == (301, 33)
+    assert actual.num_rows == 301 + 33
     for stream, end in ((0, 301), (1, 33)):
         steps = [
-            rows for rows in map(found.step_rows, range(len(found))) if rows.stream_index == stream
+            rows
+            for rows in map(actual.step_rows, range(len(actual)))
+            if rows.stream_index == stream
         ]
         assert [
             index
@@ -158,11 +160,11 @@ def test_at_the_end_of_the_data_every_row_was_there_once():
 
 
 def test_one_length_is_one_integer():
-    found = mixing.build_schedule(
+    actual = mixing.build_schedule(
         begin_rows=[10], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19]
     )
-    assert laid_out(found).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
-    assert [found.rows_consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
+    assert laid_out(actual).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
+    assert [actual.rows_consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
     assert (
         len(
             mixing.build_schedule(
@@ -174,11 +176,11 @@ def test_one_length_is_one_integer():
 
 
 def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
-    found = mixing.build_schedule(
+    actual = mixing.build_schedule(
         begin_rows=[5], rows_per_step=[4], fractions=[1.0], seed=0, num_steps=10**9
     )
-    assert found.step_rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
-    assert (found.rows_consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
+    assert actual.step_rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
+    assert (actual.rows_consumed(10**9), actual.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
     for fields in (
         {"begin_rows": [0], "rows_per_step": [4], "fractions": [1.0], "num_steps": 10**20},
         {"num_steps": 10**9},

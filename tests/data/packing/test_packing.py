@@ -40,8 +40,8 @@ def test_every_token_lies_in_one_row():
 
 def test_a_long_document_is_cut_into_rows_and_a_remainder():
     plan = packing.plan_rows(np.array([20, 16]), row_tokens=8, max_segments=4, seed=0)
-    found = sorted(segment for row in range(len(plan)) for segment in segments(plan.row(row)))
-    assert found == [(0, 0, 8), (0, 8, 8), (0, 16, 4), (1, 0, 8), (1, 8, 8)]
+    actual = sorted(segment for row in range(len(plan)) for segment in segments(plan.row(row)))
+    assert actual == [(0, 0, 8), (0, 8, 8), (0, 16, 4), (1, 0, 8), (1, 8, 8)]
 
 
 def test_a_document_is_put_into_the_row_with_the_least_space():
@@ -128,8 +128,8 @@ def test_threads_may_share_packed_epochs(monkeypatch):
     shared = epochs()
     order = [int(i) for i in np.random.default_rng(1).permutation(100)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda i: segments(shared.row(i)), order))
-    assert found == [segments(straight.row(i)) for i in order]
+        actual = list(threads.map(lambda i: segments(shared.row(i)), order))
+    assert actual == [segments(straight.row(i)) for i in order]
 
 
 def test_many_epochs_are_counted_after_four_plans(monkeypatch):
@@ -144,13 +144,13 @@ def test_many_epochs_are_counted_after_four_plans(monkeypatch):
     assert seeds == [(0, 0)]
     assert sequence.count_rows(1000) == 250 * sequence.count_rows(4)
     assert seeds == [(0, epoch) for epoch in range(4)]
-    found = []
+    actual = []
     for epoch in range(20):
         numbers = range(sequence.count_rows(epoch), sequence.count_rows(epoch + 1))
         assert [sequence.find_epoch(number) for number in numbers] == [epoch] * len(numbers)
-        found.append([segments(sequence.row(number)) for number in numbers])
-        assert sorted(map(str, found[-1])) == sorted(map(str, found[epoch % 4]))
-    assert len({str(rows) for rows in found}) == 20
+        actual.append([segments(sequence.row(number)) for number in numbers])
+        assert sorted(map(str, actual[-1])) == sorted(map(str, actual[epoch % 4]))
+    assert len({str(rows) for rows in actual}) == 20
     assert sequence.find_epoch(sequence.count_rows(10**6)) == 10**6
     assert len(seeds) == 4
 

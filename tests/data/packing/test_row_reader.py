@@ -25,14 +25,14 @@ def row_of(*segments):
 
 def written_out(documents, labels, row, row_tokens):
     """The slow and obvious row: every token of every segment, one at a time."""
-    found = []
+    actual = []
     for document, first, length in zip(row.document, row.offset, row.length, strict=True):
         tokens = documents[document]
         marks = labels[document] if labels else tokens
         for k in range(first, first + length):
-            found.append((tokens[k], marks[k + 1] if k + 1 < len(tokens) else -100, k))
-    found += [(0, -100, 0)] * (row_tokens - len(found))
-    return np.array(found).T
+            actual.append((tokens[k], marks[k + 1] if k + 1 < len(tokens) else -100, k))
+    actual += [(0, -100, 0)] * (row_tokens - len(actual))
+    return np.array(actual).T
 
 
 def test_every_range_of_a_row_is_cut_from_the_whole_row():

@@ -76,12 +76,12 @@ def test_an_end_is_added_once_and_special_tokens_are_the_tokenizers_own(tmp_path
 def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
     """Also of one that is not fast, and of one that was saved with truncation and padding."""
     # ByT5 warns of an end token inside a text
-    said = [
+    lines = [
         message["content"].replace("</s>", "")
         for chat in chats.conversations(20, alternating=True)
         for message in chat
     ]
-    write(tmp_path / "a.jsonl", *({"text": words} for words in said))
+    write(tmp_path / "a.jsonl", *({"text": words} for words in lines))
     cut = chats.tokenizer()
     cut.backend_tokenizer.enable_truncation(3)
     cut.backend_tokenizer.enable_padding(length=5)
@@ -93,15 +93,15 @@ def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
     ):
         end = tokenizer.eos_token_id
         assert tokens("a.jsonl", tokenizer=tokenizer) == [
-            ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]
+            ids if ids[-1] == end else [*ids, end] for ids in tokenizer(lines)["input_ids"]
         ]
 
 
 def test_records_of_tokens_are_unchanged(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2, 256], "labels": [-100, 2, 256]})
-    found = tokenize("a.jsonl", format="tokens").dataset
-    assert set(found.column_names) == {"place", "problem", "tokens", "labels"}
-    assert (found["tokens"][:], found["labels"][:]) == ([[1, 2, 256]], [[-100, 2, 256]])
+    actual = tokenize("a.jsonl", format="tokens").dataset
+    assert set(actual.column_names) == {"place", "problem", "tokens", "labels"}
+    assert (actual["tokens"][:], actual["labels"][:]) == ([[1, 2, 256]], [[-100, 2, 256]])
 
 
 def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_path):
@@ -115,16 +115,16 @@ def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_pa
         ("a.jsonl", "messages", "x<|im_end|>\n"),
         ("b.jsonl", "prompt_completion", " x</s>"),
     ):
-        found = tokenize(
+        actual = tokenize(
             name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML
         ).dataset[0]
-        assert len(found["labels"]) == len(found["tokens"])
-        assert tokenizer.decode([label for label in found["labels"] if label != -100]) == said
+        assert len(actual["labels"]) == len(actual["tokens"])
+        assert tokenizer.decode([label for label in actual["labels"] if label != -100]) == said
         everything = tokenize(
             name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all"
         ).dataset
         assert set(everything.column_names) == {"place", "problem", "tokens"}
-        assert everything["tokens"][0] == found["tokens"]
+        assert everything["tokens"][0] == actual["tokens"]
 
 
 def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
@@ -139,10 +139,15 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
     ):
         tokenize("b.jsonl", **how)
     for _ in range(2):  # from the cache too
-        made = tokenize("a.jsonl", **how, on_bad_record="skip")
-        assert [bool(problem) for problem in made.dataset["problem"]] == [False, True, True, False]
-        assert [bool(ids) for ids in made.dataset["tokens"]] == [True, False, False, True]
-        assert made.dataset["labels"][1:3] == [[], []]
+        result = tokenize("a.jsonl", **how, on_bad_record="skip")
+        assert [bool(problem) for problem in result.dataset["problem"]] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert [bool(ids) for ids in result.dataset["tokens"]] == [True, False, False, True]
+        assert result.dataset["labels"][1:3] == [[], []]
     with pytest.raises(UserError, match=r"max_bad_records"):
         tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
 
@@ -175,9 +180,9 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
     )
     tokenizer = chats.tokenizer()
-    made = []
+    results = []
     encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
+    monkeypatch.setattr(encoding, "encode_texts", lambda *args: results.append(1) or encode(*args))
     for number, change in enumerate(
         [
             {"chat_template": chats.CHATML},
@@ -188,10 +193,10 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
     ):
         for _ in range(2):
             tokenize("a.jsonl", format="messages", tokenizer=tokenizer, **change)
-            assert len(made) == number
+            assert len(results) == number
     monkeypatch.setattr(text.importlib.metadata, "version", lambda name: "another")
     tokenize("a.jsonl", format="messages", tokenizer=tokenizer, chat_template=chats.CHATML)
-    assert len(made) == 4
+    assert len(results) == 4
 
 
 def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkeypatch):
@@ -200,9 +205,9 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
     )
     write(tmp_path / "b.jsonl", {"text": "x"})
-    made = []
+    results = []
     encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
+    monkeypatch.setattr(encoding, "encode_texts", lambda *args: results.append(1) or encode(*args))
     first = tokens(
         "a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML
     )
@@ -210,12 +215,12 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
     kept.chat_template = chats.CHATML
     assert tokens("a.jsonl", format="messages", tokenizer=kept) == first
     tokens("b.jsonl", tokenizer=kept)
-    assert len(made) == 2
+    assert len(results) == 2
     kept.chat_template = chats.TURNS
     tokens("b.jsonl", tokenizer=kept)
-    assert len(made) == 2, "text needs no template"
+    assert len(results) == 2, "text needs no template"
     assert tokens("a.jsonl", format="messages", tokenizer=kept) != first
-    assert len(made) == 3
+    assert len(results) == 3
 
 
 def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_path):
@@ -226,11 +231,11 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
             datasets.Dataset.from_dict({"tokens": chunk}, features=features("tokens"))
             for chunk in chunks
         ]
-        made = datasets.concatenate_datasets(tables)
+        result = datasets.concatenate_datasets(tables)
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
-            made = datasets.concatenate_datasets([made, column], axis=1)
-        return record_cache.compute_token_stats(made)["digest"]
+            result = datasets.concatenate_datasets([result, column], axis=1)
+        return record_cache.compute_token_stats(result)["digest"]
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -355,11 +360,11 @@ def test_the_first_record_is_encoded_as_in_tokenize_dataset(tmp_path):
     how = {"source": config.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
     records = sources.read(config.train[0], data=config, field=FIELD)
     place, tokens, labels = text.encode_first_record(records, data=config, **how)
-    made = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
+    result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
-        made["place"],
-        made["tokens"],
-        made["labels"],
+        result["place"],
+        result["tokens"],
+        result["labels"],
     )
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
@@ -374,6 +379,6 @@ def test_other_users_may_read_the_cache(tmp_path):
         tokenize("a.txt")
     finally:
         os.umask(before)
-    made = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
-    assert any(file.name.startswith("counted-") for file in made)
-    assert all(file.stat().st_mode & 0o044 == 0o044 for file in made if file.suffix != ".lock")
+    result = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
+    assert any(file.name.startswith("counted-") for file in result)
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in result if file.suffix != ".lock")

@@ -11,17 +11,20 @@ from jaxsp.data.tokenization import tokenizers
 
 
 def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
-    made = tokenizers.make_byte_tokenizer()
-    made.save_pretrained(tmp_path / "tokenizer")
+    new_tokenizer = tokenizers.make_byte_tokenizer()
+    new_tokenizer.save_pretrained(tmp_path / "tokenizer")
     everything = (
         "".join(map(chr, range(0x800))) + "\r\n \U0001f600 中文 <eos> def f(x):\n\treturn x"
     )
-    for tokenizer in (made, transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
+    for tokenizer in (
+        new_tokenizer,
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
+    ):
         ids = tokenizer(everything)["input_ids"]
         assert ids == list(everything.encode())
         assert tokenizer.decode(ids) == everything
         assert (tokenizer.eos_token, tokenizer.eos_token_id, len(tokenizer)) == ("<eos>", 256, 257)
-    assert sorted(made.get_vocab().values()) == list(range(257))
+    assert sorted(new_tokenizer.get_vocab().values()) == list(range(257))
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):

@@ -16,33 +16,33 @@ FEW_BYTES = 1024
 
 def check(step, *, dtype, remat="save_attention"):
     """A step sends the bytes of the formulas, and nothing else."""
-    found = comms.parse_collectives(step.dump.hlo_text)
+    actual = comms.parse_collectives(step.dump.hlo_text)
     expected = comms.compute_formula_bytes(step.program)
     assert step.program.remat_policy.remat == remat
     assert (
-        comms.sum_bytes(found, operation="all-gather", dtype=dtype)
-        == comms.sum_bytes(found, operation="all-gather")
+        comms.sum_bytes(actual, operation="all-gather", dtype=dtype)
+        == comms.sum_bytes(actual, operation="all-gather")
         == expected["all-gather"]
     )
     assert (
-        comms.sum_bytes(found, operation="reduce-scatter", dtype="f32")
+        comms.sum_bytes(actual, operation="reduce-scatter", dtype="f32")
         == expected["reduce-scatter"]
     )
-    assert 0 <= comms.sum_bytes(found, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
-    assert comms.sum_bytes(found, operation="all-to-all", dtype=dtype) == expected["all-to-all"]
+    assert 0 <= comms.sum_bytes(actual, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
+    assert comms.sum_bytes(actual, operation="all-to-all", dtype=dtype) == expected["all-to-all"]
     for kind, scope in (
         ("all-gather", sharding.WEIGHTS_SCOPE),
         ("reduce-scatter", sharding.WEIGHTS_SCOPE),
         ("all-to-all", attention.SCOPE),
     ):
-        assert comms.sum_bytes(found, operation=kind, scope=scope) == comms.sum_bytes(
-            found, operation=kind
+        assert comms.sum_bytes(actual, operation=kind, scope=scope) == comms.sum_bytes(
+            actual, operation=kind
         )
-    assert comms.sum_bytes(found, operation="collective-permute") == 0
+    assert comms.sum_bytes(actual, operation="collective-permute") == 0
     group_axes = {
         kind: {
             comms.find_axes(sent.device_ids, step.program.mesh.shape)
-            for sent in found
+            for sent in actual
             if sent.operation == kind
         }
         for kind in comms.COLLECTIVES
@@ -318,9 +318,9 @@ def test_scopes_are_found_in_combined_and_differentiated_operations():
         f'{GATHER.replace("%x", f"%x.{i}")}, metadata={{op_name="{name}"}}'
         for i, name in enumerate(names)
     ]
-    found = comms.parse_collectives(program(*lines))
-    assert comms.sum_bytes(found, scope="weights") == 2 * 192
-    assert comms.sum_bytes(found) == 3 * 192
+    actual = comms.parse_collectives(program(*lines))
+    assert comms.sum_bytes(actual, scope="weights") == 2 * 192
+    assert comms.sum_bytes(actual) == 3 * 192
 
 
 def test_groups_are_named_by_axes_and_other_groups_are_an_error():
