@@ -222,7 +222,11 @@ def _raise_if_options_unused(requested: AttentionConfig, strategy: Strategy) -> 
         default = AttentionConfig.model_fields[option].default
         if is_used[option] or value == default:
             continue
-        users = [name for name, cls in registry.STRATEGIES.items() if option in cls.options]
+        users = [
+            name
+            for name, cls in registry.STRATEGIES.items()
+            if option in cls.options or name == value
+        ]
         names = errors.format_choices(users)
         is_outer = users[0] in registry.OUTER_STRATEGIES and "outer_strategy" in strategy.options
         field = "outer_strategy" if is_outer else "strategy"

@@ -102,7 +102,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     """The parser of a benchmark of steps: its cases, their time limits, and files."""
     parser = results.make_parser(module, description)
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, help="models", metavar="NAME")
+    names = ", ".join(SHAPES)
+    add("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, help=names, metavar="NAME")
     add("--lengths", nargs="+", type=int, default=(8192, 32768), help="of rows", metavar="TOKENS")
     add("--documents", nargs="+", choices=NUM_DOCUMENTS, default=tuple(NUM_DOCUMENTS))
     add("--until-it-fails", action="store_true", help="doubles the longest row until it fails")

@@ -242,7 +242,7 @@ PER_GATHER = "attention.kv_heads_per_gather"
          "mesh.seq = 6: ", ["32", "mesh.seq=1, 2, 4, 8, 16 or 32"]),
         (8, 28, 4, {"strategy": "ring", "outer_strategy": "all_gather"},
          "attention.outer_strategy = all_gather: ",
-         ["attention.outer_strategy=ring", "attention.strategy=hybrid"]),
+         ["attention.outer_strategy=ring", "attention.strategy=hybrid or all_gather"]),
         (8, 28, 4, {"strategy": "hybrid", "ulysses_degree": 8},
          "attention.ulysses_degree = 8: ", ["mesh.seq = 8", "28", "2 or 4", "null"]),
         (8, 7, 7, {"strategy": "hybrid"},

@@ -126,7 +126,7 @@ class ChunkKernel:
 class Kernel(Protocol):
     """A way to compute attention on one device. Only `name` and `make_row_kernel` are required.
 
-    Residuals of the backward pass have the names of `kernels.checkpoint_names`, so that a remat
+    Residuals of the backward pass have the names of `residuals.CHECKPOINT_NAMES`, so that a remat
     policy can save or offload them. Without the names they are recomputed.
     Implementations are frozen dataclasses without fields: processes compare their `repr`.
     """
