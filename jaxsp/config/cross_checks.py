@@ -1,6 +1,7 @@
 """Rules that involve several fields of a config.
 
-They read the raw fields before pydantic does, so that no other problem hides theirs.
+They check the raw fields and not the validated config, which exists only if each field is valid.
+So one error lists their problems together with those that pydantic finds.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ _EVAL_SUGGESTION = (
 
 
 def check(fields: dict[str, Any]) -> list[str]:
-    """Returns all problems of nested fields."""
+    """Returns a message for each rule that the nested fields of a config break."""
     sections: Sections = {name: {} for name in Config.model_fields}
     sections |= {name: value for name, value in fields.items() if isinstance(value, dict)}
     return [
@@ -75,7 +76,7 @@ def _list_sources(sections: Sections, name: str) -> list[dict[str, Any]]:
 
 
 def _check_weights(sections: Sections) -> Iterator[str]:
-    """Checks the weights of the sources."""
+    """Checks that all training sources have a weight or none, and that weights are allowed."""
     has_weight, has_eval_weight = (
         [source.get("weight") is not None for source in _list_sources(sections, name)]
         for name in ("train", "eval")
@@ -101,7 +102,7 @@ def _check_weights(sections: Sections) -> Iterator[str]:
 
 
 def _check_chat_template(sections: Sections) -> Iterator[str]:
-    """Checks that a chat template has messages to render."""
+    """Checks that a chat template is set only if some source has messages."""
     template = sections["data"].get("chat_template")
     sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
     has_messages = any(source.get("format") not in ("text", "tokens") for source in sources)
@@ -113,7 +114,7 @@ def _check_chat_template(sections: Sections) -> Iterator[str]:
 
 
 def _check_memory(sections: Sections) -> Iterator[str]:
-    """Checks that the activations to offload are kept at all."""
+    """Checks that memory.remat saves the activations that are to be offloaded."""
     offloaded = sections["memory"].get("offload_activations")
     is_full = sections["memory"].get("remat") == "full"
     if is_full and offloaded == "layer_inputs_and_attention":
@@ -125,11 +126,11 @@ def _check_memory(sections: Sections) -> Iterator[str]:
 
 
 def _check_max_segments(sections: Sections) -> Iterator[str]:
-    """Checks that a row has a token for each of its segments, because memory is allocated for
-    all."""
+    """Checks that max_segments_per_row is at most the longest row, because each segment takes
+    memory even if it is unused."""
     default = DataConfig.model_fields["max_segments_per_row"].default
     max_segments = sections["data"].get("max_segments_per_row")
-    # the default is saved with a run's config, also for rows shorter than it
+    # A run saves its config with all defaults, so this default must be valid for short rows too
     if not isinstance(max_segments, int) or max_segments == default:
         return
     row_tokens = sections["data"].get("row_tokens")
@@ -166,7 +167,7 @@ def _list_eval_names(sections: Sections) -> list[Any]:
 
 
 def _check_best(sections: Sections) -> Iterator[str]:
-    """Checks that the best checkpoint can be found by an evaluation."""
+    """Checks that keep_best has an eval set to rank checkpoints by, and best_eval names one."""
     keep_best = sections["checkpoint"].get("keep_best", 0)
     best_eval = sections["checkpoint"].get("best_eval")
     names = _list_eval_names(sections)
@@ -216,7 +217,7 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
 
 
 def _check_end_of_epoch(sections: Sections) -> Iterator[str]:
-    """Checks that a run with actions at the end of epochs is measured in epochs."""
+    """Checks that save_every and eval_every are `epoch` only if run.epochs is set."""
     if sections["run"].get("epochs") is not None:
         return
     for name in ("save_every", "eval_every"):

@@ -1,7 +1,7 @@
-"""Arrays of a training step's tokens, and the meaning of their numbers.
+"""Batch of a training step: tokens, labels, positions and segments.
 
-One row of 8 tokens with a segment of 3 tokens (7 8 9), one of 4 (4 5 6 7) and one token of padding,
-M = 3:
+Example: one row of 8 tokens with room for M = 3 segments. It holds a segment of 3 tokens (7 8 9),
+one of 4 (4 5 6 7) and one token of padding:
 
     tokens     7  8  9  4  5  6  7  0
     labels     8  9 -1  5  6  7 -1 -1      (-1 stands for -100 here)
@@ -19,28 +19,30 @@ from jax.sharding import PartitionSpec
 from jaxsp.core import axes
 
 NO_LABEL = -100
+"""Label of tokens that have no loss."""
 
 POSITION_LIMIT = 2**25
-"""Upper bound of positions: tokens of the longest document (33,554,432). RoPE angles end there."""
+"""Maximum number of tokens in a document (33,554,432): the RoPE tables end there."""
 
 
 if TYPE_CHECKING:
     Leaf = jax.Array
 else:
-    # JAX also builds this class from shapes, shardings and specs, so the types cannot be checked
+    # JAX also fills pytree classes with shapes, shardings and specs, which jaxtyping would reject
     Leaf = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of one step: microbatches, one after another, each of B rows over the whole mesh.
+    """Rows of one step, as consecutive microbatches of B rows across the whole mesh.
 
     Shapes: [microbatches, B, L] and [microbatches, B, M], int32. Inside the step's scan there is no
         microbatch dimension, and inside shard_map B and L are this device's.
-    Contract: labels are already the *next* token, made on whole documents before any cut. Starts
-        count from the row's first token and are strictly increasing. A token of no segment is
-        padding (token 0, label -100, position 0).
+    Contract: labels are already shifted: a token's label is the *next* token of its document. If a
+        document is split into segments, labels and positions are those of the whole document.
+        Starts count from the row's first token and are strictly increasing. Tokens outside all
+        segments are padding (token 0, label -100, position 0).
     """
 
     tokens_BL: Leaf
@@ -63,7 +65,7 @@ SPECS = {
     "starts_BM": PER_ROW,
     "lengths_BM": PER_ROW,
 }
-"""PartitionSpecs of a step's arrays [microbatches, B, ...]; `weights_BL` has that of the labels."""
+"""PartitionSpecs of a step's arrays [microbatches, B, ...]; `weights_BL` is sharded like labels."""
 
 
 def partition_specs(batch: Batch) -> Batch:

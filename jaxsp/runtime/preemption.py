@@ -1,4 +1,7 @@
-"""Shutdown on a signal: all processes stop after the same step and write a checkpoint."""
+"""Graceful shutdown on a signal or after run.stop_after.
+
+All processes stop after the same step and write a checkpoint.
+"""
 
 import dataclasses
 import json
@@ -27,30 +30,33 @@ _PROGRESS_KEY = "progress"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """Progress of a process at a stop request.
+    """Progress of a process at the time of a stop request.
 
-    It dispatches no further step until the progress of all processes is known.
+    It then dispatches no further step until all processes have published their progress.
     """
 
     num_dispatched: int | None
     """Steps dispatched since step 0; None before the first step of this run."""
     remaining_s: float
-    """Expected seconds until they are finished."""
+    """Expected seconds until the dispatched steps are finished."""
     step_s: float
-    """Expected seconds of each further step that another process has dispatched."""
+    """Expected seconds per step, for the steps that only other processes have dispatched."""
     checkpoint_s: float
     """Expected seconds of a checkpoint; 0 if none was written yet."""
     is_signal: bool
-    """True for a signal, whose sender will not wait for long."""
+    """True for a signal, whose sender kills the process after a while; False for run.stop_after."""
 
 
 class Preemption:
-    """Context that handles requests to stop: SIGTERM, SIGINT, run.stop_after, and other processes.
+    """Context manager that handles stop requests.
 
-    Before the first step is dispatched, a signal ends the process immediately. Python runs signal
-    handlers between two bytecodes of the main thread, which can wait for a step for minutes. So a
-    thread reads the signals from a pipe. Processes exchange their progress through JAX's key-value
-    store, at no cost for the steps.
+    They come from SIGTERM, SIGINT, run.stop_after or another process. Before the first step is
+    dispatched, a stop request ends the process immediately.
+
+    Python runs signal handlers in the main thread only, between two bytecodes, and that thread may
+    block for minutes until a step is finished. So another thread reads the signals from a pipe.
+    Processes exchange their progress through JAX's key-value store, which needs no collective and
+    so does not slow down the steps.
     """
 
     def __init__(self, config: RunConfig, status: RunStatus):
@@ -64,7 +70,7 @@ class Preemption:
         self._num_allowed: int | None = None
         self._progress: ProcessProgress | None = None
         self._stop_step: int | None = None
-        """Step after which all processes stop; None while it is not known."""
+        """Step after which all processes stop; None until they have decided."""
         self._is_done = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
@@ -76,7 +82,7 @@ class Preemption:
         self._old_handlers = {
             number: signal.signal(number, lambda *_: None)
             for number in SIGNALS
-            # nohup, and shells for background commands, let them ignore Ctrl-C
+            # Ignored signals stay ignored: shells start background jobs with SIGINT ignored
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._thread.start()
@@ -103,7 +109,7 @@ class Preemption:
             return True
 
     def mark_done(self) -> None:
-        """Ignores signals from now on, since the run is done."""
+        """Ignores signals from now on, because the run is finished."""
         self._is_done = True
 
     def _run(self) -> None:
@@ -156,7 +162,7 @@ class Preemption:
         """Prevents the next dispatch, and publishes the progress of this process."""
         with self._condition:
             self.reason = reason
-            # steps that are allowed and not dispatched yet
+            # should_dispatch has allowed these steps, but they are not dispatched yet
             num_undispatched = max(0, (self._num_allowed or 0) - self.status.num_dispatched)
             step_s = self.status.step_s
             self._progress = ProcessProgress(
@@ -174,14 +180,16 @@ class Preemption:
     def _decide_stop_step(self) -> None:
         """Chooses the step to stop after, or exits, once the progress of all processes is known.
 
-        All processes have the same data, so they decide alike.
+        All processes compute it from the same published progress, so they reach the same decision.
         """
         assert self._progress is not None, "set by _hold_dispatch"
         all_progress = [self._progress]
         if distributed.is_connected():
             process = distributed.this_process()
             published = distributed.read_published(_PROGRESS_KEY)
-            if process.index not in published:  # it was held before the processes were connected
+            if (
+                process.index not in published
+            ):  # the stop request came before the processes were connected
                 self._publish_progress(self._progress)
                 return
             if len(published) < process.num_processes:
