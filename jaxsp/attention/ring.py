@@ -1,16 +1,21 @@
 """Ring: devices keep their queries; keys and values travel around the ring.
 
-Rows are in zigzag (core/layout.py). So in each ring step every device has two blocks of chunks to
-compute: its last chunk attends to the first chunk whose keys are there. In addition, either its
-first chunk attends to that too, or its last chunk attends to the last chunk there as well. With 4
-devices and chunks 0 to 7, device 1 (chunks 1 and 6) computes:
+Rows are in zigzag order (core/layout.py): each device holds a first chunk, from the front of the
+row, and a last chunk, its mirror image from the back. So every device computes two off-diagonal
+blocks in each ring step, queries x keys, depending on the device that the keys belong to:
+
+    always                     its last chunk x the first chunk of the keys' device
+    keys of an earlier device  its first chunk x the first chunk of the keys' device
+    keys of a later device     its last chunk x the last chunk of the keys' device
+
+With 4 devices and chunks 0 to 7, device 1 (chunks 1 and 6) computes:
 
     keys of device (chunks)   0 (0, 7)    1 (1, 6)                 2 (2, 5)    3 (3, 4)
     queries x keys            6x0, 1x0    6x1, 1x1 and 6x6 causal  6x2, 6x5    6x3, 6x4
 
 Source: Liu et al. 2023, arXiv:2310.01889. The balanced order is that of Megatron-LM and
-zhuzilin/ring-flash-attention. Differs: packed segments, of which only one spans two chunks; the
-gradients of k and v travel in float32.
+zhuzilin/ring-flash-attention. Differs: rows are packed, and only one segment can have tokens in
+both chunks of an off-diagonal block; the gradients of k and v travel in float32.
 """
 
 import dataclasses
@@ -29,12 +34,12 @@ from jaxsp.attention.zigzag import LocalSegments, PartialAttention, ZigzagStrate
 from jaxsp.core import axes
 
 _ChunkResults = tuple[PartialAttention, PartialAttention]
-"""Attention of the first and of the last chunk over the keys so far."""
+"""Attention of the first and of the last chunk over the keys visited so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring(ZigzagStrategy):
-    """Each device keeps its queries; keys and values travel around."""
+    """Each device keeps its queries; keys and values travel around the ring."""
 
     name = "ring"
 
@@ -43,10 +48,12 @@ class Ring(ZigzagStrategy):
         kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
         hops = 2 * (self.seq - 1)
         if workload.recomputes_attention and self.seq > 3:
-            # Forward again, except the first hop, which the backward pass has too. With 3 devices,
-            # XLA unrolls the loop of one ring step, and the backward pass has all hops
+            # The recomputed forward pass repeats its hops, except the first, which XLA merges with
+            # the same hop of the backward pass. With 3 devices, the loop has one ring step, which
+            # XLA unrolls, and then it merges all hops
             hops += self.seq - 2
-        # Gradients travel in float32, and once more, to their own device, in the dtype of k and v
+        # Gradients make seq - 1 hops in float32, and the last one, to the device that owns them, in
+        # the dtype of k and v
         elements_bytes = (hops + 1) * workload.itemsize + (self.seq - 1) * 4
         return {"collective-permute": kv_elements * elements_bytes}
 
@@ -65,7 +72,7 @@ class Ring(ZigzagStrategy):
         work = _LocalWork(self, starts_BM, lengths_BM, l // 2)
 
         def visit(results: _ChunkResults, kv: list[Array], hop: Array | int) -> _ChunkResults:
-            """Adds the attention of both chunks to keys that have traveled this many hops."""
+            """Merges in the attention to the keys that arrive after `hop` hops."""
             step = work.ring_step(hop)
             part = zigzag.off_diagonal_forward(
                 kernel, step.blocks, step.take_queries(q_B2CHK), *(step.take_keys(x) for x in kv)
@@ -119,7 +126,7 @@ class Ring(ZigzagStrategy):
         def visit(
             dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int
         ) -> tuple[Array, list[Array]]:
-            """Adds the gradients of both chunks and of keys that have traveled this many hops."""
+            """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
             step = work.ring_step(hop)
             dq_rows, *dkv_rows = zigzag.off_diagonal_backward(
                 kernel,
@@ -140,7 +147,8 @@ class Ring(ZigzagStrategy):
             return (dq, dkv, received[2:]), None
 
         dq, *dkv = work.backward(kernel, q_B2CHK, *kv, *forward_results)
-        # Gradients travel one ring step after their keys, which overlaps the next step's work
+        # Gradients are sent one ring step after their keys, so that the transfer overlaps the next
+        # step's computation
         if self.seq > 1:
             hops = jnp.arange(1, self.seq - 1)
             (dq, dkv, kv), _ = jax.lax.scan(next_step, (dq, dkv, self.shift(kv)), hops)
@@ -154,7 +162,7 @@ class Ring(ZigzagStrategy):
         )
 
     def shift(self, arrays: list[Array]) -> list[Array]:
-        """The arrays of the previous device.
+        """Sends arrays to the next device, and returns those of the previous one.
 
         They travel in one message, because XLA overlaps only one with computation (jax 0.12).
         """
@@ -178,20 +186,23 @@ class Ring(ZigzagStrategy):
 
 @dataclasses.dataclass(frozen=True)
 class _RingStep:
-    """The two blocks to compute when another device's keys are here, one after the other as rows.
+    """The two off-diagonal blocks of a ring step, stacked as R = 2 B rows (see the module).
 
-    One has the queries of the last chunk and the keys of the first. The other has the first chunks
-    of both devices if the keys are of an earlier device, or else their last chunks.
+    Rows 2 b have the queries of the last chunk and the keys of the first. Rows 2 b + 1 ("either")
+    have the first chunks of both devices if `is_earlier`, or else their last chunks.
     """
 
     is_earlier: Array
+    """True if the keys are those of an earlier device."""
     blocks: OffDiagonalBlock
 
     def take_queries(self, x_B2: Array) -> Array:
+        """Selects the queries of both blocks from this device's two chunks."""
         either_B = jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])
         return zigzag.flatten_chunks(jnp.stack([x_B2[:, 1], either_B], axis=1))
 
     def take_keys(self, x_B2: Array) -> Array:
+        """Selects the keys of both blocks from the keys' device's two chunks."""
         either_B = jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])
         return zigzag.flatten_chunks(jnp.stack([x_B2[:, 0], either_B], axis=1))
 
@@ -214,7 +225,7 @@ class _RingStep:
 
 @dataclasses.dataclass(frozen=True)
 class _LocalWork:
-    """Blocks of attention that this device computes for the segments of its rows."""
+    """Blocks of the attention matrix that this device computes, for the segments of its rows."""
 
     ring: Ring
     starts_BM: Array
@@ -270,7 +281,7 @@ class _LocalWork:
         return self._block(last, first)
 
     def ring_step(self, hop: Array | int) -> _RingStep:
-        """The step in which the keys have traveled `hop` hops to this device."""
+        """The ring step in which keys arrive after `hop` hops."""
         here = self.ring.index
         there = (here - hop) % self.ring.seq
         is_earlier = there < here
@@ -282,7 +293,7 @@ class _LocalWork:
         return _RingStep(is_earlier, OffDiagonalBlock(*zigzag.stack_chunks(*blocks)))
 
     def _block(self, queries: Array, keys: Array) -> OffDiagonalBlock:
-        """The block of two chunks, given by their numbers."""
+        """Off-diagonal block of a chunk of queries and a chunk of keys, given by their numbers."""
         tokens = self.chunk_tokens
         return segments.find_off_diagonal_block(
             self.starts_BM,

@@ -27,7 +27,7 @@ from jaxsp.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ulysses(Strategy):
-    """Each device gets all tokens for a part of the heads. With seq = 1, nothing is exchanged."""
+    """Each device attends over whole rows for some of the heads. With seq = 1, nothing is sent."""
 
     name = "ulysses"
     supports_windows = True
@@ -88,16 +88,17 @@ class Ulysses(Strategy):
         kv_heads *= kv_repeats(num_kv_heads=kv_heads, seq=self.seq)
         tokens = workload.num_rows * workload.tokens_per_device
         elements = tokens * 2 * (workload.num_heads + kv_heads) * workload.head_dim
-        held = elements * workload.itemsize
-        # Saving the kernel's output does not avoid the third pass: q, k and v are needed on this
-        # side of the all-to-all, and the output on the other
+        local_bytes = elements * workload.itemsize
+        # The third pass recomputes the layer. Saving the kernel's output does not avoid it: the
+        # kernel's backward pass needs q, k and v sharded by heads, and the output projection needs
+        # the output sharded by tokens
         num_passes = 3 if workload.recomputes_projections else 2
-        return {"all-to-all": num_passes * (held - held // self.seq)}
+        return {"all-to-all": num_passes * (local_bytes - local_bytes // self.seq)}
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
         exchanged = self.exchanged(workload)
         q, kv = exchanged.qkv_bytes
-        inputs = 3 * q + kv  # with the output and its gradient
+        inputs = 3 * q + kv  # q, the output and its gradient; k and v
         if settings.head_chunks == 1:
             return inputs + 2 * q + kv
         chunk = (3 * q + 2 * kv) // settings.head_chunks
@@ -111,9 +112,9 @@ class Ulysses(Strategy):
     def exchange(
         self, attend_inner: RowKernel, *, axis_index_groups: list[list[int]] | None = None
     ) -> RowKernel:
-        """`attend_inner`, between the two all-to-alls.
+        """Returns a kernel for shards of rows: all-to-all, `attend_inner`, all-to-all.
 
-        Args: axis_index_groups: devices along `seq` that exchange; None: all.
+        Args: axis_index_groups: groups of devices along `seq` that exchange; None: one group.
         """
         if self.seq == 1:
             return attend_inner
@@ -123,8 +124,7 @@ class Ulysses(Strategy):
 
 
 def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
-    """Number of copies of each K/V head, so that each of `seq` devices gets whole ones for its
-    query heads."""
+    """Number of copies of each K/V head, so that the copies divide evenly among `seq` devices."""
     return math.lcm(num_kv_heads, seq) // num_kv_heads
 
 
@@ -140,16 +140,16 @@ def attend(
     axis_index_groups: list[list[int]] | None = None,
     **tables: Any,
 ) -> Float[Array, "B l H K"]:
-    """Attention over whole rows when each of `seq` devices holds a shard of them.
+    """Attention over rows of which each of `seq` devices holds a shard.
 
     Args:
         kernel: computes attention over whole rows.
-        tables: keyword arguments of the kernel.
+        tables: the kernel's segment tables, if it uses any: see `Kernel.make_tables`.
     Shapes: inside shard_map over `seq`; shards are contiguous and in the devices' order. K/V heads
-        are repeated up to the least common multiple of G and seq, so that each device gets whole
-        ones, those of its own query heads.
-    Moves: 2 all-to-alls forward (q, k and v travel in one), the same 2 transposed backward, and the
-        first 2 again if the layer is recomputed: see `Ulysses.sent_bytes`.
+        are repeated until their number is the least common multiple of G and seq. So each device
+        gets the K/V heads of its own query heads.
+    Moves: 2 all-to-alls forward (q, k and v share the first), their 2 transposes backward, and the
+        forward ones again if the layer is recomputed: see `Ulysses.sent_bytes`.
     Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated if seq
         does not divide them.
     """
@@ -161,7 +161,7 @@ def attend(
     v_BlGK = jnp.repeat(v_BlGK, repeats, axis=2)
     h = H // seq
     g = G * repeats // seq
-    # For each destination its heads of q, of k and of v, side by side
+    # Group the heads by destination device: its heads of q, then of k, then of v
     parts = [x.reshape(B, l, seq, -1, K) for x in (q_BlHK, k_BlGK, v_BlGK)]
     mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
     mixed_BLxK = jax.lax.all_to_all(
