@@ -42,13 +42,15 @@ FAMILIES = {
 
 
 def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = None) -> ModelConfig:
-    """Reads the shapes of a config's model. Downloads at most its config.json.
+    """Reads the model config that `model.source` or `model.config` names.
+
+    Downloads at most config.json.
 
     Args:
         deadline_s: longest wait for the hub; None: no limit.
     Raises:
-        HubError if the hub cannot be reached or refuses the model to this login; other UserError if
-        it cannot be read, or is of a family that is not implemented.
+        HubError if the hub cannot be reached, or this account has no access to the model; another
+        UserError if the config cannot be read, or its family is not implemented.
     """
     if model.source is not None:
         source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
@@ -58,10 +60,10 @@ def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = No
 
 
 def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
-    """Returns the decoder that a config.json describes, with the defaults of transformers.
+    """Converts the fields of a config.json, with transformers' defaults for those that are missing.
 
     Args:
-        field: name of the config in messages, for example `model.config`.
+        field: name of the config in error messages, for example `model.config`.
     Raises:
         UserError with a line for every field that is missing, unknown, of the wrong type or not
         implemented.
@@ -75,7 +77,7 @@ def make_config_json(
     """Returns the fields of an export's config.json, for transformers 5 and 4.
 
     Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
-    `rope_scaling` and `torch_dtype`; without them it would use its default rotation.
+    `rope_scaling` and `torch_dtype`; without them it would use its default RoPE.
 
     Args:
         fields: the fields that `parse_model_config` was called with.
@@ -101,24 +103,24 @@ def make_config_json(
 def choose_token_ids(
     fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
 ) -> dict[str, Any]:
-    """Returns ids of special tokens: the tokenizer's, else those of the config, else null.
+    """Returns the ids of special tokens: from the tokenizer, else from the config, else null.
 
-    A list in the config that contains the tokenizer's id is kept whole. A family's default is never
-    used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer.
+    A list in the config that contains the tokenizer's id is kept whole. The default of the model
+    family is never used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer.
     """
     token_ids = {}
     for name in config_checks.TOKEN_ID_FIELDS:
-        own = getattr(tokenizer, name, None)
-        given = fields.get(name)
-        is_listed = isinstance(given, list) and own in given
-        token_ids[name] = given if own is None or is_listed else own
+        tokenizer_id = getattr(tokenizer, name, None)
+        config_id = fields.get(name)
+        is_listed = isinstance(config_id, list) and tokenizer_id in config_id
+        token_ids[name] = config_id if tokenizer_id is None or is_listed else tokenizer_id
     return token_ids
 
 
 def _parse_fields(
     fields: dict[str, Any], path: str
 ) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
-    """Our config, and transformers' config, which gives the defaults."""
+    """Returns jaxsp's model config, and transformers' config, which has the defaults."""
     import huggingface_hub.errors
     import transformers
 
@@ -126,7 +128,7 @@ def _parse_fields(
     fields = _drop_nulls(fields)
     family = _find_family(fields, path)
     if has_null_window and family.window_fields:
-        fields["sliding_window"] = None  # if it were left out, there would be a window
+        fields["sliding_window"] = None  # transformers' default is a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = config_checks.find_problems(fields, family, defaults, path)
     if problems:
@@ -164,9 +166,9 @@ def _parse_fields(
 
 
 def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Copies fields without nulls: transformers' attention would use a null head_dim as it is.
+    """Copies fields without nulls: for a null head_dim, transformers would not use its default.
 
-    Groups of the rotation are copied too, because transformers adds entries to its input dicts.
+    The dicts of RoPE fields are copied too, because transformers adds entries to its input dicts.
     """
     kept = {}
     for name, value in fields.items():
@@ -193,7 +195,7 @@ def _find_family(fields: dict[str, Any], path: str) -> Family:
 def _parse_window(
     fields: dict[str, Any], family: Family, given: dict[str, Any], path: str
 ) -> int | None:
-    """Returns the window of every layer.
+    """Returns the sliding window, which all layers share; None for full attention.
 
     Args:
         given: the fields with transformers' defaults.

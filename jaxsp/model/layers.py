@@ -1,4 +1,4 @@
-"""Modules of the decoder, in NNX: weights, declared once, and arithmetic on one device's tokens.
+"""Decoder modules in Flax NNX, which declare each weight once and compute one device's tokens.
 
 Dims: B rows, l this device's tokens of a row, D model, H query heads, G K/V heads, K head size,
 F feed-forward, V vocabulary. Matrices are [out, in] as in Hugging Face's files, so that import and
@@ -26,15 +26,14 @@ Weights = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Entry of the parameter table, for init, sharding, optimizer, import and export of one
-    tensor."""
+    """Entry of the parameter table, which init, sharding, optimizer, import and export all use."""
 
     shape: tuple[int, ...]
     """Shape of one layer's tensor, in Hugging Face's layout."""
     hf_name: str
     """The tensor's name in a safetensors file; `{layer}` stands for the layer's number."""
     num_layers: int | None = None
-    """Layers stacked in front of `shape`; None for a tensor that exists once."""
+    """Size of the layer dimension in front of `shape`; None for a tensor outside the layers."""
     mean: float = 0.0
     """Mean of random weights, which are drawn from a normal distribution."""
     std: float = 0.0
@@ -52,7 +51,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """Shape of the array that has all layers."""
+        """Shape of the array that stacks all layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
 
@@ -60,7 +59,8 @@ class Parameter:
 class Gather(Protocol):
     """Gathers whole weights, in the compute dtype, from a device's shards.
 
-    It keeps the mesh out of the model. A shard may be any tree of arrays.
+    The model gets weights only through it, so model code needs no mesh. A shard may be any tree of
+    arrays.
     """
 
     def __call__(self, params: Any, shards: Any) -> Any:
@@ -74,7 +74,7 @@ class Gather(Protocol):
 
 
 def _declare_param(param: Parameter) -> nnx.Param:
-    """Declares a weight without a value: modules are merged with arrays when they are called."""
+    """Declares a weight without a value; the arrays are merged into the modules for each call."""
     return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), param=param)
 
 
@@ -114,8 +114,7 @@ class RMSNorm(nnx.Module):
 
 
 class PreAttention(nnx.Module):
-    """Part of a layer before attention: norm, projections to q, k and v, and RoPE, for each
-    token."""
+    """Part of a layer before attention: norm, projections to q, k and v, and RoPE."""
 
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
@@ -170,8 +169,7 @@ class MLP(nnx.Module):
 
 
 class PostAttention(nnx.Module):
-    """Part of a layer after attention: output projection and MLP, each with a residual, per
-    token."""
+    """Part of a layer after attention: output projection and MLP, each with a residual."""
 
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
@@ -190,7 +188,7 @@ class PostAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer's weights: those used before attention and those used after it."""
+    """Weights of one layer. model/decoder.py calls both parts, with attention between them."""
 
     def __init__(self, config: ModelConfig):
         self.pre_attention = PreAttention(config)
@@ -198,7 +196,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """All weights: embedding, one layer, last norm and head."""
+    """All weights: embedding, layers, last norm and head.
+
+    `layers` declares one layer. The arrays stack all layers: see `Parameter.num_layers`.
+    """
 
     def __init__(self, config: ModelConfig):
         matrix = Parameter(
@@ -215,7 +216,7 @@ class Decoder(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class RopeAngles:
-    """Cosine and sine of each token's RoPE angles, one per pair of a head's elements."""
+    """Cosine and sine of each token's RoPE angles, one angle for each pair of a head's elements."""
 
     cos: Float32[Array, "B l pairs"]
     sin: Float32[Array, "B l pairs"]
@@ -258,11 +259,11 @@ def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of each pair of a head's elements, float64 [K/2].
 
-    Source: Su et al. 2021, arXiv:2104.09864. The scaling is that of Llama 3.1's published code,
-    with
-        `original` for original_max_position_embeddings. Wavelengths above original /
-        low_freq_factor become `factor` times longer; those below original / high_freq_factor stay
-        the same. Between them, the two are interpolated linearly in original / wavelength.
+    Llama 3.1 scales them. Let original = original_max_position_embeddings. Wavelengths above
+    original / low_freq_factor become `factor` times longer; those below original / high_freq_factor
+    stay the same. Between them, frequencies are interpolated linearly in original / wavelength.
+
+    Source: Su et al. 2021, arXiv:2104.09864; scaling: Llama 3.1's published code.
     """
     K = config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, K, 2, dtype=np.float64) / K)

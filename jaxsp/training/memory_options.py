@@ -1,4 +1,4 @@
-"""Memory options: checks, suggestions if a step does not fit, and descriptions."""
+"""Memory options: checks, suggestions for a step that does not fit, and descriptions."""
 
 import math
 from typing import get_args
@@ -23,10 +23,10 @@ from jaxsp.training.memory_fit import CompiledStep, MemoryUse
 from jaxsp.training.program import Program
 
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
-"""Releases that silently read offloaded activations in the wrong order (openxla/xla PR 46231)."""
+"""jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""
 
 MIN_HOST_STATE_RELEASE = (0, 11, 1)
-"""First release of jax that permits arrays in host memory in shard_map and loops."""
+"""First jax release that supports arrays in host memory inside shard_map and loops."""
 
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
@@ -81,21 +81,23 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
         )
 
     limits = available_memory.find_limits(program)
-    room = available_memory.subtract_reserves(program, limits)
+    usable = available_memory.subtract_reserves(program, limits)
     step = memory_fit.fit(
         program,
-        limit=room,
+        limit=usable,
         workspace_bytes=workspace_bytes,
         compile_step=train_step.compile,
         measure=measure,
     )
     check_offloads(step.program, step.memory_use)
-    # A step is not refused because of margins and estimates only
+    # Refuse only what exceeds the real limits: reserves and estimates may be too large
     is_device_short = step.memory_use.device > limits.device
     if is_device_short or step.memory_use.host > limits.pinned:
         shortage = step.shortage
         if not is_device_short:
-            shortage = memory_fit.describe_shortage(step.memory_use, room._replace(device=math.inf))
+            shortage = memory_fit.describe_shortage(
+                step.memory_use, usable._replace(device=math.inf)
+            )
         changes = suggest_changes(program, is_device_short=is_device_short)
         raise UserError(f"the step needs {shortage}. Try {errors.format_choices(changes)}.")
     return step
@@ -120,7 +122,7 @@ def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
     suggestions = []
     for change in memory_changes:
         config = memory_fit.replace_memory(program, **change).config
-        if not find_problems(config, platform="gpu"):  # only GPUs have a known size
+        if not find_problems(config, platform="gpu"):  # a limit is known only for GPUs
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:
         suggestions += _batch_changes(program)
@@ -135,14 +137,14 @@ _OFFLOAD_FIELDS = ("offload_activations", "offload_optimizer")
 
 
 def _adjacent_levels(program: Program, field: str, *, offset: int) -> list[dict[str, str]]:
-    """Change of a field of _OFFLOAD_FIELDS to the next level; empty if there is none."""
+    """Change of a field of _OFFLOAD_FIELDS to the level at this offset; empty if there is none."""
     levels = get_args(MemoryConfig.model_fields[field].annotation)
     index = levels.index(getattr(program.config.memory, field)) + offset
     return [{field: levels[index]}] if 0 <= index < len(levels) else []
 
 
 def _device_memory_changes(program: Program) -> list[dict[str, str]]:
-    """Changes of memory options that reduce memory of the device, each by one level."""
+    """Changes of memory options that reduce device memory, each by one level."""
     policy = program.remat_policy
     changes = []
     is_fixed = program.config.memory.remat != "auto"
@@ -160,7 +162,7 @@ def _device_memory_changes(program: Program) -> list[dict[str, str]]:
 
 
 def _batch_changes(program: Program) -> list[str]:
-    """Changes of rows and segments that reduce memory of the device."""
+    """Changes of rows and segments that reduce device memory."""
     config = program.config
     changes = []
     if config.batch.rows_per_microbatch > 1:
@@ -262,7 +264,7 @@ def _describe_tiles(program: Program) -> str:
 
 
 def _describe_traffic(program: Program) -> str:
-    """Describes what the offloaded optimizer keeps on the host, and the copies of a step."""
+    """Describes the arrays of offload_optimizer in host memory, and the bytes copied per step."""
     offloaded = memory_formula.program_offloaded_bytes(program)
     weights = offloaded.weights
     state = weights + offloaded.moments
@@ -285,7 +287,10 @@ def _describe_traffic(program: Program) -> str:
 
 
 def check_offloads(program: Program, memory_use: MemoryUse) -> None:
-    """Raises: RuntimeError if the compiled step offloads less than the config requests."""
+    """Checks that the compiled step offloads what the config requests.
+
+    Raises: RuntimeError if XLA ignored some of the offloading.
+    """
     offloaded = memory_formula.program_offloaded_bytes(program)
     least = offloaded.total - offloaded.gradients
     if is_gpu(program) and memory_use.host < least:
@@ -317,5 +322,5 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
 
 
 def is_gpu(program: Program) -> bool:
-    """True if the devices have their own memory."""
+    """True if the devices are GPUs, which have memory of their own."""
     return program.mesh.devices.flat[0].platform == "gpu"

@@ -28,7 +28,7 @@ from jaxsp.training.train_state import TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of a step, summed over the whole mesh, each token once."""
+    """Metrics of a step over the whole mesh; each token counts once."""
 
     loss: Leaf
     """Mean over the step's loss tokens, weighted if rows have weights; 0 if there are none."""
@@ -41,7 +41,7 @@ class StepMetrics:
     num_tokens: Leaf
     num_loss_tokens: Leaf
     is_finite: Leaf
-    """True if loss and gradient norm are finite; otherwise nothing was updated."""
+    """True if loss and gradient norm are finite; otherwise the update was skipped."""
     loss_weight: Leaf | None = None
     """Sum of the loss tokens' weights, the divisor of the loss; None if rows have no weights."""
 
@@ -51,7 +51,7 @@ def build_step(program: Program) -> jax.stages.Wrapped:
     config = program.config.optimizer
     schedule = optimizer.build_schedule(config, program.num_steps)
 
-    # The planner finds arguments and file of the compiled step by the names step, state and batch
+    # Do not rename step, state and batch: the planner looks for these names in the compiled program
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         state = _set_memory_kinds(program, state)
         gradients = step_gradients.compute_gradients(program, state.master, batch)
@@ -61,7 +61,7 @@ def build_step(program: Program) -> jax.stages.Wrapped:
             scale = jnp.where(norm > limit, limit / norm, 1.0)
         learning_rate = schedule(state.step)
         is_finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
-        # Without a label there is nothing to learn, and decay and momentum must not move weights
+        # A step without labels must not change weights, not even by weight decay or momentum
         if gradients.loss_weight is None:
             has_loss = gradients.num_loss_tokens > 0
         else:
@@ -106,9 +106,9 @@ def _global_norm(program: Program, gradients: StepGradients) -> Array:
 
 
 def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
-    """Gives offloaded arrays the type of host memory.
+    """Marks offloaded arrays as arrays in host memory.
 
-    Arguments from absent devices have lost it.
+    Needed when the step is compiled for absent devices: its arguments then lack this mark.
     """
     if not program.has_offloaded_state:
         return state
@@ -135,7 +135,10 @@ def compile(program: Program) -> jax.stages.Compiled:
 
 
 def compile_totals(program: Program) -> jax.stages.Compiled:
-    """Compiles `compute_totals` of master weights and a batch. Raises: as `compile`."""
+    """Compiles `step_gradients.compute_totals`: loss and counts of a batch, without gradients.
+
+    Raises: as `compile`.
+    """
     state, batch = train_state.abstract_inputs(program)
     replicated = NamedSharding(program.mesh, PartitionSpec())
     totals = functools.partial(step_gradients.compute_totals, program)
@@ -146,11 +149,10 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
 
 
 def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """Returns the compiled program if its attention communicates.
+    """Checks that attention communicates if rows are sharded, and returns the compiled program.
 
-    Raises: RuntimeError if rows are sharded over devices, but attention has no collective. Each
-        device would attend to its own shard only, with plausible losses. (A user of another system
-        trained 20,000 steps that way.)
+    Raises: RuntimeError if it does not. Each device would attend to its own shard only, with
+        plausible losses. (A user of another system trained 20,000 steps that way.)
     """
     seq = program.mesh.shape[axes.SEQ]
     if seq > 1 and not attention.find_collectives(compiled.as_text() or ""):

@@ -1,7 +1,7 @@
-"""Three ways to find assistant messages in the text of a chat template without marks.
+"""Finds the spans of assistant messages for chat templates without generation marks.
 
-Each function returns the spans of the messages, or None if the template changes more than expected.
-Where several succeed, they find the same spans (tests/data/chat/test_chat.py).
+There are three methods. Each returns the spans of the messages, or None if the template does not
+meet its assumptions. Methods that succeed find the same spans (tests/data/chat/test_chat.py).
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ _USER = "user"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AssistantSpan:
-    """Position of an assistant message in the text of a conversation."""
+    """Position of an assistant message in the rendered conversation, without its header."""
 
     span: tuple[int, int]
-    """First character and end."""
+    """First character, and the one after the last."""
     opening: tuple[str, str] | None = None
-    """Generation prompt, and the text before the word of an inserted message; None if unknown."""
+    """Generation prompt, and the header of an inserted assistant message; None if unknown."""
 
 
 def find_by_prefixes(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds messages by rendering the conversation up to each of them, before and after.
+    """Finds each message from two renderings: the conversation before it, and up to its end.
 
-    Both renderings must be prefixes of the whole text. Renders the conversation twice for each
-    message. Fails where a template writes the last message differently (Qwen3 keeps its thinking).
+    Both must be prefixes of the whole text. So the conversation is rendered twice per message.
+    Fails if a template renders the last message differently (Qwen3 keeps its thinking).
     """
     spans = []
     for index in indices:
@@ -50,10 +50,10 @@ def find_by_prefixes(
 def find_by_insertion(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds messages by inserting a pair of short assistant messages at each of their borders.
+    """Finds messages by inserting two short assistant messages at each start and end of a message.
 
-    Without the inserted messages, the text must be the whole text again. Renders the conversation
-    twice, whatever its length. Fails where a template requires roles to alternate.
+    Removing the inserted messages from the rendered text must give the original text. Renders the
+    conversation only twice. Fails if a template requires roles to alternate.
     """
     unused = unused_words(text)
     pairs = {border: (next(unused), next(unused)) for border in _list_borders(messages, indices)}
@@ -111,13 +111,13 @@ def _find_header(text: str, prompt: str, start: int, word: str) -> int:
 def find_by_exchanges(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds messages by inserting a user and an assistant message at each of their borders.
+    """Finds messages by inserting a user and an assistant message at each start and end of one.
 
-    The pairs are ordered so that roles alternate. A conversation of four words shows what the
-    template writes around inserted messages, so that their text is known exactly; without it, the
-    text must be the whole text again. Renders one conversation of at most three times the messages,
-    and five of at most four messages. Fails where an inserted user message makes the template cut
-    thinking out of earlier messages.
+    The pairs are ordered so that roles alternate. A probe of four one-word messages shows what the
+    template writes around a message, so the text of the inserted ones is known exactly. Removing
+    it must give the original text. Renders one conversation with at most three times the messages,
+    and five of at most four messages. Fails if an inserted user message makes the template remove
+    the thinking from earlier messages.
     """
     unused = unused_words(text)
     turn_format = _infer_turn_format(unused, render)
@@ -125,7 +125,8 @@ def find_by_exchanges(
         return None
     exchanges = {}
     for border in _list_borders(messages, indices):
-        # mistral counts neither tool calls nor their results, so that a user message precedes both
+        # Mistral checks that roles alternate, but skips tool calls and tool results. So the last
+        # message that it counts before either is the user's
         is_user = messages[border]["role"] == _USER
         roles = (_USER, ASSISTANT) if is_user else (ASSISTANT, _USER)
         exchanges[border] = [{"role": role, "content": next(unused)} for role in roles]
@@ -165,9 +166,9 @@ class _TurnFormat:
 
 
 def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat | None:
-    """Infers the format of messages by rendering the beginnings of a conversation of four words.
+    """Infers the format of messages by rendering the prefixes of a conversation of four words.
 
-    Returns None if a message is written differently when others follow.
+    Returns None if a message is rendered differently when others follow.
     """
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
     talk = [{"role": role, "content": next(unused)} for role in roles]
@@ -177,7 +178,7 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
     except RecordError:
         return None
     affixes: dict[str, tuple[str, str]] = {}
-    # the first user message is left out, because the beginning of the text stands before it
+    # Skip the first user message: text before it may belong to the conversation (such as BOS)
     for message, (before, after) in zip(talk[1:], itertools.pairwise(texts), strict=True):
         header, word, end = after.removeprefix(before).partition(message["content"])
         if not word or not after.startswith(before):
@@ -190,7 +191,7 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
 
 
 def _list_borders(messages: Messages, indices: list[int]) -> list[int]:
-    """Indices of the messages that an assistant message begins or ends at."""
+    """Indices of the assistant messages, and of the messages directly after them."""
     borders = {border for index in indices for border in (index, index + 1)}
     return sorted(border for border in borders if border < len(messages))
 

@@ -1,4 +1,4 @@
-"""Packs documents into rows, planned from their lengths only.
+"""Packs documents into rows. The packing depends only on the documents' lengths.
 
 Four documents of 5, 3, 11 and 2 tokens in rows of 8 (a letter is a token, a dot is padding):
 
@@ -11,7 +11,7 @@ Four documents of 5, 3, 11 and 2 tokens in rows of 8 (a letter is a token, a dot
     row 1        d d c c c . . .
     row 2        a a a a a b b b
 
-is the plan  document    2 | 3 2 | 0 1
+as a plan:   document    2 | 3 2 | 0 1
              offset      0 | 0 8 | 0 0      the segment's first token within its document
              length      8 | 2 3 | 5 3
              row_starts  0   1     3     5   row r is entries row_starts[r] to row_starts[r + 1]
@@ -27,9 +27,9 @@ import numpy as np
 _PLAN_CACHE_SIZE = 4
 
 _NUM_PACKINGS = 4
-"""Number of epochs that are packed anew. Each later epoch has the rows of one of them in another
-order. So the rows of any number of epochs are counted after four plans (1.6 s each for a million
-documents)."""
+"""Number of epochs that are packed anew. Later epochs reuse these packings in turn, with their rows
+in another order. So four packings are enough to count the rows of any number of epochs (1.6 s each
+for a million documents)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,12 @@ class PackedRow:
 EMPTY_ROW = PackedRow(
     document=np.zeros(0, np.int32), offset=np.zeros(0, np.int32), length=np.zeros(0, np.int32)
 )
-"""A row of padding, which fills up the last step of a run."""
+"""Row that is all padding. Such rows fill up the last step of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackingPlan:
-    """Every segment once, ordered by rows."""
+    """Rows of one epoch: each segment once, row after row."""
 
     document: np.ndarray
     offset: np.ndarray
@@ -86,9 +86,10 @@ def plan_rows(
     document, offset, length = _split_documents(lengths, row_tokens)
     order = random.permutation(len(length))
     if len(length) * row_tokens <= length.sum() * max_segments / 4:
-        # Segments of more than half a row need a row each. If they are placed first, shorter ones
-        # fill the rest of their rows: lengths drawn evenly up to a row fill 99.8 %, not 99.5 %. If
-        # the limit on segments is close, short segments would find too few rows.
+        # Place the segments that are longer than half a row first: no two of them share a row, and
+        # shorter ones then fill their rows. With lengths drawn uniformly up to row_tokens, rows are
+        # 99.8 % full instead of 99.5 %. If rows often reach max_segments, this order is worse: the
+        # short segments, which come last, find too few rows.
         order = order[np.argsort(length[order] <= row_tokens // 2, kind="stable")]
     row_of_segment = _best_fit(length[order], row_tokens, max_segments)
     num_rows = int(row_of_segment.max(initial=-1)) + 1
@@ -104,12 +105,11 @@ def plan_rows(
 
 
 class PackedEpochs:
-    """Endless sequence of the rows of some documents: epoch after epoch, each in a new order.
-
-    Thread-safe.
+    """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe.
 
     Args:
-        documents: numbers of these documents, if they are a part of all documents.
+        lengths: number of tokens of each document to pack.
+        documents: index of each of them in the data set; None if all its documents are packed.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class PackedEpochs:
             return rows_before + self._epoch_ends[rest]
 
     def find_epoch(self, index: int) -> int:
+        """Returns the epoch of a row, given by its index in the whole sequence."""
         with self._lock:
             while self._epoch_ends[-1] <= index and len(self._epoch_ends) <= _NUM_PACKINGS:
                 self.count_rows(len(self._epoch_ends))
@@ -162,6 +163,7 @@ class PackedEpochs:
             return cycles * _NUM_PACKINGS + bisect.bisect_right(self._epoch_ends, index) - 1
 
     def row(self, index: int) -> PackedRow:
+        """Returns a row, given by its index in the whole sequence."""
         with self._lock:
             epoch = self.find_epoch(index)
             return self.plan_epoch(epoch).row(index - self.count_rows(epoch))
@@ -196,29 +198,29 @@ def _split_documents(
 
 
 def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.ndarray:
-    """The row of each segment: the one with the least space that is enough, or a new one."""
-    # sorted and without duplicates, so that a million half-empty rows are searched as fast as ten
+    """Assigns each segment to the row with the least space that still fits it, or to a new row."""
+    # Distinct sizes of free space, sorted: the search time does not grow with the number of rows
     spaces: list[int] = []
     rows_with_space: dict[int, list[int]] = {}
     num_segments: list[int] = []
     row_of_segment = []
     for length in lengths.tolist():
-        place = bisect.bisect_left(spaces, length)
-        if place < len(spaces):
-            space = spaces[place]
+        index = bisect.bisect_left(spaces, length)
+        if index < len(spaces):
+            space = spaces[index]
             row = rows_with_space[space].pop()
             if not rows_with_space[space]:
-                del rows_with_space[space], spaces[place]
+                del rows_with_space[space], spaces[index]
         else:
             space = row_tokens
             row = len(num_segments)
             num_segments.append(0)
         row_of_segment.append(row)
         num_segments[row] += 1
-        rest = space - length
-        if rest and num_segments[row] < max_segments:
-            if rest not in rows_with_space:
-                rows_with_space[rest] = []
-                bisect.insort(spaces, rest)
-            rows_with_space[rest].append(row)
+        remaining = space - length
+        if remaining and num_segments[row] < max_segments:
+            if remaining not in rows_with_space:
+                rows_with_space[remaining] = []
+                bisect.insort(spaces, remaining)
+            rows_with_space[remaining].append(row)
     return np.array(row_of_segment, dtype=np.int64)
