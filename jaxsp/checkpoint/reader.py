@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointMeta:
-    """Metadata of a checkpoint, stored as JSON."""
+    """Metadata of a checkpoint, stored as JSON beside its arrays."""
 
     config: dict[str, Any]
     model: dict[str, Any]
@@ -46,7 +46,7 @@ class CheckpointMeta:
     """Fingerprint of everything that determines the rows and their order."""
     step: int
     rows_consumed: dict[str, int]
-    """Number of rows consumed since step 0, by row length: with `data`, the state of the data."""
+    """Rows consumed since step 0, by row length: with `data`, the state of the data loader."""
     num_tokens_total: int
     eval_loss: float | None = None
     """Loss on the eval set `eval_set`; None if not evaluated or not finite."""
@@ -59,7 +59,7 @@ class CheckpointMeta:
     """True if a stop skipped an evaluation that was due."""
     early_stopping: EarlyStoppingState | None = None
     arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Checksum ("digest"), dtype and unpadded shape of each array, by path."""
+    """Checksum ("digest"), dtype and unpadded shape of each array, by its path in the state."""
 
 
 class DamagedCheckpointError(UserError):
@@ -86,11 +86,11 @@ def to_json(meta: CheckpointMeta) -> str:
 def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     """Reads the metadata of a checkpoint.
 
-    Raises: DamagedCheckpointError; UserError if another version of jaxsp wrote other fields.
+    Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp.
     """
     name = f"{run_paths.META}/metadata"
     try:
-        # not with orbax, which would initialize JAX's devices before the config sets their number
+        # Not with orbax: it would initialize JAX before the config sets the number of devices
         fields = json.loads((checkpoint / name).read_bytes())
         checksum = fields.pop("digest", None)
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +183,7 @@ def _restore_items(
     """Restores items with these shapes and shardings, and checks their checksums."""
 
     def to_args(x: Any) -> ocp.ArrayRestoreArgs:
-        # not strict: the amount of padding depends on the mesh
+        # Not strict, because the stored shapes differ: the amount of padding depends on the mesh
         return ocp.ArrayRestoreArgs(
             sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False
         )
@@ -201,7 +201,7 @@ def _restore_items(
     restored = raise_on_all_processes(checkpoint, read)
     expected = checksums.unpadded_shapes(table, restored)
     shapes = {name: leaf.shape for name, leaf in expected.items()}
-    # collective: all processes have read their shards
+    # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))
     return restored
@@ -211,8 +211,8 @@ def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[
     """Compares arrays with the checkpoint's metadata. Raises: DamagedCheckpointError.
 
     Args:
-        found: checksums, by name.
-        arrays: arrays or their shapes, by name.
+        found: checksums of the arrays that were read, by name.
+        arrays: expected arrays, or their shapes and dtypes, by name.
     """
     written = read_meta(checkpoint).arrays
     for name, array in arrays.items():

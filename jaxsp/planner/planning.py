@@ -1,4 +1,4 @@
-"""Plans: memory, traffic and time of a config's training step on absent GPUs."""
+"""Plans: memory, communication and time of a config's training step on absent GPUs."""
 
 import dataclasses
 import time
@@ -52,9 +52,9 @@ class Plan:
     """The same for the other strategies that `auto` considered, by description."""
     kernel: str
     kernel_title: str
-    """Name of the kernel in sentences."""
+    """Name of the kernel for use in sentences."""
     fallback_reason: str
-    """Reason that `auto` did not use its first kernel; empty if it did."""
+    """Reason that `auto` did not use its preferred kernel; empty if it did."""
     head_chunks: int
     remat: str
     """Value of memory.remat that the step uses; never `auto`."""
@@ -66,46 +66,46 @@ class Plan:
     """Description of all memory options."""
     fits: bool
     memory_bottleneck: str
-    """`device` or `host`: the memory that does not fit, or else the fuller one."""
+    """Memory that runs out first: `device` or `host`."""
     shortage: str
     """Description of the memory that does not fit; empty if all fits."""
     suggestions: Sequence[str]
     """Changes of the config that need less memory; empty if the step fits."""
     device_gib: float
-    """Memory that JAX takes of a device, with the allowance for cuDNN."""
+    """Device memory that the step needs, including the allowance for cuDNN."""
     device_limit_gib: float
-    """Memory that JAX may take of a device."""
+    """Device memory that JAX may use."""
     host_gib: float
-    """Memory of a node that its devices' arrays take."""
+    """Host memory of a node that the offloaded arrays of its devices need."""
     host_limit_gib: float
-    """Memory of a node that its devices' arrays may take."""
+    """Host memory of a node that offloaded arrays may use."""
     host_pool_gib: float
-    """Size of XLA's pool of pinned host memory, for all devices of a node: a power of two for each,
-    up to a limit."""
+    """Size of XLA's pools of pinned host memory on a node. Each device has one pool. Its size is a
+    power of two, up to a limit."""
     memory: Mapping[str, float]
-    """Device memory at its peak, by category. All except `reserved` add up to device_gib."""
+    """Peak device memory by category. All except `reserved` add up to device_gib."""
     host_memory: Mapping[str, float]
-    """Memory of a node at its peak, by category. Adds up to host_gib."""
+    """Peak host memory of a node by category. Adds up to host_gib."""
     sent_bytes: float
-    """Bytes that a device sends in a step, by the compiled program."""
+    """Bytes that a device sends in a step, read from the compiled program."""
     formula_bytes: float
-    """Bytes that a device sends in a step, by the formulas."""
+    """Bytes that a device sends in a step, computed by formulas, as a check of sent_bytes."""
     collectives: Sequence[Mapping[str, Any]]
-    """Collectives of a step by kind: kind, axes, bytes, formula, number of runs, estimated seconds,
-    and those that nothing overlaps."""
+    """One entry per kind of collective: kind, axes, bytes, formula (bytes by formula), num_runs,
+    seconds (estimate) and waited_s (those seconds that no computation overlaps)."""
     model_flops: float
-    """Arithmetic of a step as in tflops_per_device of metrics.jsonl: causal, document by document,
-    without recomputation."""
+    """FLOPs of a step, counted as for MFU: causal attention within documents, no recomputation."""
     jax_version: str
     plan_s: float
     """Time to compile and analyze the step."""
     hardware_flops: float | None = None
-    """Arithmetic of the compiled program; None if there is no time estimate."""
+    """FLOPs of the compiled program, including recomputation; None without a time estimate."""
     host_copy_bytes: tuple[float, float] | None = None
     """Bytes copied in a step from the host to a device, and back; None without a time estimate."""
     step_s_estimate: float | None = None
-    """Estimate by a roofline of published rates, which are for bfloat16 and cuDNN; None for others.
-    Measured steps are likely to take roofline.LIKELY_RANGE times as long."""
+    """Roofline estimate from published rates; None unless the step uses bfloat16 and cuDNN, because
+    the rates are for those. Measured steps are likely to take roofline.LIKELY_RANGE times as long.
+    """
     tokens_per_s_estimate: float | None = None
     """Tokens per second of all devices, if the rows are full."""
     mfu_estimate: float | None = None
@@ -128,8 +128,8 @@ def plan_step(
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
-    Raises: UserError for what training would refuse before it compiles, and for several row
-        lengths; RuntimeError if XLA offloads nothing although it should.
+    Raises: UserError if training would refuse the config before it compiles, or for several row
+        lengths; RuntimeError if XLA ignores some of the requested offloading.
     """
     began = time.perf_counter()
     problems = _find_problems(config, model, cluster, document_tokens)
@@ -259,7 +259,7 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
 def _cost_fields(
     step: PlannedStep, config: Config, cluster: Cluster, document_tokens: int
 ) -> dict[str, Any]:
-    """Fields of a plan: traffic, arithmetic and estimated time."""
+    """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
@@ -303,10 +303,10 @@ def _compare_collectives(
     sizes: Mapping[str, int],
     estimate: TimeEstimate | None,
 ) -> list[dict[str, Any]]:
-    """Compares sent bytes with the formula, by operation. Operations that send nothing are left
-    out.
+    """Compares sent bytes with the formula, by operation; leaves out those that send nothing.
 
-    All-reduces of gradients span one axis, others all axes.
+    One operation may run over several sets of axes: all-reduces of gradients span one axis, others
+    all axes.
     """
     comparisons = []
     for operation in sorted({sent.operation for sent in collectives if sent.total_bytes}):

@@ -40,7 +40,7 @@ class DispatchedStep:
 class EndTime:
     """Time at which the results of a step were ready.
 
-    A thread waits for them, because the loop may read them later, after the next step has ended.
+    A thread waits for them, because the loop may read them only after the next step has ended.
     """
 
     def __init__(self, results: Any):
@@ -49,7 +49,7 @@ class EndTime:
         self._thread.start()
 
     def _wait(self, results: Any) -> None:
-        # the loop raises the same error when it reads the results
+        # The loop raises the same error when it reads the results
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.block_until_ready(results)
         self._time = time.perf_counter()
@@ -97,7 +97,7 @@ class StepLog:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from before the first step to the end of the last."""
+        """Seconds from the start of training to the end of the last recorded step."""
         return self._ended - self._began
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class StepLog:
         self._batch_ready_at = time.perf_counter()
 
     def record_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
-        """Records the dispatch of a step, then the results of the step before it."""
+        """Records that a step was dispatched, and the results of the step before it."""
         dispatched = DispatchedStep(
             metrics=metrics,
             counts=counts,
@@ -120,20 +120,20 @@ class StepLog:
         self._previous_step = dispatched
 
     def record_checkpoint_wait(self, seconds: float) -> None:
-        """Adds to the time that checkpoints have delayed steps since the previous line."""
+        """Adds to the time that the loop waited for checkpoints since the previous line."""
         self._checkpoint_wait_s += seconds
 
     def record_previous_step(self) -> None:
-        """Waits for the running step, if there is one, and records its results."""
+        """Waits for the step dispatched last, and records its results, unless they are recorded."""
         if self._previous_step is None:
             return
         step = self._previous_step
         self._previous_step = None
         results = jax.device_get(step.metrics)
-        # two threads may note the ends of two steps in either order
+        # Each step has its own thread for its end, so the next step's may be recorded first
         ended = max(step.end_time.get(), self._ended + 1e-6)
         step_s = ended - self._ended
-        # a batch that arrives while the previous step runs costs nothing
+        # Waiting for a batch costs nothing while the previous step still runs
         wait_began = max(step.batch_requested_at, self._ended)
         data_wait_s = max(0.0, step.batch_ready_at - wait_began)
         self._ended = ended
@@ -169,7 +169,7 @@ class StepLog:
             )
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last step out of the next step's time."""
+        """Excludes the time since the last step from the time of the next one."""
         if self._previous_step is None:
             self._ended = time.perf_counter()
             self._status.waiting_for_step(self._num_finished)
