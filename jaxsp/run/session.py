@@ -1,4 +1,4 @@
-"""Everything around the steps of a run: batches, log, evaluation, checkpoints, early ends."""
+"""Everything around the steps of a run: batches, log, evaluation, checkpoints, early stops."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from jaxsp.training.train_step import StepMetrics
 
 
 class BatchReader:
-    """Batches of a run with their steps, read one ahead.
+    """Iterator over the batches of a run and their step numbers, which reads one batch ahead.
 
     Iterating yields (step, batch, counts). The loop calls `prefetch` while a step runs on the
     devices, so that the next batch is transferred meanwhile.
@@ -57,7 +57,7 @@ class BatchReader:
 
 
 class Session:
-    """One process's part in a run, from its first to its last step.
+    """State of a run in one process, and the actions before, between and after its steps.
 
     Use: `with session.open(banner)`, then `evaluate_before_training`, then for each batch
     `should_dispatch`, `before_dispatch`, the step, `after_dispatch`, `evaluate_and_save`; at the
@@ -111,7 +111,7 @@ class Session:
                     keep_model=self._inputs.write_model,
                 )
             )
-            # a new run also drops the evaluation before its first step, which it repeats
+            # A new run also drops lines of an evaluation before its first step, and repeats it
             from_step = self._start.step if self._is_resume else self._start.step - 1
             self._metrics_writer = stack.enter_context(
                 MetricsWriter(
@@ -124,7 +124,7 @@ class Session:
                     table=self._program.table,
                     retention=config.checkpoint,
                     status=self._status,
-                    # every step that a checkpoint contains has its line in metrics.jsonl
+                    # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
                     before_write=self._metrics_writer.sync,
                     eval_set=self._eval_set,
                 )
@@ -142,15 +142,15 @@ class Session:
             yield
 
     def evaluate_before_training(self, state: TrainState) -> bool:
-        """Evaluates the initial weights if that is due, and prepares the first step.
+        """Evaluates the starting weights if that is due, and prepares the first step.
 
-        It is due with run.eval_at_start in a new run, and if the run resumes from a checkpoint of
-        its own whose evaluation was skipped because of a stop.
+        An evaluation is due in a new run with run.eval_at_start. It is also due when a run resumes
+        and the evaluation of its last checkpoint was skipped because the run was being stopped.
 
         Returns: False if early stopping ends the run.
         """
         self._checkpoint_writer.compile_ahead(state)
-        # process 0 may have recorded the loss in a file that another node still has cached
+        # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = self._is_resume and self._start.has_pending_evaluation
         is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
         is_first = self._config.run.eval_at_start and not self._is_resume
@@ -184,7 +184,7 @@ class Session:
         return True
 
     def should_dispatch(self, step: int) -> bool:
-        """True if the step may be sent to the devices; called for each, in order."""
+        """True if the step may be dispatched; must be called for every step, in order."""
         if self._is_stopped_early:
             return False
         if self._status.is_slow:
@@ -192,14 +192,14 @@ class Session:
         return self._log.can_continue and self._preemption.should_dispatch(step)
 
     def before_dispatch(self, step: int, counts: StepCounts) -> None:
-        """Starts the profiler if this step is its first, and updates the run's status."""
+        """Starts the profiler if profiling begins at this step, and updates the run status."""
         if self._trace.should_start(step):
             self._log.record_previous_step()
             self._trace.start()
         self._status.dispatched(step, counts.row_tokens)
 
     def after_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
-        """Records the previous step and reads the next batch while this step runs."""
+        """Records the previous step, and reads the next batch, while this step runs."""
         self._log.record_dispatch(metrics, counts)
         with self._log.measure_batch_wait():
             self.batches.prefetch()
@@ -209,8 +209,8 @@ class Session:
     def evaluate_and_save(self, step: int, state: TrainState) -> None:
         """Evaluates and writes a checkpoint after a step if they are due.
 
-        The devices are idle meanwhile, and the time counts for no step. The evaluation comes first:
-        its results would be lost if the run was killed after the checkpoint.
+        The time is not part of any step's time. The evaluation comes first, because its results
+        would be lost if the run were killed between the checkpoint and the evaluation.
         """
         is_last = step == self._program.num_steps
         should_save, should_evaluate = self._find_due(step, is_last=is_last)
@@ -222,8 +222,8 @@ class Session:
             self._trace.stop()
         losses: dict[str, float | None] = {}
         self._has_pending_evaluation = should_evaluate
-        # A stop does not wait for an evaluation. All processes agree: each has now allowed the next
-        # step, or none has.
+        # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
+        # them may dispatch the next step, or none may
         if (
             should_evaluate
             and self._log.can_continue
@@ -237,18 +237,18 @@ class Session:
         self._log.restart_clock()
 
     def save_last(self, state: TrainState) -> None:
-        """Writes the last checkpoint, unless it is on disk.
+        """Writes a checkpoint of the final state, unless there is one already.
 
         Raises: NeedsAttentionError if every attempt fails.
         """
         self._log.record_previous_step()
         self._status.begin("the last checkpoint", expected_s=self._status.step_s, is_writing=True)
-        # each checkpoint needs a loss if they are ranked
+        # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
         self._has_pending_evaluation |= self._config.checkpoint.keep_best > 0
         self._checkpoints.finish(state, self._build_meta())
 
     def print_outcome(self) -> None:
-        """Prints why the run ended, and the summary of a run that is done.
+        """Prints why the run stopped early, or the summary of a finished run.
 
         Raises: NeedsAttentionError after steps that were not finite.
         """
@@ -280,7 +280,7 @@ class Session:
         self._progress.print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
 
     def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
-        """Returns whether a checkpoint and an evaluation are due after a step.
+        """Returns `(should_save, should_evaluate)` after a step.
 
         All processes must call it once per step: the schedule communicates.
         """
@@ -298,7 +298,7 @@ class Session:
         return should_save, should_evaluate or should_rank
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float | None]:
-        """Evaluates the weights after a step, records the results, returns losses by eval set."""
+        """Evaluates the weights, records the results, and returns the loss of each eval set."""
         with self._status.compiling("the evaluation"):
             self._evaluator.compile()
         when = f"before step {step + 1}" if step == self._start.step else f"after step {step}"
@@ -333,7 +333,7 @@ class Session:
         self._log.record_checkpoint_wait(wait_s)
 
     def _build_meta(self) -> CheckpointMeta:
-        """Metadata of a checkpoint made now; all dispatched steps must be recorded."""
+        """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
         inputs = self._inputs
         consumed = inputs.schedule.rows_consumed(self._log.num_steps - self._start.step)
         lengths = [str(stream.row_tokens) for stream in inputs.train_set.streams]

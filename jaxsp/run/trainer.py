@@ -1,4 +1,4 @@
-"""Training loop."""
+"""Training: checks, compilation, state, and the loop over steps."""
 
 import rich.console
 
@@ -29,7 +29,7 @@ def train(
     All processes train and save together; only process 0 writes the other files.
 
     Args:
-        preemption: requests to stop early; the same command then resumes the run.
+        preemption: handles requests to stop early. The same command then resumes the run.
         verbose: print which rows each sequence-parallel group gets in the first step.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
@@ -59,19 +59,19 @@ def train(
 
 
 def run_steps(session: Session, compiled_steps: CompiledSteps, state: TrainState) -> TrainState:
-    """Runs the steps until the last one or an early end, and returns the final state."""
+    """Runs steps until the last one or until the run stops early, and returns the final state."""
     for step, batch, counts in session.batches:
         if not session.should_dispatch(step):
             break
         session.before_dispatch(step, counts)
-        state, metrics = compiled_steps[counts.row_tokens](state, batch)  # does not wait for it
+        state, metrics = compiled_steps[counts.row_tokens](state, batch)  # asynchronous
         session.after_dispatch(metrics, counts)
         session.evaluate_and_save(step, state)
     return state
 
 
 def _make_state(program: Program, inputs: RunInputs) -> TrainState:
-    """State before the first step: from the checkpoint, or initial weights."""
+    """State before the first step: restored from a checkpoint, or with initial weights."""
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
         return train_state.init_state(program, inputs.make_weights())
