@@ -5,8 +5,8 @@
     python -m scripts.bench.step --documents one --lengths 8192 --until-it-fails --remat full
     python -m scripts.bench.step --mlp-tile-tokens auto 8192 --xla-option xla_gpu_autotune_level=0
 
-scripts/bench/cases.py describes the cases. Each one runs in a process of its own. Its time is the
-median of steps that are each waited for.
+scripts/bench/cases.py describes the cases. Each one runs in a separate process. Its time is the
+median over steps; each step is finished before the next is dispatched.
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ class Result(TimedResult):
     why_not_cudnn: str | None = None
     """Reason that `auto` chose another kernel."""
     remat_used: str | None = None
-    """Choice of `auto`."""
+    """Value of memory.remat in the compiled step; never `auto`."""
     memory_used: str | None = None
     """Description of the compiled step's memory options."""
     compile_s: float | None = None
     from_cache: bool | None = None
     """True if the step came from JAX's compilation cache; compile_s is then the time to load it."""
     planned_gib: float | None = None
-    """Device memory of the compiled step, and the estimate for the attention kernel's workspace."""
+    """Device memory of the compiled step, with the estimate for the attention workspace."""
     workspace_gib: float | None = None
     """Largest workspace of cuDNN attention in the compiled step."""
     host_gib: float | None = None
@@ -66,52 +66,55 @@ class Result(TimedResult):
 def main(arguments: list[str]) -> int:
     """Runs the command.
 
-    Returns: 1 if a case failed or took too long. Running out of memory and a refusal with a reason
-        are answers, not failures.
+    Returns: 1 if a case failed or took too long, else 0. Cases that run out of memory or that
+        jaxsp refuses with a reason are not failures.
     """
     parser = cases.make_parser(MODULE, __doc__)
     parser.add_argument(
         "--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file"
     )
-    given = parser.parse_args(arguments)
-    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
+    options = parser.parse_args(arguments)
+    output = results.open_gpu_results(MODULE, arguments, commit=options.commit)
 
     def run(case: Case, sides: Sequence[str]) -> dict[str, Any]:
         result = Result(status=report.NOT_RUN)
         if sides:
-            result = run_case(case, seconds=given.case_seconds)
-        found["device"] = found["device"] or result.device
-        found["runtime"] = found["runtime"] or result.runtime
+            result = run_case(case, seconds=options.case_seconds)
+        output["device"] = output["device"] or result.device
+        output["runtime"] = output["runtime"] or result.runtime
         return timing.make_record(case, result)
 
     print(report.HEADER, flush=True)
-    for record in timing.run_cases(given, found, run, sides=["jaxsp"]):
+    for record in timing.run_cases(options, output, run, sides=["jaxsp"]):
         print(report.format_case(record), flush=True)
-    if given.compare:
-        old = json.loads(given.compare.read_text(encoding="utf-8"))
-        print(report.compare_results(old, found))
-    return int(any(case["status"] in report.FAILURES for case in found["cases"]))
+    if options.compare:
+        old = json.loads(options.compare.read_text(encoding="utf-8"))
+        print(report.compare_results(old, output))
+    return int(any(case["status"] in report.FAILURES for case in output["cases"]))
 
 
 def run_case(case: Case, *, seconds: float) -> Result:
-    """Times a case in a process of its own."""
+    """Times a case in a separate process."""
     return timing.run_isolated(MODULE, case, Result, seconds=seconds)
 
 
 def measure(case: Case, folder: pathlib.Path) -> Result:
-    """Compiles and times a case in this process. Args: folder: for its documents and caches."""
+    """Compiles and times a case in this process.
+
+    Args: folder: where its documents and run directory are written.
+    """
     jax_platform.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
-    about: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "device": device.device_kind,
         "runtime": " ".join(device.client.platform_version.split()),
     }
     try:
         program, inputs, batch = build_case(case, folder, device)
     except UserError as error:
-        return Result(status=report.REFUSED, message=_first_line(error), **about)
+        return Result(status=report.REFUSED, message=_first_line(error), **fields)
     choice = inputs.attention_choice
-    about["why_not_cudnn"] = choice.fallback_reason or None
+    fields["why_not_cudnn"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
@@ -119,24 +122,24 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         fitted = memory_options.compile_fitting_step(
             program, workspace_bytes=choice.settings.workspace_bytes
         )
-        about |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
-        about |= describe_step(fitted, choice.kernel.name)
+        fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
+        fields |= describe_step(fitted, choice.kernel.name)
         memory_options.reserve_host_memory(program, fitted.memory_use.host)
         state = train_state.init_state(program, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
-            state, numbers = jax.block_until_ready(fitted.executable(state, batch))
+            state, step_metrics = jax.block_until_ready(fitted.executable(state, batch))
             seconds.append(time.perf_counter() - began)
     except (UserError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and isolation.EXHAUSTED not in str(error):
             raise
-        return Result(status=report.OUT_OF_MEMORY, message=_first_line(error), **about)
+        return Result(status=report.OUT_OF_MEMORY, message=_first_line(error), **fields)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return Result(
         status=report.OK,
-        **about,
-        **timing.make_figures(case, seconds, float(numbers.loss), device.device_kind),
+        **fields,
+        **timing.make_figures(case, seconds, float(step_metrics.loss), device.device_kind),
         peak_gib=metrics.peak_gib([device]),
         memory_limit_gib=None if limit is None else limit / memory_formula.GIB,
     )
@@ -175,7 +178,7 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
 
 
 def find_kernel(program: str, chosen: str) -> str:
-    """Returns the attention kernel of a compiled program, which must be the chosen one."""
+    """Returns the chosen attention kernel; asserts that the compiled program calls no other one."""
     for name, kernel in KERNELS.items():
         if kernel.custom_call_prefix:
             is_called = kernel.custom_call_prefix in program

@@ -1,4 +1,7 @@
-"""Loss, gradients, weights and counts on every mesh equal those of a plain program."""
+"""Loss, gradients, weights and counts on every mesh equal those of a plain program.
+
+The plain program (`runs.plain`) has no mesh, microbatches or tiles, and reference attention.
+"""
 
 import functools
 
@@ -13,10 +16,12 @@ from tests import batches, tolerances
 from tests.training import runs
 
 MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 1}
-"""replica x data x seq, and rows at once: 16 rows are 16, 2, 2, 8, 4 and 4 turns."""
+"""Rows per microbatch by mesh, replica x data x seq: 16 rows are 16, 2, 2, 8, 4 and 4
+microbatches."""
 
 MARKS = {(1, 2, 4): (), (2, 2, 2): pytest.mark.e2e}
-"""`test_own_loss.py` tests three meshes in the default tier, with an embedding as the model."""
+"""Tiers of meshes; the others are slow. `test_own_loss.py` tests three meshes in the default tier,
+with only an embedding as the model."""
 
 TIED_MESHES = [
     pytest.param((1, 2, 4), marks=pytest.mark.slow),
@@ -35,7 +40,7 @@ TIED = batches.model(tie_embeddings=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def run_on(small_shards):
-    """The run on a mesh."""
+    """Returns a function that compiles a run on a mesh, once per test module."""
 
     @functools.cache
     def run(sizes, want, tied_head=False):
@@ -67,24 +72,24 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
 ):
     """SGD with learning rate 1: each step subtracts the gradient."""
     run = run_on(sizes, "step")
-    right = weights
+    expected = weights
     state = run.state(weights)
-    for number in range(3):
-        (loss, _), gradients = runs.plain()(right, runs.ROWS)
+    for step in range(3):
+        (loss, _), gradients = runs.plain()(expected, runs.ROWS)
         norm = batches.norm(gradients)
-        right = jax.tree.map(lambda w, g: w - g, right, gradients)
+        expected = jax.tree.map(lambda w, g: w - g, expected, gradients)
         state, metrics = run.step(state, run.rows(runs.ROWS))
         assert batches.difference(metrics.loss, loss) < tolerances.MESH
         assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
         assert metrics.is_finite
-        assert int(state.step) == number + 1
+        assert int(state.step) == step + 1
     actual = run.whole(state.master)
-    right = batches.by_name(right)
-    differences = {name: batches.difference(actual[name], right[name]) for name in right}
+    expected = batches.by_name(expected)
+    differences = {name: batches.difference(actual[name], expected[name]) for name in expected}
     record_property("largest relative difference of a weight", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences
     moved = {
-        name: np.linalg.norm(right[name] - before)
+        name: np.linalg.norm(expected[name] - before)
         for name, before in batches.by_name(weights).items()
     }
     assert min(moved.values()) > 1e-3, moved
@@ -93,30 +98,31 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
 @pytest.mark.e2e
 @each_mesh
 def test_padding_of_shards_stays_zero(run_on, sizes, weights):
-    """It adds nothing to the norm of the gradients either."""
+    """Weights and gradients are zero there, so padding adds nothing to the gradient norm."""
     run = run_on(sizes, "step")
     state = run.state(weights)
     for _ in range(3):
         state, _ = run.step(state, run.rows(runs.ROWS))
     gradients = run_on(sizes, "gradients").gradients(state.master, run.rows(runs.ROWS)).gradients
-    filled = []
+    num_padded = []
     for tree in (state.master, gradients):
-        for row, stored in zip(
+        for param, stored in zip(
             jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True
         ):
-            whole = runs.cut(row, stored)
+            whole = runs.cut(param, stored)
             stored = np.asarray(stored)
-            assert np.count_nonzero(stored) == np.count_nonzero(whole), row.hf_name
-            filled.append(stored.size - whole.size)
-    assert any(filled) == (np.prod(sizes[1:]) > 1)
+            assert np.count_nonzero(stored) == np.count_nonzero(whole), param.hf_name
+            num_padded.append(stored.size - whole.size)
+    assert any(num_padded) == (np.prod(sizes[1:]) > 1)
 
 
 def test_the_model_has_weights_of_every_placement():
+    """Whole, or sharded along dimension 0 or 1, with or without padding."""
     table = decoder.param_table(runs.MODEL)
-    places = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(table)]
+    placements = [sharding.choose_placement(param, 8) for param in jax.tree.leaves(table)]
     kinds = {
-        (place.dim, place.stored_shape != row.shape)
-        for place, row in zip(places, jax.tree.leaves(table), strict=True)
+        (placement.dim, placement.stored_shape != param.shape)
+        for placement, param in zip(placements, jax.tree.leaves(table), strict=True)
     }
     assert kinds == {(None, False), (0, False), (1, False), (0, True), (1, True)}
 
