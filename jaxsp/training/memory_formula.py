@@ -156,7 +156,7 @@ class OffloadedBytes(NamedTuple):
     activations: int
     weights: int
     moments: int
-    """Bytes of the optimizer state."""
+    """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
 
     @property

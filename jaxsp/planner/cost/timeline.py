@@ -163,7 +163,7 @@ class Timeline:
             ]
 
     def _simulate_branch(self, computation: str) -> float:
-        """Seconds of a computation that starts with idle streams."""
+        """Seconds until all streams are idle, of a computation that starts with idle streams."""
         return simulate(
             self._program, self._kernels, self._transfers, computation=computation
         ).seconds
