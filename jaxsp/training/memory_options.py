@@ -272,7 +272,10 @@ def _describe_traffic(program: Program) -> str:
     to_device = weights + state
     to_host = state
     if program.has_offloaded_gradients:
-        # Weights forward and backward, gradients summed, finished, measured, used
+        # To the device, with m microbatches: weights 2 m times (forward and backward), gradients
+        # 2 (m - 1) times (both terms of each sum), and their total 3 times (to divide it by the
+        # loss tokens, for the norm, and for the update). To the host: gradients m times, their sums
+        # m - 1 times, and the divided total
         num_microbatches = program.num_microbatches
         to_device = (4 * num_microbatches + 1) * weights + state
         to_host = 2 * num_microbatches * weights + state
