@@ -101,14 +101,18 @@ def to_line(record: "DataclassInstance") -> bytes:
 
 
 def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
-    """Appends a record as a line to a file, which may be new or end in the middle of a line."""
+    """Appends a record as a line to a file, which may be new or end in the middle of a line.
+
+    Raises: OSError if the disk is full.
+    """
     line = to_line(record)
     with path.open("ab+", buffering=0) as file, _lock(file):
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = b"\n" + line
-        file.write(line)
+        while line:  # a write to an almost full disk writes a part, and the next one fails
+            line = line[file.write(line) :]
 
 
 def truncate_after(path: pathlib.Path, step: int) -> None:

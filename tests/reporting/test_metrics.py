@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import re
+import resource
 import threading
 import types
 
@@ -111,6 +112,16 @@ def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):
     with MetricsWriter(tmp_path, from_step=3, tensorboard=False):
         pass
     assert read_steps(tmp_path / "eval.jsonl") == [1, 3]
+
+
+def test_a_result_of_which_only_a_part_fits_on_the_disk_is_an_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            jsonl.append_record(tmp_path / "eval.jsonl", line(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
