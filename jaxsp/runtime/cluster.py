@@ -8,7 +8,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.runtime import hardware
 
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-_TORCHRUN_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_TORCHRUN_LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+"""Optional variables of torchrun, with their minimum."""
+
 _OPEN_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK",
@@ -132,7 +134,11 @@ def _detect_torchrun(variables: Mapping[str, str]) -> Process:
         # torchrun itself listens at that port
         host, _, port = coordinator.rpartition(":")
         coordinator = f"{host}:{_choose_port(int(port) + 1)}"
-    local = {name: _parse_int(variables, name) for name in _TORCHRUN_LOCAL if name in variables}
+    local = {
+        name: _parse_int(variables, name, minimum=minimum)
+        for name, minimum in _TORCHRUN_LOCAL.items()
+        if name in variables
+    }
     return Process(
         index=index,
         num_processes=count,

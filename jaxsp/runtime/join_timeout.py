@@ -23,7 +23,10 @@ def _limit_join_time(process: Process, joined: threading.Event, timeout_s: float
     name = f"process {process.index} of {process.num_processes}"
     missing = f"process 0 at {process.coordinator}"
     if process.index == 0:
-        missing = f"processes 1 to {process.num_processes - 1} at {process.coordinator}"
+        others = "process 1"
+        if process.num_processes > 2:
+            others = f"processes 1 to {process.num_processes - 1}"
+        missing = f"{others} at {process.coordinator}"
     if joined.wait(timeout_s / 8):
         return
     print(f"{name}: waiting for {missing}, at most {timeout_s:g} s", file=sys.stderr, flush=True)

@@ -116,6 +116,7 @@ INVALID = [
     (TORCHRUN | {"RANK": "-1"}, {}, "RANK = -1: ", ["0", "RANK=1"]),
     (TORCHRUN | {"WORLD_SIZE": "0"}, {}, "WORLD_SIZE = 0: ", ["1", "WORLD_SIZE=2"]),
     (TORCHRUN | {"LOCAL_RANK": "one"}, {}, "LOCAL_RANK = one: ", ["0", "LOCAL_RANK=1"]),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE = 0: ", ["LOCAL_WORLD_SIZE=2"]),
     (
         TORCHRUN | {"MASTER_PORT": "http"},
         {},
