@@ -65,7 +65,12 @@ def render_page(options: Mapping[str, Any], *, start_lines: Sequence[str]) -> li
     fields = [key for section in SECTIONS for key in table if key.startswith(f"{section}.")]
     reasons = [key for key in table if key not in fields]
     shown = [*fields[:_MAX_FIELD_LINES], *reasons[:_MAX_REASON_LINES]]
-    more = [f"{name} -> {key}" for key in table if key not in shown for name in table[key]]
+    hidden = {key: names for key, names in table.items() if key not in shown}
+    more = [
+        f"{name} -> {_find_replacement(key, names, options)}"
+        for key, names in hidden.items()
+        for name in names
+    ]
     advice = (
         f"A jaxsp config has the sections {', '.join(SECTIONS)}. "
         f"python -m jaxsp.train --help documents them. {start_lines[0]}"
@@ -96,19 +101,25 @@ def _render_line(
     key: str, counterparts: Mapping[str, Counterpart], options: Mapping[str, Any]
 ) -> str:
     """Renders the options of one field, or of one reason, with as much of the note as fits."""
-    name, counterpart = next(iter(counterparts.items()))
-    replacement = key
-    note = ""
-    if counterpart.field is not None:
-        note = counterpart.note
-        for name, counterpart in counterparts.items():
-            override = config_errors.format_override(counterpart, options[name])
-            replacement = override or replacement
+    first = next(iter(counterparts.values()))
+    note = "" if first.field is None else first.note
+    replacement = _find_replacement(key, counterparts, options)
     text = f"  {_join_names(list(counterparts)):<{_NAMES_WIDTH}}  {replacement}"
     for shorter_note in (note, _first_clause(note)):
         if note and len(f"{text}  ({shorter_note})") <= _WIDTH:
             return f"{text}  ({shorter_note})"
     return text if len(text) <= _WIDTH else _first_clause(text)
+
+
+def _find_replacement(
+    key: str, counterparts: Mapping[str, Counterpart], options: Mapping[str, Any]
+) -> str:
+    """Returns the field with the first value that can be kept, or only the field or reason."""
+    overrides = (
+        config_errors.format_override(counterpart, options[name])
+        for name, counterpart in counterparts.items()
+    )
+    return next((override for override in overrides if override is not None), key)
 
 
 def _join_names(names: Sequence[str]) -> str:
