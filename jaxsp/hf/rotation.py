@@ -68,12 +68,12 @@ def _group_problems(group: dict[str, Any], rope_type: str, where: str) -> list[s
             )
     for name in numbers:
         number: Any = group.get(name, 1)
-        is_valid = json_values.is_number
+        is_valid = json_values.is_number(number) and number > 0
         rule = "a number above 0"
         if name == _INTEGER_FIELD:
-            is_valid = json_values.is_integer
+            is_valid = is_valid and json_values.is_integer(number)
             rule = "a whole number above 0"
-        if not is_valid(number) or number <= 0:
+        if not is_valid:
             problems.append(f"{where}.{name} = {format_value(number)}: must be {rule}.")
         elif name not in group and name != "rope_theta":
             problems.append(

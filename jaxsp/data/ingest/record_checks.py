@@ -228,7 +228,7 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
         raise RecordError(problem)
     role = message[role_name]
     if not isinstance(role, str) or not role:
-        shown = "''" if role == "" else type_name(role)
+        shown = "''" if isinstance(role, str) else type_name(role)
         raise RecordError(f"{place}: {role_name} is {shown}, not the name of a role")
     checked: Record = {"role": source.roles.get(role, role)}
     calls = message.get("tool_calls")
