@@ -70,7 +70,7 @@ def test_a_case_has_its_figures(benchmark):
     assert case["workspace_gib"] is None, "cuDNN needs a GPU"
     assert case["compile_s"] < case["wall_s"]
     assert case["from_cache"] is False
-    assert case["why_not_cudnn"] in printed
+    assert case["fallback_reason"] in printed
     assert report.HEADER in printed
     assert report.format_case(case) in printed
     if results["device"] == "cpu":

@@ -216,7 +216,7 @@ def test_log_every_sets_the_lines_and_the_last_step_has_one(tmp_path):
 def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkeypatch):
     write_documents(tmp_path, [128] * 8)
     read_step = BatchLoader.read_step
-    record = StepLog.record_previous_step
+    record = StepLog.record_dispatched_step
 
     def read_slowly(self, step):
         time.sleep(1.0 if step == 5 else 0.0)
@@ -228,7 +228,7 @@ def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkey
         record(self)
 
     monkeypatch.setattr(BatchLoader, "read_step", read_slowly)
-    monkeypatch.setattr(StepLog, "record_previous_step", record_late)
+    monkeypatch.setattr(StepLog, "record_dispatched_step", record_late)
     lines = run(settings(tmp_path, run__steps=8), 1)
     assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
     waits = [line["data_wait_s"] for line in lines]

@@ -77,7 +77,7 @@ class Hybrid(Strategy):
             )
 
     def find_problem(self, workload: LayerWorkload) -> str | None:
-        return self.outer.find_problem(self.inner.exchanged(workload))
+        return self.outer.find_problem(self.inner.exchange_workload(workload))
 
     @property
     def label(self) -> str:
@@ -110,15 +110,15 @@ class Hybrid(Strategy):
         return self.inner.local_heads(num_heads, num_kv_heads)
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        chunks = self.outer.kernel_workload(self.inner.exchanged(workload))
+        chunks = self.outer.kernel_workload(self.inner.exchange_workload(workload))
         return dataclasses.replace(chunks, ulysses_degree=self.inner.seq)
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
-        outer = self.outer.sent_bytes(self.inner.exchanged(workload))
+        outer = self.outer.sent_bytes(self.inner.exchange_workload(workload))
         return self.inner.sent_bytes(workload) | outer
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        return self.outer.backward_bytes(self.inner.exchanged(workload), settings)
+        return self.outer.backward_bytes(self.inner.exchange_workload(workload), settings)
 
     def communicators(self) -> list[list[int]]:
         return self.inner.communicators() + self.outer.communicators()
@@ -129,7 +129,7 @@ class Hybrid(Strategy):
             for first in range(0, self.seq, self.inner.seq)
         ]
         chunks = self.outer.build(kernel, settings, window=window)
-        return self.inner.exchange(chunks, axis_index_groups=neighborhoods)
+        return self.inner.wrap_kernel(chunks, axis_index_groups=neighborhoods)
 
     def on_one_device(self) -> Strategy | None:
         return self.outer.on_one_device()

@@ -67,7 +67,7 @@ class Ulysses(Strategy):
         repeated = num_kv_heads * kv_repeats(num_kv_heads=num_kv_heads, seq=self.seq)
         return num_heads // self.seq, repeated // self.seq
 
-    def exchanged(self, workload: LayerWorkload) -> LayerWorkload:
+    def exchange_workload(self, workload: LayerWorkload) -> LayerWorkload:
         """The workload after the first all-to-all: more tokens of fewer heads."""
         heads, kv_heads = self.local_heads(workload.num_heads, workload.num_kv_heads)
         return dataclasses.replace(
@@ -78,7 +78,7 @@ class Ulysses(Strategy):
         )
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        whole_rows = self.exchanged(workload).to_kernel_workload()
+        whole_rows = self.exchange_workload(workload).to_kernel_workload()
         return dataclasses.replace(whole_rows, ulysses_degree=self.seq)
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
@@ -96,7 +96,7 @@ class Ulysses(Strategy):
         return {"all-to-all": num_passes * (local_bytes - local_bytes // self.seq)}
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        exchanged = self.exchanged(workload)
+        exchanged = self.exchange_workload(workload)
         q, kv = exchanged.qkv_bytes
         inputs = 3 * q + kv  # q, the output and its gradient; k and v
         if settings.head_chunks == 1:
@@ -107,9 +107,9 @@ class Ulysses(Strategy):
 
     def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
         rows = kernel.make_row_kernel(settings, window=window)
-        return self.exchange(mask_padding(kernel, rows, segments.segment_mask))
+        return self.wrap_kernel(mask_padding(kernel, rows, segments.segment_mask))
 
-    def exchange(
+    def wrap_kernel(
         self, attend_inner: RowKernel, *, axis_index_groups: list[list[int]] | None = None
     ) -> RowKernel:
         """Returns a kernel for shards of rows: all-to-all, `attend_inner`, all-to-all.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxsp.core import errors
-from jaxsp.hf import json_values, rotation
+from jaxsp.hf import json_values, rope
 from jaxsp.hf.json_values import format_value
 
 
@@ -58,7 +58,7 @@ PASSED_FIELDS = (
     *_SIZE_EXAMPLES,
     *_SWITCH_FIELDS,
     *TOKEN_ID_FIELDS,
-    *rotation.FIELDS,
+    *rope.FIELDS,
     "rms_norm_eps",
     "initializer_range",
     "max_position_embeddings",
@@ -73,7 +73,7 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
     "sliding_window": ((), _WHOLE_DOCUMENTS),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
-    "partial_rotary_factor": (rotation.FULL_ROTARY_FACTORS, "whole heads are rotated"),
+    "partial_rotary_factor": (rope.FULL_ROTARY_FACTORS, "whole heads are rotated"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
     "quantization_config": ((), "weights are not quantized"),
@@ -113,7 +113,7 @@ def find_problems(
         *_missing_fields(fields, family, path),
         *_type_problems(fields, path),
         *_feature_problems(fields, family, defaults, path),
-        *rotation.find_problems(fields, path),
+        *rope.find_problems(fields, path),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or _size_problems(fields, path)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rotation
+from jaxsp.hf import config_checks, folder, rope
 from jaxsp.hf.config_checks import LAYER_TYPES, WINDOW_FIELDS, Family
 from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import ModelConfig
@@ -141,7 +141,7 @@ def _parse_fields(
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
     given = resolved.to_dict()
-    rope = given["rope_parameters"]
+    rope_fields = given["rope_parameters"]
     attention_bias = given.get("attention_bias", False)
     config = ModelConfig(
         vocab_size=given["vocab_size"],
@@ -152,8 +152,8 @@ def _parse_fields(
         head_dim=given.get("head_dim", given["hidden_size"] // given["num_attention_heads"]),
         intermediate_size=given["intermediate_size"],
         rms_norm_eps=given["rms_norm_eps"],
-        rope_theta=float(rope["rope_theta"]),
-        rope_llama3=rotation.parse_llama3(rope),
+        rope_theta=float(rope_fields["rope_theta"]),
+        rope_llama3=rope.parse_llama3(rope_fields),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=given.get("mlp_bias", False),
@@ -172,7 +172,7 @@ def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for name, value in fields.items():
-        if name in rotation.FIELDS and isinstance(value, dict):
+        if name in rope.FIELDS and isinstance(value, dict):
             value = _drop_nulls(value)
         if value is not None:
             kept[str(name)] = value

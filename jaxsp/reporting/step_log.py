@@ -116,14 +116,14 @@ class StepLog:
             batch_ready_at=self._batch_ready_at,
             end_time=EndTime(metrics),
         )
-        self.record_previous_step()
+        self.record_dispatched_step()
         self._previous_step = dispatched
 
     def record_checkpoint_wait(self, seconds: float) -> None:
         """Adds to the time that the loop waited for checkpoints since the previous line."""
         self._checkpoint_wait_s += seconds
 
-    def record_previous_step(self) -> None:
+    def record_dispatched_step(self) -> None:
         """Waits for the step dispatched last, and records its results, unless they are recorded."""
         if self._previous_step is None:
             return

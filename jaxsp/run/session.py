@@ -188,13 +188,13 @@ class Session:
         if self._is_stopped_early:
             return False
         if self._status.is_slow:
-            self._log.record_previous_step()
+            self._log.record_dispatched_step()
         return self._log.can_continue and self._preemption.should_dispatch(step)
 
     def before_dispatch(self, step: int, counts: StepCounts) -> None:
         """Starts the profiler if profiling begins at this step, and updates the run status."""
         if self._trace.should_start(step):
-            self._log.record_previous_step()
+            self._log.record_dispatched_step()
             self._trace.start()
         self._status.dispatched(step, counts.row_tokens)
 
@@ -217,7 +217,7 @@ class Session:
         should_stop_trace = self._trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
             return
-        self._log.record_previous_step()
+        self._log.record_dispatched_step()
         if should_stop_trace:
             self._trace.stop()
         losses: dict[str, float | None] = {}
@@ -241,7 +241,7 @@ class Session:
 
         Raises: NeedsAttentionError if every attempt fails.
         """
-        self._log.record_previous_step()
+        self._log.record_dispatched_step()
         self._status.begin("the last checkpoint", expected_s=self._status.step_s, is_writing=True)
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
         self._has_pending_evaluation |= self._config.checkpoint.keep_best > 0

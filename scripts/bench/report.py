@@ -99,7 +99,7 @@ def format_case(case: dict[str, Any]) -> str:
         *(case["kernel_used"] or case["kernel"], _format_memory(case)),
         *figures,
     )
-    notes = [*_changed_fields(case), *_problems(case), case["why_not_cudnn"]]
+    notes = [*_changed_fields(case), *_problems(case), case["fallback_reason"]]
     return f"{line}  {', '.join(filter(None, notes))}".rstrip()
 
 

@@ -40,7 +40,7 @@ class Result(TimedResult):
     """Result of a case with jaxsp."""
 
     kernel_used: str | None = None
-    why_not_cudnn: str | None = None
+    fallback_reason: str | None = None
     """Reason that `auto` chose another kernel."""
     remat_used: str | None = None
     """Value of memory.remat in the compiled step; never `auto`."""
@@ -114,7 +114,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     except UserError as error:
         return Result(status=report.REFUSED, message=_first_line(error), **fields)
     choice = inputs.attention_choice
-    fields["why_not_cudnn"] = choice.fallback_reason or None
+    fields["fallback_reason"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()

@@ -21,11 +21,11 @@ def main() -> None:
     arguments = sys.argv[2:]
     sys.argv[1:] = arguments[2:] if arguments[0] == "-m" else arguments
     marker = pathlib.Path(marker_name)
-    record_previous_step = StepLog.record_previous_step
+    record_dispatched_step = StepLog.record_dispatched_step
 
     def record_with_fault(self: StepLog) -> None:
         was_running = self._previous_step is not None
-        record_previous_step(self)
+        record_dispatched_step(self)
         if was_running:
             time.sleep(SLOW_S)
         is_due = (
@@ -41,7 +41,7 @@ def main() -> None:
             raise ZeroDivisionError("requested by the test")
         time.sleep(1000)
 
-    StepLog.record_previous_step = record_with_fault
+    StepLog.record_dispatched_step = record_with_fault
     cli.run_command(train.main)
 
 

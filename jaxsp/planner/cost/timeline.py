@@ -40,17 +40,15 @@ def simulate(
     program: HloModule,
     kernel_seconds: Mapping[int, float],
     transfers: Mapping[int, ScheduledTransfer],
-    *,
-    computation: str | None = None,
 ) -> "Timeline":
-    """Simulates a program, or one of its computations.
+    """Simulates a program.
 
     Args:
         kernel_seconds: seconds of one run of each kernel, by line number.
         transfers: collectives and host copies, by the line number where they begin.
     """
     timeline = Timeline(program, kernel_seconds, transfers)
-    timeline.run(computation or program.entry, runs=1)
+    timeline.run(program.entry, runs=1)
     return timeline
 
 

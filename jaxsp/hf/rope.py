@@ -18,7 +18,7 @@ _INTEGER_FIELD = "original_max_position_embeddings"
 
 
 def find_problems(fields: dict[str, Any], path: str) -> list[str]:
-    """Problems of the rotation.
+    """Problems of the RoPE fields.
 
     It is given as `rope_parameters` (transformers 5), or as `rope_scaling` and `rope_theta`.
     """
