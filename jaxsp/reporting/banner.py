@@ -46,7 +46,8 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
 
 def _fold(label: str, text: str) -> list[tuple[str, str]]:
     """Splits a long text into lines of at most 100 columns; only the first has the label."""
-    first, *others = textwrap.wrap(text, width=89, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(text, width=89, break_on_hyphens=False, break_long_words=False)
+    first, *others = lines or [""]
     return [(label, first), *(("", line) for line in others)]
 
 
