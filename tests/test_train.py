@@ -297,7 +297,6 @@ INVALID = [
         ["data.row_tokens = 120", 16, "mesh.seq", 112, 128],
     ),
     ({"mesh__seq": 4}, 6, ["mesh.seq"]),
-    ({"run__directory": f"{__file__}/run"}, 1, [f"run.directory = {__file__}/run", __file__]),
 ]
 
 
