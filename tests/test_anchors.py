@@ -9,7 +9,7 @@ import pytest
 from jaxsp.planner.compile import gpus
 from scripts.bench import anchors, configs, published_runs
 from tests import messages
-from tests.planner import made
+from tests.planner import example_plans
 
 RUN = dataclasses.replace(
     published_runs.RUNS[0],
@@ -22,7 +22,9 @@ RUN = dataclasses.replace(
     kernel=published_runs.CUDNN,
 )
 
-PLAN = made.plan(num_devices=8, step_s_estimate=5.0, tokens_per_s_estimate=16000 / 5.0)
+PLAN = example_plans.make_plan(
+    num_devices=8, step_s_estimate=5.0, tokens_per_s_estimate=16000 / 5.0
+)
 
 
 @pytest.mark.parametrize("run", published_runs.RUNS, ids=lambda run: run.name)

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from scripts import check_release
-from tests.planner import made
+from tests.planner import example_plans
 
 
 def problems(**changes):
     """Problems found in a plan with these changes."""
-    plan = dataclasses.asdict(made.plan(jax_version="0.11.2"))
+    plan = dataclasses.asdict(example_plans.make_plan(jax_version="0.11.2"))
     return check_release.find_problems(plan | changes, release="0.11.2")
 
 

@@ -18,7 +18,7 @@ from jaxsp.run import build, trainer
 from jaxsp.runtime import child_processes, hardware
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
-from tests import commands, messages, noise, tolerances
+from tests import commands, messages, plugin_messages, tolerances
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 
@@ -215,7 +215,7 @@ def test_an_error_that_all_processes_find_is_printed_once(tmp_path):
     launcher = commands.start_python("-m", "jaxsp.launch", "--processes", 2, config, "mesh.data=3")
     stdout, stderr = launcher.communicate(timeout=100)
     assert launcher.returncode == 2, stderr
-    error, end = noise.without(stderr)
+    error, end = plugin_messages.remove_plugin_messages(stderr)
     assert re.match(messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), error)
     assert re.search(messages.holding("2 processes", "exit code 2"), end)
     assert "devices" not in stdout, "training did not start"

@@ -23,7 +23,7 @@ from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
 from jaxsp.training import memory_fit, memory_options
 from tests import messages
-from tests.planner import made
+from tests.planner import example_plans
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -380,7 +380,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
             "row_tokens": config.data.row_tokens,
             "rows_per_step": config.batch.rows_per_step,
         }
-        return made.plan(
+        return example_plans.make_plan(
             device_type=cluster.device_type,
             num_devices=cluster.num_devices,
             tokens_per_s_estimate=1e5,
@@ -430,7 +430,7 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
 
     def plan_step(config, *, model, cluster, document_tokens):
         layers.append(model.num_layers)
-        return made.plan()
+        return example_plans.make_plan()
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     printed, actual = run_plan(*GATED)
@@ -498,7 +498,7 @@ def test_each_result_is_printed_before_the_next_is_planned(
             memory.RESERVED: 6.3,
         }
         lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(sizes.values()) - 6.3}
-        return made.plan(fits=fits, shortage=short, memory=sizes, **lengths)
+        return example_plans.make_plan(fits=fits, shortage=short, memory=sizes, **lengths)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     monkeypatch.setattr(

@@ -9,14 +9,14 @@ from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import memory
 from scripts.bench import cases, configs, plan_error, report, step, timing
 from tests import messages
-from tests.planner import made
+from tests.planner import example_plans
 
 CASE = cases.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)
 
 
 def make_plan():
     sizes = {memory.WEIGHTS: 28.0, memory.CUDNN_WORKSPACE: 2.0, memory.RESERVED: 6.3}
-    return made.plan(device_gib=30.0, memory=sizes)
+    return example_plans.make_plan(device_gib=30.0, memory=sizes)
 
 
 def measured(status=report.OK, **numbers):

@@ -18,7 +18,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
-from tests import batches, whole
+from tests import batches, unsharded
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed: it is what transformers computes with (extra `test`)"
@@ -142,7 +142,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
     """Result of the code that training runs; logits are [rows, tokens, vocabulary]."""
     table = decoder.param_table(config)
     dtype = jnp.dtype("float32")
-    gather = whole.Whole()
+    gather = unsharded.UnshardedGather()
     attend = attention.make_attend(seq=1, kernel="blockwise", window=config.sliding_window)
 
     @jax.jit

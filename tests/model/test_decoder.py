@@ -15,11 +15,11 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, SPECS, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
-from tests import batches, whole
+from tests import batches, unsharded
 
 L = 48
 MODEL = batches.model(vocab_size=400, hidden_size=32, intermediate_size=40)
-WHOLE = whole.Whole()
+UNSHARDED_GATHER = unsharded.UnshardedGather()
 
 # Shards of 12 tokens at seq=4: boundaries inside a shard and at its end, a document in three
 # shards, padding
@@ -44,7 +44,7 @@ def hidden_states(weights, batch, seq):
         batch,
         config=MODEL,
         attend=attend,
-        gather=WHOLE,
+        gather=UNSHARDED_GATHER,
         dtype=jnp.dtype("float32"),
         policy=RematPolicy(),
         tile_tokens=4096,
@@ -159,7 +159,7 @@ def test_the_gradient_of_an_embedding_is_summed_in_float32():
     """In bfloat16, the sum of 39,643 ones is 256."""
     param = decoder.param_table(MODEL)["embedding"]
     tokens = jnp.int32(np.r_[np.full(39_643, 7), np.arange(5)])[None]
-    gather = whole.Whole("bfloat16")
+    gather = unsharded.UnshardedGather("bfloat16")
 
     @jax.jit
     def gradient(table):

@@ -11,7 +11,7 @@ from jaxsp.hf import families
 from jaxsp.planner import mesh_sweep, planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.mesh_sweep import MeshPlan
-from tests.planner import made, programs
+from tests.planner import example_plans, programs
 
 MESH = {"replica": 1, "data": 1, "seq": 8}
 
@@ -40,7 +40,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
         tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:
             raise UserError("too many\nand more")
-        return made.plan(
+        return example_plans.make_plan(
             mesh={"replica": 1, "data": config.mesh.data, "seq": seq},
             fits=seq != 4,
             step_s_estimate={1: 1.0, 2: 3.0, 4: 0.5}[seq],
@@ -90,7 +90,11 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
 def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
     def mesh_plan(seq, seconds, **changes):
         mesh = {"replica": 1, "data": 8 // seq, "seq": seq}
-        plan = None if seconds is None else made.plan(mesh=mesh, step_s_estimate=seconds, **changes)
+        plan = (
+            None
+            if seconds is None
+            else example_plans.make_plan(mesh=mesh, step_s_estimate=seconds, **changes)
+        )
         return MeshPlan(
             mesh=mesh, strategy="ring", attention_fields={}, plan=plan, problem="" if plan else "no"
         )

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.planner import plots
 from jaxsp.planner.compile import memory
-from tests.planner import made
+from tests.planner import example_plans
 
 figure = pytest.importorskip("matplotlib.figure", reason="plots need the plan extra")
 
@@ -36,7 +36,10 @@ def widths(panel):
 
 
 def test_memory_and_time_are_bars_in_the_order_of_the_plans(draw, tmp_path):
-    plans = {"short": made.plan(), "long": made.plan(fits=False, step_s_estimate=7.0)}
+    plans = {
+        "short": example_plans.make_plan(),
+        "long": example_plans.make_plan(fits=False, step_s_estimate=7.0),
+    }
     device, times = draw(plans)
     assert [label.get_text() for label in device.get_yticklabels()] == [
         "short",
@@ -60,7 +63,7 @@ def test_memory_and_time_are_bars_in_the_order_of_the_plans(draw, tmp_path):
 
 def test_host_memory_gets_a_panel_and_a_missing_estimate_none(draw, tmp_path):
     host_memory = {memory.SAVED_ACTIVATIONS: 9.0}
-    plan = made.plan(host_gib=9.0, host_memory=host_memory, step_s_estimate=None)
+    plan = example_plans.make_plan(host_gib=9.0, host_memory=host_memory, step_s_estimate=None)
     _, host = draw({"a plan": plan}, "a.svg")
     assert widths(host) == {memory.SAVED_ACTIVATIONS: [9.0]}
     assert host.lines[0].get_xdata()[0] == 1960.0

@@ -10,11 +10,11 @@ from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.search import LongestRow, TriedLength
 from tests.messages import assert_names, numbers
-from tests.planner import made
+from tests.planner import example_plans
 
 
 def test_a_report_has_all_parts_of_a_plan():
-    text = report.format_plan(made.plan(), model="a model")
+    text = report.format_plan(example_plans.make_plan(), model="a model")
     assert_names(
         text,
         "a model",
@@ -45,7 +45,7 @@ def labels(text):
 
 
 def test_host_memory_is_listed_by_category_with_the_size_of_its_pool():
-    plan = made.plan(
+    plan = example_plans.make_plan(
         host_gib=100.0,
         host_pool_gib=128.0,
         host_memory={memory.SAVED_ACTIVATIONS: 60.0, memory.OPTIMIZER: 40.0},
@@ -57,12 +57,13 @@ def test_host_memory_is_listed_by_category_with_the_size_of_its_pool():
 
 def test_a_single_row_is_singular_and_a_single_strategy_has_no_alternatives():
     text = report.format_plan(
-        made.plan(rows_per_step=1, strategy="ring of 8", alternative_bytes={}), model="a model"
+        example_plans.make_plan(rows_per_step=1, strategy="ring of 8", alternative_bytes={}),
+        model="a model",
     )
     assert_names(text, "1 row", "131,072 tokens", "ring of 8", "cuDNN", "2.1 MB")
     assert "3.1 MB" not in text
     assert_names(
-        report.format_plan(made.plan(), model="a model"),
+        report.format_plan(example_plans.make_plan(), model="a model"),
         "Ulysses of 8",
         "2.1 MB",
         "ring of 8 3.1 MB",
@@ -70,7 +71,7 @@ def test_a_single_row_is_singular_and_a_single_strategy_has_no_alternatives():
 
 
 def test_a_step_that_does_not_fit_has_the_full_memory_and_suggestions():
-    plan = made.plan(
+    plan = example_plans.make_plan(
         fits=False,
         shortage="much",
         memory_bottleneck="host",
@@ -84,7 +85,7 @@ def test_a_step_that_does_not_fit_has_the_full_memory_and_suggestions():
 
 def test_a_fallback_from_cudnn_has_its_reason():
     text = report.format_plan(
-        made.plan(
+        example_plans.make_plan(
             kernel="blockwise",
             kernel_title="blockwise",
             fallback_reason="cuDNN needs a newer GPU",
@@ -93,14 +94,16 @@ def test_a_fallback_from_cudnn_has_its_reason():
     )
     assert_names(text, "blockwise", "cuDNN needs a newer GPU")
     requested = report.format_plan(
-        made.plan(kernel="blockwise", kernel_title="blockwise"), model="a model"
+        example_plans.make_plan(kernel="blockwise", kernel_title="blockwise"), model="a model"
     )
     assert_names(requested, "Ulysses of 8", "blockwise")
     assert "cuDNN" not in requested
 
 
 def test_a_plan_without_an_estimate_has_no_time_and_no_cost():
-    plan = made.plan(step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None)
+    plan = example_plans.make_plan(
+        step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None
+    )
     assert_names(report.format_time(plan), "bfloat16", "cuDNN")
     assert numbers(report.format_time(plan)) == []
     assert "GPU-hours" not in report.format_plan(plan, model="a model", tokens=1e9)
@@ -109,7 +112,7 @@ def test_a_plan_without_an_estimate_has_no_time_and_no_cost():
 def test_tokens_to_train_on_give_gpu_hours_and_days():
     """10e9 tokens at 200,000 per second take 50,000 s: 111 GPU-hours on 8 GPUs, up to 1.3 times
     that."""
-    plan = made.plan(tokens_per_s_estimate=200_000.0)
+    plan = example_plans.make_plan(tokens_per_s_estimate=200_000.0)
     words = ["10,000,000,000 tokens", "111 to 144 GPU-hours", "0.58 to 0.75 days"]
     assert_names(report.format_cost(plan, 10e9), *words)
     little = ["1,000,000 tokens", "0.011 to 0.014 GPU-hours", "5.8e-05 to 7.5e-05 days"]
@@ -144,15 +147,15 @@ def cells(text):
 
 def test_gpus_and_row_lengths_are_compared_in_one_table():
     plans = [
-        made.plan(tokens_per_s_estimate=200_000.0),
-        made.plan(
+        example_plans.make_plan(tokens_per_s_estimate=200_000.0),
+        example_plans.make_plan(
             row_tokens=65536,
             remat="full",
             mlp_tile_tokens=2048,
             step_s_estimate=250.0,
             time_bottleneck=roofline.EXPOSED_COLLECTIVES,
         ),
-        made.plan(
+        example_plans.make_plan(
             device_type="h200-141gb",
             num_devices=4,
             fits=False,
@@ -160,7 +163,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
             host_gib=2100.0,
             tokens_per_s_estimate=1e5,
         ),
-        made.plan(
+        example_plans.make_plan(
             device_type="a100-80gb",
             step_s_estimate=None,
             tokens_per_s_estimate=None,
@@ -196,10 +199,10 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
 
 
 def test_the_longest_row_is_reported_with_the_limit_of_longer_rows():
-    fits = TriedLength(row_tokens=1000, plan=made.plan(row_tokens=1000), problem="")
+    fits = TriedLength(row_tokens=1000, plan=example_plans.make_plan(row_tokens=1000), problem="")
     beyond = TriedLength(
         row_tokens=1010,
-        plan=made.plan(row_tokens=1010, shortage="x", memory_bottleneck="host"),
+        plan=example_plans.make_plan(row_tokens=1010, shortage="x", memory_bottleneck="host"),
         problem="x",
     )
     text = report.format_longest(LongestRow(tried=[fits, beyond]), seconds=12.3)
@@ -208,7 +211,9 @@ def test_the_longest_row_is_reported_with_the_limit_of_longer_rows():
     none = LongestRow(
         tried=[
             TriedLength(
-                row_tokens=1024, plan=made.plan(suggestions=["memory.a=b"]), problem="it is full"
+                row_tokens=1024,
+                plan=example_plans.make_plan(suggestions=["memory.a=b"]),
+                problem="it is full",
             )
         ]
     )
@@ -224,14 +229,14 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
             mesh=mesh,
             strategy="ulysses",
             attention_fields={"strategy": "ulysses"},
-            plan=made.plan(),
+            plan=example_plans.make_plan(),
             problem="",
         ),
         MeshPlan(
             mesh=mesh,
             strategy="ring",
             attention_fields={"strategy": "ring"},
-            plan=made.plan(fits=False, memory_bottleneck="host"),
+            plan=example_plans.make_plan(fits=False, memory_bottleneck="host"),
             problem="",
         ),
         MeshPlan(

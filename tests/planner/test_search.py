@@ -6,7 +6,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import compiled, memory
-from tests.planner import made, programs
+from tests.planner import example_plans, programs
 
 MODEL = families.parse_model_config(programs.LLAMA, field="model.config")
 CLUSTER = compiled.make_cluster("h100-80gb", 8)
@@ -35,7 +35,7 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
     device = fixed + (72.8 - fixed) * row_tokens / longest
     host = 1960.0 * row_tokens / longest_of_host
     short = "too much" if device > 72.8 or host > 1960 else ""
-    return made.plan(
+    return example_plans.make_plan(
         row_tokens=row_tokens,
         fits=not short,
         shortage=short,
@@ -131,7 +131,9 @@ def test_a_row_for_which_the_kernel_falls_back_is_too_long(monkeypatch):
         return (
             line(n)
             if n < 2_000_000
-            else made.plan(row_tokens=n, kernel="blockwise", fallback_reason="counts to 2**31")
+            else example_plans.make_plan(
+                row_tokens=n, kernel="blockwise", fallback_reason="counts to 2**31"
+            )
         )
 
     result, lengths = search_row(monkeypatch, fall_back)

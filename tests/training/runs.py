@@ -21,8 +21,7 @@ from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding, step_gradients, train_state, train_step
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
-from tests import batches, tolerances
-from tests import whole as wholes
+from tests import batches, tolerances, unsharded
 from tests.attention import oracle
 
 MODEL = batches.model()
@@ -92,7 +91,7 @@ def plain(model: ModelConfig = MODEL):
             rows,
             config=model,
             attend=attend,
-            gather=wholes.Whole(),
+            gather=unsharded.UnshardedGather(),
             dtype=jnp.dtype("float32"),
             policy=RematPolicy(),
             tile_tokens=4096,

@@ -12,7 +12,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model.layers import Parameter
 from jaxsp.training import loss
 from jaxsp.training.loss import LossSums
-from tests import batches, messages, tolerances, whole
+from tests import batches, messages, tolerances, unsharded
 from tests.training import runs
 
 V = 37
@@ -39,7 +39,7 @@ def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
         return loss.sum_token_losses(
             hidden,
             labels,
-            gather=whole.Whole(dtype),
+            gather=unsharded.UnshardedGather(dtype),
             head=ROW,
             shard=head,
             tile=tile,

@@ -1,4 +1,4 @@
-"""Plans made without a compiled step."""
+"""Plans with example values, made without compiling a step."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ _ALL_TO_ALL = {
 }
 
 
-def plan(**changes):
-    """A plan of 8 H100s that fits, with `changes`."""
+def make_plan(**changes):
+    """Makes a plan that fits on 8 H100s. Args: changes: fields with other values."""
     fields = {
         "device_type": "h100-80gb",
         "num_devices": 8,

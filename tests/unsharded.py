@@ -1,4 +1,4 @@
-"""A `layers.Gather` for whole weights on one device, without shards or collectives."""
+"""A `layers.Gather` for unsharded weights on one device, without collectives."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class UnshardedGather:
     """Casts weights to a dtype; gradients are float32."""
 
     dtype: str = "float32"
