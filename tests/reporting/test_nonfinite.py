@@ -217,8 +217,8 @@ def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
     config = batches.make_config(
         name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offload}
     )
-    run = runs.compiling(sizes, config=config, want=("step",)).result()
-    state, _ = run.step(run.state(runs.whole_weights(runs.MODEL)), run.rows(runs.ROWS))
+    run = runs.compile_in_thread(sizes, config=config, functions=("step",)).result()
+    state, _ = run.step(run.state(runs.draw_weights(runs.MODEL)), run.rows(runs.ROWS))
     head = np.array(state.master["head"])
     head[5] = np.nan
     head = jax.device_put(head, state.master["head"].sharding)

@@ -1,4 +1,4 @@
-"""Compiled steps that tests share, and the plain program that they are compared with."""
+"""Compiled steps that tests share, and the reference that they are compared with."""
 
 import concurrent.futures
 import dataclasses
@@ -38,15 +38,15 @@ def program(
     sizes: tuple[int, int, int] = (1, 1, 4),
     **config: Any,
 ) -> Program:
-    """A program with these memory options, which is not compiled."""
-    messages = batches.make_config(memory=memory, **config)
+    """Makes a program with these memory options, without compiling it."""
+    base = batches.make_config(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {
-        "data": messages.data.model_copy(update={"row_tokens": row_tokens}),
+        "data": base.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**mesh),
     }
     return Program(
-        config=messages.model_copy(update=update),
+        config=base.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
         attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
@@ -54,34 +54,41 @@ def program(
     )
 
 
-def whole_weights(model: ModelConfig) -> dict[str, Any]:
-    """Weights drawn by numpy. Biases and norms are random too, so that each affects the loss."""
+def draw_weights(model: ModelConfig) -> dict[str, Any]:
+    """Draws unsharded weights with numpy.
+
+    Biases and norms are random too, so that each affects the loss.
+    """
     rng = np.random.default_rng(2)
-    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
-    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(model))
+
+    def draw(param: Parameter) -> jax.Array:
+        values = rng.standard_normal(param.stacked_shape)
+        return jnp.float32(param.mean + (param.std or 0.1) * values)
+
+    return jax.tree.map(draw, decoder.param_table(model))
 
 
 def put_weights(
-    table: Weights, whole: Weights, mesh: jax.sharding.Mesh, *, is_offloaded: bool = False
+    table: Weights, weights: Weights, mesh: jax.sharding.Mesh, *, is_offloaded: bool = False
 ) -> Weights:
-    """Master weights from whole arrays, each on its devices."""
+    """Puts unsharded weights on a mesh, padded and sharded as master weights."""
     num_shards = device_mesh.num_shards(mesh)
 
-    def put(param: Parameter, whole: Any) -> jax.Array:
-        widths = sharding.padding(param, whole.ndim, num_shards)
-        stored = np.pad(np.asarray(whole, np.float32), widths)
+    def put(param: Parameter, weight: Any) -> jax.Array:
+        widths = sharding.padding(param, weight.ndim, num_shards)
+        stored = np.pad(np.asarray(weight, np.float32), widths)
         return jax.device_put(
             stored, sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
         )
 
-    return jax.tree.map(put, table, whole)
+    return jax.tree.map(put, table, weights)
 
 
 @functools.cache
-def plain(model: ModelConfig = MODEL):
-    """Mean loss, correct labels and gradients of all rows at once.
+def compile_reference(model: ModelConfig = MODEL):
+    """Returns a function for the mean loss, number of correct labels, and gradients of all rows.
 
-    Without a mesh, microbatches or tiles, and with reference attention.
+    It has no mesh, microbatches or tiles, and uses reference attention.
     """
     attend = attention.make_attend(seq=1, kernel=oracle.attention, window=None)
 
@@ -107,13 +114,13 @@ def plain(model: ModelConfig = MODEL):
             jnp.float32
         ), num_correct
 
-    both = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    return lambda weights, arrays: both(
+    loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    return lambda weights, arrays: loss_and_gradients(
         weights, Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
     )
 
 
-def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
+def label_smoothing_loss(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
     """Cross entropy with label smoothing, and a loss on the log of the partition function."""
     log_probs_TV = jax.nn.log_softmax(logits_TV)
     label_T = jnp.take_along_axis(log_probs_TV, labels_T[:, None], axis=-1)[:, 0]
@@ -122,9 +129,9 @@ def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
     )
 
 
-def cut(row: Parameter, stored: jax.Array) -> np.ndarray:
-    """A weight without its padding."""
-    return np.asarray(stored)[(..., *(slice(size) for size in row.shape))]
+def remove_padding(param: Parameter, stored: jax.Array) -> np.ndarray:
+    """Returns a weight without its padding."""
+    return np.asarray(stored)[(..., *(slice(size) for size in param.shape))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,31 +151,32 @@ class Run:
             degree=self.program.attend.layout_degree,
         )
 
-    def state(self, whole: dict[str, Any]) -> TrainState:
-        """These weights and an initial optimizer state."""
+    def state(self, weights: dict[str, Any]) -> TrainState:
+        """State with these unsharded weights and an initial optimizer state."""
         stored = put_weights(
             self.program.table,
-            whole,
+            weights,
             self.program.mesh,
             is_offloaded=self.program.has_offloaded_state,
         )
         return train_state.init_state(self.program, stored)
 
-    def whole(self, tree: Any) -> dict[str, np.ndarray]:
-        """Weights or gradients by name, without padding."""
-        return batches.by_name(jax.tree.map(cut, self.program.table, tree))
+    def unpad(self, tree: Any) -> dict[str, np.ndarray]:
+        """Returns weights or gradients by name, without padding."""
+        return batches.by_name(jax.tree.map(remove_padding, self.program.table, tree))
 
 
 def check_gradients(
     run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any
 ) -> None:
-    """Compares the loss, gradients and counts of a run with those of the plain program."""
+    """Compares the loss, gradients and counts of a run with those of the reference."""
     actual = run.gradients(run.state(weights).master, run.rows(arrays))
-    (loss, num_correct), right = plain(run.program.model)(weights, arrays)
-    found_leaves = run.whole(actual.gradients)
-    right_leaves = batches.by_name(right)
+    (loss, num_correct), expected = compile_reference(run.program.model)(weights, arrays)
+    actual_leaves = run.unpad(actual.gradients)
+    expected_leaves = batches.by_name(expected)
     differences = {
-        name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves
+        name: batches.difference(actual_leaves[name], expected_leaves[name])
+        for name in expected_leaves
     }
     record_property("largest relative difference of a gradient", max(differences.values()))
     assert batches.difference(actual.loss, loss) < tolerances.MESH
@@ -187,35 +195,38 @@ def check_gradients(
 _POOL = concurrent.futures.ThreadPoolExecutor(2)
 
 
-def compiling(
+def compile_in_thread(
     sizes: tuple[int, int, int],
     *,
     rows_per_microbatch: int = 1,
     config: Config = SGD,
     model: ModelConfig = MODEL,
-    want: tuple[str, ...] = ("gradients", "step"),
+    functions: tuple[str, ...] = ("gradients", "step"),
     arrays: batches.Arrays = ROWS,
-    kind: Strategy | None = None,
+    strategy: Strategy | None = None,
 ) -> concurrent.futures.Future[Run]:
-    """Compiles a Run in a thread; `.result()` waits for it. Two are compiled at a time."""
+    """Compiles functions of a Run in a thread; `.result()` waits for them.
+
+    At most two runs are compiled at a time. Args: functions: `gradients`, `step` or both.
+    """
 
     def make() -> Run:
         attend = attention.make_attend(
-            seq=sizes[-1], strategy=kind, kernel="blockwise", window=None
+            seq=sizes[-1], strategy=strategy, kernel="blockwise", window=None
         )
         mesh = batches.mesh(*sizes)
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
-        bare = Run(program, rows_per_microbatch, None, None)
-        rows = bare.rows(arrays)
-        state = bare.state(whole_weights(model))
+        uncompiled = Run(program, rows_per_microbatch, None, None)
+        rows = uncompiled.rows(arrays)
+        state = uncompiled.state(draw_weights(model))
         gradients = jax.jit(functools.partial(step_gradients.compute_gradients, program))
         return dataclasses.replace(
-            bare,
+            uncompiled,
             gradients=gradients.lower(state.master, rows).compile()
-            if "gradients" in want
+            if "gradients" in functions
             else None,
             step=train_step.build_step(program).lower(state, rows).compile()
-            if "step" in want
+            if "step" in functions
             else None,
         )
 

@@ -111,10 +111,10 @@ def test_a_custom_loss_has_its_own_value_and_gradients(tile):
 
     def total(hidden, head):
         logits = jnp.einsum("BLD,VD->BLV", hidden, head).reshape(-1, V)
-        losses = runs.smoothed(logits, jnp.where(has_label, labels, 0).reshape(-1))
+        losses = runs.label_smoothing_loss(logits, jnp.where(has_label, labels, 0).reshape(-1))
         return (losses * has_label.reshape(-1).astype(jnp.float32)).sum()
 
-    actual, gradients = tiled(hidden, head, labels, tile, "float32", runs.smoothed)
+    actual, gradients = tiled(hidden, head, labels, tile, "float32", runs.label_smoothing_loss)
     right, right_gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
     assert batches.difference(actual.loss, right) < tolerances.TILES
     assert int(actual.num_correct) == int(tiled(hidden, head, labels, tile)[0].num_correct)

@@ -117,7 +117,7 @@ def run_of(small_waits):
         sizes, memory = CASES[name]
         config = batches.make_config(memory=memory, max_grad_norm=None)
         rows_per_microbatch = 1 + name.startswith("tied")
-        return runs.compiling(
+        return runs.compile_in_thread(
             sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch
         ).result()
 
@@ -126,13 +126,13 @@ def run_of(small_waits):
 
 @pytest.fixture(scope="module")
 def weights():
-    return runs.whole_weights(runs.MODEL)
+    return runs.draw_weights(runs.MODEL)
 
 
 @each_case
 def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, record_property):
     runs.check_gradients(
-        run_of(name), runs.whole_weights(model_of(name)), runs.ROWS, record_property
+        run_of(name), runs.draw_weights(model_of(name)), runs.ROWS, record_property
     )
 
 
@@ -140,13 +140,13 @@ def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, re
 def test_a_step_subtracts_the_gradient(run_of, name):
     """SGD with learning rate 1."""
     run = run_of(name)
-    weights = runs.whole_weights(model_of(name))
-    _, gradients = runs.plain(model_of(name))(weights, runs.ROWS)
+    weights = runs.draw_weights(model_of(name))
+    _, gradients = runs.compile_reference(model_of(name))(weights, runs.ROWS)
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
-    actual = run.whole(state.master)
+    actual = run.unpad(state.master)
     assert max(batches.difference(actual[name], right[name]) for name in right) < tolerances.MESH
     kinds = {
         leaf.sharding.memory_kind
@@ -165,9 +165,9 @@ ADAMW = functools.partial(
 @NEEDS_HOST
 def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weights, tmp_path):
     """Two steps with the state on the host, a checkpoint, and one without equal three without."""
-    plain = runs.compiling((1, 2, 4), config=ADAMW(), want=("step",))
-    offloaded = runs.compiling(
-        (1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)
+    plain = runs.compile_in_thread((1, 2, 4), config=ADAMW(), functions=("step",))
+    offloaded = runs.compile_in_thread(
+        (1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), functions=("step",)
     ).result()
     state = offloaded.state(weights)
     rows = offloaded.rows(runs.ROWS)
@@ -202,9 +202,9 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     rows = plain.rows(runs.ROWS)
     for _ in range(3):
         straight, _ = plain.step(straight, rows)
-    right = plain.whole(straight.master)
+    right = plain.unpad(straight.master)
     for run, state in went_on:
-        actual = run.whole(state.master)
+        actual = run.unpad(state.master)
         assert (
             max(batches.difference(actual[name], right[name]) for name in right)
             < tolerances.OPTIMIZER
@@ -224,7 +224,7 @@ def residuals(memory, *, seq=4):
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
-    state = run.state(runs.whole_weights(runs.MODEL))
+    state = run.state(runs.draw_weights(runs.MODEL))
     jaxpr = jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
         state.master, run.rows(runs.ROWS)
     )

@@ -1,6 +1,7 @@
-"""Loss, gradients, weights and counts on every mesh equal those of a plain program.
+"""Loss, gradients, weights and counts on every mesh equal those of a reference.
 
-The plain program (`runs.plain`) has no mesh, microbatches or tiles, and reference attention.
+The reference (`runs.compile_reference`) has no mesh, microbatches or tiles, and uses the slow
+attention oracle.
 """
 
 import functools
@@ -43,11 +44,11 @@ def run_on(small_shards):
     """Returns a function that compiles a run on a mesh, once per test module."""
 
     @functools.cache
-    def run(sizes, want, tied_head=False):
+    def run(sizes, function, tied_head=False):
         model = TIED if tied_head else runs.MODEL
         rows_per_microbatch = 1 if tied_head else MESHES[sizes]
-        return runs.compiling(
-            sizes, rows_per_microbatch=rows_per_microbatch, model=model, want=(want,)
+        return runs.compile_in_thread(
+            sizes, rows_per_microbatch=rows_per_microbatch, model=model, functions=(function,)
         ).result()
 
     return run
@@ -55,7 +56,7 @@ def run_on(small_shards):
 
 @pytest.fixture(scope="module")
 def weights():
-    return runs.whole_weights(runs.MODEL)
+    return runs.draw_weights(runs.MODEL)
 
 
 @each_mesh
@@ -75,7 +76,7 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
     expected = weights
     state = run.state(weights)
     for step in range(3):
-        (loss, _), gradients = runs.plain()(expected, runs.ROWS)
+        (loss, _), gradients = runs.compile_reference()(expected, runs.ROWS)
         norm = batches.norm(gradients)
         expected = jax.tree.map(lambda w, g: w - g, expected, gradients)
         state, metrics = run.step(state, run.rows(runs.ROWS))
@@ -83,7 +84,7 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
         assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
         assert metrics.is_finite
         assert int(state.step) == step + 1
-    actual = run.whole(state.master)
+    actual = run.unpad(state.master)
     expected = batches.by_name(expected)
     differences = {name: batches.difference(actual[name], expected[name]) for name in expected}
     record_property("largest relative difference of a weight", max(differences.values()))
@@ -109,10 +110,10 @@ def test_padding_of_shards_stays_zero(run_on, sizes, weights):
         for param, stored in zip(
             jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True
         ):
-            whole = runs.cut(param, stored)
+            unpadded = runs.remove_padding(param, stored)
             stored = np.asarray(stored)
-            assert np.count_nonzero(stored) == np.count_nonzero(whole), param.hf_name
-            num_padded.append(stored.size - whole.size)
+            assert np.count_nonzero(stored) == np.count_nonzero(unpadded), param.hf_name
+            num_padded.append(stored.size - unpadded.size)
     assert any(num_padded) == (np.prod(sizes[1:]) > 1)
 
 
@@ -156,4 +157,4 @@ def test_a_row_without_segments_changes_nothing(run_on, weights, record_property
 def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
     run = run_on(sizes, "gradients", tied_head=True)
     assert "head" not in run.program.table
-    runs.check_gradients(run, runs.whole_weights(TIED), runs.ROWS, record_property)
+    runs.check_gradients(run, runs.draw_weights(TIED), runs.ROWS, record_property)

@@ -74,10 +74,10 @@ def on_one_device(arrays, weights, token_loss):
 
 
 CASES = [
-    ((2, 2, 2), runs.smoothed, ROWS),
+    ((2, 2, 2), runs.label_smoothing_loss, ROWS),
     ((1, 1, 4), None, WEIGHTED),
     ((1, 2, 2), None, WEIGHTED),
-    ((2, 2, 2), runs.smoothed, WEIGHTED),
+    ((2, 2, 2), runs.label_smoothing_loss, WEIGHTED),
 ]
 
 
@@ -87,7 +87,7 @@ CASES = [
     ids=["2x2x2 loss", "1x1x4 weights", "1x2x2 weights", "2x2x2 both"],
 )
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
-    weights = runs.whole_weights(MODEL)
+    weights = runs.draw_weights(MODEL)
     result = program(sizes, loss=token_loss)
     run = runs.Run(
         result,
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     actual = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
     assert batches.difference(actual.loss, loss) < tolerances.MESH
-    gradients = run.whole(actual.gradients)
+    gradients = run.unpad(actual.gradients)
     for name in ("embedding", "head"):
         assert batches.difference(gradients[name], right[name]) < tolerances.MESH, name
     has_label = ROWS["labels_BL"] != NO_LABEL
@@ -117,7 +117,7 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     result = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
     run = runs.Run(result, 8, None, train_step.build_step(result))
-    state = run.state(runs.whole_weights(MODEL))
+    state = run.state(runs.draw_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
     state, metrics = run.step(
         state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)})

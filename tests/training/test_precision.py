@@ -53,7 +53,11 @@ def compiling(small_shards):
         "bfloat16": {"loss_tile_tokens": 16, "mlp_tile_tokens": 16},
     }
     compiling = functools.partial(
-        runs.compiling, (1, 1, 4), rows_per_microbatch=2, want=("gradients",), arrays=long_rows()
+        runs.compile_in_thread,
+        (1, 1, 4),
+        rows_per_microbatch=2,
+        functions=("gradients",),
+        arrays=long_rows(),
     )
 
     @functools.cache
@@ -84,7 +88,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 
     def gradients(dtype):
         run = compiling(family, dtype)
-        return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
+        return run.unpad(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
 
     actual = gradients("bfloat16")
     right = gradients("float32")
@@ -111,7 +115,7 @@ def traced(grad_reduce_dtype):
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
-    state = run.state(runs.whole_weights(runs.MODEL))
+    state = run.state(runs.draw_weights(runs.MODEL))
     return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
         state.master, run.rows(runs.ROWS)
     )

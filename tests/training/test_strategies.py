@@ -70,15 +70,22 @@ STEEP = batches.make_config(learning_rate=1e3)
         for name in CASES
     ],
 )
-def test_every_kind_gives_the_step_of_one_device(name, record_property):
-    H, G, (replica, data), kind = CASES[name]
+def test_every_strategy_gives_the_step_of_one_device(name, record_property):
+    H, G, (replica, data), strategy = CASES[name]
     model = batches.model(num_heads=H, num_kv_heads=G)
-    weights = runs.whole_weights(model)
-    at_once = 2 if data * replica < 4 else 1
-    how = {"rows_per_microbatch": at_once, "config": STEEP, "want": ("step",), "arrays": ROWS}
-    run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
+    weights = runs.draw_weights(model)
+    rows_per_microbatch = 2 if data * replica < 4 else 1
+    options = {
+        "rows_per_microbatch": rows_per_microbatch,
+        "config": STEEP,
+        "functions": ("step",),
+        "arrays": ROWS,
+    }
+    run = runs.compile_in_thread(
+        (replica, data, strategy.seq), model=model, strategy=strategy, **options
+    ).result()
     state, actual = run.step(run.state(weights), run.rows(ROWS))
-    (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)
+    (loss, num_correct), gradients = runs.compile_reference(model)(weights, ROWS)
     lengths = ROWS["lengths_BM"]
     num_labels = (ROWS["labels_BL"] != NO_LABEL).sum()
     assert [int(x) for x in (actual.num_rows, actual.num_tokens, actual.num_loss_tokens)] == [
@@ -88,7 +95,7 @@ def test_every_kind_gives_the_step_of_one_device(name, record_property):
     ]
     assert float(actual.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
     right = batches.by_name(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
-    after = run.whole(state.master)
+    after = run.unpad(state.master)
     differences = {name: batches.difference(after[name], right[name]) for name in right}
     differences["loss"] = batches.difference(actual.loss, loss)
     differences["norm"] = batches.difference(actual.grad_norm, batches.norm(gradients))

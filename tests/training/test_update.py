@@ -35,12 +35,12 @@ pytestmark = pytest.mark.usefixtures("small_shards")
 
 @pytest.fixture(scope="module")
 def adamw(small_shards):
-    return runs.compiling((1, 2, 4), config=ADAMW, want=("step",)).result()
+    return runs.compile_in_thread((1, 2, 4), config=ADAMW, functions=("step",)).result()
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return runs.whole_weights(runs.MODEL)
+    return runs.draw_weights(runs.MODEL)
 
 
 def is_matrix(name):
@@ -52,7 +52,9 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     """Clipping, schedule and decay included. Optax gets each stacked weight as one array."""
     state = adamw.state(weights)
     rows = adamw.rows(runs.ROWS)
-    with_gradients = runs.compiling((1, 2, 4), config=ADAMW, want=("gradients",)).result()
+    with_gradients = runs.compile_in_thread(
+        (1, 2, 4), config=ADAMW, functions=("gradients",)
+    ).result()
     decays = {name: is_matrix(name) for name in batches.by_name(weights)}
     rates = optax.join_schedules(
         [optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2]
@@ -66,14 +68,14 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
         opt = theirs.init(right)
         update = jax.jit(theirs.update)
         for _ in range(3):
-            gradients = adamw.whole(with_gradients.gradients(state.master, rows).gradients)
+            gradients = adamw.unpad(with_gradients.gradients(state.master, rows).gradients)
             moves, opt = update(
                 {name: jnp.asarray(array) for name, array in gradients.items()}, opt, right
             )
             right = optax.apply_updates(right, moves)
             state, metrics = adamw.step(state, rows)
     assert metrics.grad_norm > 0.5, "nothing was clipped"
-    actual = adamw.whole(state.master)
+    actual = adamw.unpad(state.master)
     before = batches.by_name(weights)
     differences = {
         name: batches.difference(actual[name] - before[name], right[name] - before[name])
@@ -128,12 +130,12 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_wa
 
 @pytest.mark.e2e
 def test_an_update_is_as_long_as_the_limit(weights):
-    run = runs.compiling((2, 2, 2), config=CLIPPED, want=("step",)).result()
+    run = runs.compile_in_thread((2, 2, 2), config=CLIPPED, functions=("step",)).result()
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     before = batches.by_name(weights)
-    moved = {name: after - before[name] for name, after in run.whole(state.master).items()}
+    moved = {name: after - before[name] for name, after in run.unpad(state.master).items()}
     assert batches.norm(moved) == pytest.approx(0.25, rel=1e-4)
-    _, gradients = runs.plain()(weights, runs.ROWS)
+    _, gradients = runs.compile_reference()(weights, runs.ROWS)
     norm = batches.norm(gradients)
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH, "the norm before clipping"
     assert norm > 0.5
@@ -179,7 +181,7 @@ def test_a_step_without_labels_changes_nothing(adamw, weights):
 @pytest.mark.e2e
 def test_the_state_is_updated_in_place(adamw):
     """Every byte of the state is an output's too, so that no second copy of it exists."""
-    state = adamw.state(runs.whole_weights(runs.MODEL))
+    state = adamw.state(runs.draw_weights(runs.MODEL))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     taken = adamw.step.memory_analysis()
     assert taken.alias_size_in_bytes >= held

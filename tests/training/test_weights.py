@@ -41,10 +41,10 @@ def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, 
 def test_each_device_holds_its_part_and_replicas_hold_the_same():
     mesh = batches.mesh(2, 2, 2)
     table = decoder.param_table(runs.MODEL)
-    whole = runs.whole_weights(runs.MODEL)
+    whole = runs.draw_weights(runs.MODEL)
     stored = runs.put_weights(table, whole, mesh)
     for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
-        assert batches.same_bits(runs.cut(row, array), right), row.hf_name
+        assert batches.same_bits(runs.remove_padding(row, array), right), row.hf_name
         place = sharding.choose_placement(row, 4)
         parts = 1 if place.dim is None else 4
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}
@@ -57,7 +57,7 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
 def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
     mesh = batches.mesh(*sizes)
     table = decoder.param_table(runs.MODEL)
-    whole = runs.whole_weights(runs.MODEL)
+    whole = runs.draw_weights(runs.MODEL)
     of_row = dict(
         zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True)
     )
@@ -87,7 +87,9 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.param_table(runs.MODEL)
     first, other = (
         jax.tree.map(
-            runs.cut, table, weight_init.random_weights(table, seed=5, mesh=batches.mesh(*sizes))
+            runs.remove_padding,
+            table,
+            weight_init.random_weights(table, seed=5, mesh=batches.mesh(*sizes)),
         )
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
