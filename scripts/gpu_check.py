@@ -62,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--commit", metavar="NAME", help="commit to record, outside of a git checkout"
     )
-    given = parser.parse_args(arguments)
-    if given.stage is None:
+    args = parser.parse_args(arguments)
+    if args.stage is None:
         print(f"Name a stage: scripts/gpu_check.sh STAGE\n{stages}", file=sys.stderr)
         return 2
-    if given.resume and not any(part.is_resumable for part in STAGES[given.stage].parts):
-        print(f"--resume: {given.stage} has no table. Use it with speed.", file=sys.stderr)
+    if args.resume and not any(part.is_resumable for part in STAGES[args.stage].parts):
+        print(f"--resume: {args.stage} has no table. Use it with speed.", file=sys.stderr)
         return 2
     # SIGTERM raises KeyboardInterrupt, so that processes started here are ended too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -78,12 +78,12 @@ def main(arguments: Sequence[str]) -> int:
     facts = read_machine_facts()
     if facts is None:
         return 2
-    if given.resume:
-        device = json.loads(given.resume.read_text(encoding="utf-8"))["device"]
+    if args.resume:
+        device = json.loads(args.resume.read_text(encoding="utf-8"))["device"]
         if device not in (None, facts["device"]):
-            print(f"--resume: {given.resume} is from {device}, not this GPU.", file=sys.stderr)
+            print(f"--resume: {args.resume} is from {device}, not this GPU.", file=sys.stderr)
             return 2
-    return run_stage(given.stage, given, facts, until=began + SECONDS)
+    return run_stage(args.stage, args, facts, until=began + SECONDS)
 
 
 def read_machine_facts() -> dict[str, str] | None:
@@ -111,24 +111,24 @@ def read_machine_facts() -> dict[str, str] | None:
     return dict(lines)
 
 
-def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, until: float) -> int:
+def run_stage(name: str, args: argparse.Namespace, facts: dict[str, str], *, until: float) -> int:
     """Runs a stage's parts one after another, each within its time limit.
 
     Returns: the exit code.
     """
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M")
     gpu = re.sub("[^a-z0-9]+", "-", facts["device"].removeprefix("NVIDIA ").lower()).strip("-")
-    folder = given.out or machine.REPO / "scripts" / "bench" / "results"
+    folder = args.out or machine.REPO / "scripts" / "bench" / "results"
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"{when}-{gpu}-{name}"
-    if given.commit:
-        facts = facts | {"commit": given.commit}
+    if args.commit:
+        facts = facts | {"commit": args.commit}
     index: dict[str, Any] = {"date": when, "stage": name, **facts, "parts": []}
     with open(f"{base}.txt", "w", encoding="utf-8") as log:
         for part in STAGES[name].parts:
             seconds = min(part.seconds, until - time.monotonic())
-            outcome = run_part(part, base, given, seconds=seconds, log=log)
+            outcome = run_part(part, base, args, seconds=seconds, log=log)
             index["parts"].append(dataclasses.asdict(outcome))
             text = json.dumps(index, indent=1) + "\n"
             pathlib.Path(f"{base}.json").write_text(text, encoding="utf-8")
@@ -137,7 +137,7 @@ def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, un
     link = f"[results](results/{base.name}.json)"
     line = f"- {when}, {facts['device']}, {facts['commit']}, {versions}, {name}: {parts} ({link})"
     print(line)
-    bench_log = folder / BENCH_LOG.name if given.out else machine.REPO / BENCH_LOG
+    bench_log = folder / BENCH_LOG.name if args.out else machine.REPO / BENCH_LOG
     with open(bench_log, "a", encoding="utf-8") as lines:
         lines.write(f"{line}\n")
     return int(any(part["status"] != report.OK for part in index["parts"]))
@@ -160,7 +160,7 @@ class Outcome:
 def run_part(
     part: Part,
     base: pathlib.Path,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     *,
     seconds: float,
     log: TextIO,
@@ -172,10 +172,10 @@ def run_part(
         words += ["--junit-log", str(results)]
     else:
         words += ["--out", str(results), "--seconds", f"{max(seconds - part.case_seconds, 0):.0f}"]
-        if given.commit:
-            words += ["--commit", given.commit]
-        if given.resume and part.is_resumable:
-            words += ["--resume", str(given.resume.resolve())]
+        if args.commit:
+            words += ["--commit", args.commit]
+        if args.resume and part.is_resumable:
+            words += ["--resume", str(args.resume.resolve())]
     command = [sys.executable, "-m", part.module, *words]
     has_input = part.needs is None or pathlib.Path(f"{base}-{part.needs}.json").exists()
     began = time.monotonic()
@@ -265,8 +265,8 @@ def _signal_group(group: int, number: int) -> None:
 def _summarize(results: pathlib.Path) -> str:
     if results.suffix == ".xml":
         return junit_log.summarize(results)
-    found = json.loads(results.read_text(encoding="utf-8"))
-    return found.get("summary") or report.summarize(found)
+    contents = json.loads(results.read_text(encoding="utf-8"))
+    return contents.get("summary") or report.summarize(contents)
 
 
 def _log(line: str, log: TextIO) -> None:

@@ -75,10 +75,10 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(gpu_check, "run", run)
-    given = argparse.Namespace(out=tmp_path, commit="def", resume=tmp_path / "old.json")
+    args = argparse.Namespace(out=tmp_path, commit="def", resume=tmp_path / "old.json")
     for stage in ("memory", "speed"):
         until = time.monotonic() + gpu_stages.SECONDS
-        assert gpu_check.run_stage(stage, given, FACTS, until=until) == 0
+        assert gpu_check.run_stage(stage, args, FACTS, until=until) == 0
     sizes, tiles, offload, table, plans = parsed
     assert {options.commit for options in parsed} == {"def"}
     assert sizes.seconds == 115, "130 s less 15 s for a case"
@@ -103,8 +103,8 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
 def run_stage(monkeypatch, out, *parts, until=60):
     """Exit code, index and log line of a stage of these parts."""
     monkeypatch.setitem(gpu_stages.STAGES, "mine", gpu_stages.Stage(topics="", parts=parts))
-    given = argparse.Namespace(out=out, commit=None, resume=None)
-    code = gpu_check.run_stage("mine", given, FACTS, until=time.monotonic() + until)
+    args = argparse.Namespace(out=out, commit=None, resume=None)
+    code = gpu_check.run_stage("mine", args, FACTS, until=time.monotonic() + until)
     (index,) = out.glob("*-h100-80gb-hbm3-mine.json")
     return code, json.loads(index.read_text()), (out / "LOG.md").read_text().splitlines()[-1]
 

@@ -364,9 +364,9 @@ def test_all_problems_are_reported_at_once(run_plan):
 )
 def test_several_types_of_gpu_may_be_named(words, kinds, changes):
     for arguments in (["config.yaml", *words], [*words, "config.yaml"]):
-        given = plan.parse_arguments(arguments)
-        assert given.device == kinds
-        assert sorted([given.config, *given.changes]) == sorted(["config.yaml", *changes])
+        args = plan.parse_arguments(arguments)
+        assert args.device == kinds
+        assert sorted([args.config, *args.changes]) == sorted(["config.yaml", *changes])
 
 
 def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     parser = results.make_parser(MODULE, __doc__)
     today = datetime.datetime.now(datetime.UTC).date()
     parser.set_defaults(out=pathlib.Path(f"scripts/bench/results/{today}-anchors.json"))
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     configs.prepare_to_plan()
     anchors = []
     for run in RUNS:
@@ -69,11 +69,11 @@ def main(arguments: list[str]) -> int:
     print(format_table(anchors))
     print(summarize(anchors))
     versions = machine.read_cpu_versions("jax", "jaxlib", "jax-cuda12-plugin")
-    found = results.open_results(MODULE, arguments, **versions, summary=summarize(anchors))
-    found["runs"] = [dataclasses.asdict(run) for run in RUNS]
-    found["cases"] = [dataclasses.asdict(anchor) for anchor in anchors]
-    results.write(given.out, found)
-    print(f"written: {given.out}")
+    contents = results.open_results(MODULE, arguments, **versions, summary=summarize(anchors))
+    contents["runs"] = [dataclasses.asdict(run) for run in RUNS]
+    contents["cases"] = [dataclasses.asdict(anchor) for anchor in anchors]
+    results.write(args.out, contents)
+    print(f"written: {args.out}")
     return 0
 
 

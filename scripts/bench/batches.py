@@ -73,9 +73,9 @@ def main(arguments: list[str]) -> int:
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("--tokens", type=int, default=400_000_000, help="of each data set")
     parser.add_argument("--seconds", type=float, default=5, help="time limit of dataset[i]")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     jax_platform.choose_platform(virtual_cpu_devices=8)
-    found = results.open_results(
+    contents = results.open_results(
         MODULE,
         arguments,
         **machine.read_cpu_versions("jax", "numpy", "grain", "datasets"),
@@ -85,19 +85,19 @@ def main(arguments: list[str]) -> int:
 
     def record(case: Case) -> None:
         print(format_case(case), flush=True)
-        found["cases"].append(dataclasses.asdict(case))
-        results.write(given.out, found)
+        contents["cases"].append(dataclasses.asdict(case))
+        results.write(args.out, contents)
 
     print(HEADER)
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:
         for number, (name, (draw_length, has_labels)) in enumerate(DOCUMENTS.items()):
             file = pathlib.Path(folder) / f"{number}.arrow"
-            documents = write_documents(file, given.tokens, draw_length, has_labels=has_labels)
+            documents = write_documents(file, args.tokens, draw_length, has_labels=has_labels)
             for mesh, (data, seq) in MESHES.items():
                 record(time_epoch(make_loader(documents, data, seq), f"{name}: {mesh}"))
             for form in (None, "numpy"):
                 case = f"{name}: dataset[i], {form or 'plain'}"
-                record(time_random_reads(documents.with_format(form), case, given.seconds))
+                record(time_random_reads(documents.with_format(form), case, args.seconds))
     return 0
 
 

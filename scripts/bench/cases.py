@@ -131,13 +131,13 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     return parser
 
 
-def expand_cases(given: argparse.Namespace) -> Iterator[Case]:
+def expand_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Every combination of a command line's values, in their order, model by model."""
-    memory = {name: getattr(given, name) for name in (*report.MEMORY_OPTIONS, *report.TILES)}
+    memory = {name: getattr(args, name) for name in (*report.MEMORY_OPTIONS, *report.TILES)}
     xla_values: dict[str, list[Any]] = {}
-    for name, value in given.xla_option:
+    for name, value in args.xla_option:
         xla_values.setdefault(name, []).append(value)
-    for shape, length, documents in itertools.product(given.shapes, given.lengths, given.documents):
+    for shape, length, documents in itertools.product(args.shapes, args.lengths, args.documents):
         for memory_fields, xla_options in itertools.product(
             _combinations(memory), _combinations(xla_values)
         ):
@@ -145,8 +145,8 @@ def expand_cases(given: argparse.Namespace) -> Iterator[Case]:
                 shape=shape,
                 row_tokens=length,
                 documents=documents,
-                kernel=given.kernel,
-                steps=given.steps,
+                kernel=args.kernel,
+                steps=args.steps,
                 xla_options=xla_options,
                 **memory_fields,
             )

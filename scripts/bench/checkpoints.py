@@ -55,10 +55,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--saves", type=int, default=3)
     where = "where checkpoints are written, and removed; default: the temporary folder"
     parser.add_argument("--folder", help=where)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     jax_platform.choose_platform(virtual_cpu_devices=8)
-    program = make_program(given.gigabytes)
-    found = results.open_results(
+    program = make_program(args.gigabytes)
+    contents = results.open_results(
         MODULE,
         arguments,
         **machine.read_cpu_versions("jax", "orbax-checkpoint", "tensorstore"),
@@ -66,12 +66,12 @@ def main(arguments: list[str]) -> int:
         device=jax.devices()[0].device_kind,
     )
     print(HEADER, flush=True)
-    with tempfile.TemporaryDirectory(prefix="jaxsp-bench-", dir=given.folder) as folder:
-        for case in time_checkpoints(program, pathlib.Path(folder), given.saves):
+    with tempfile.TemporaryDirectory(prefix="jaxsp-bench-", dir=args.folder) as folder:
+        for case in time_checkpoints(program, pathlib.Path(folder), args.saves):
             figures = (case.num_bytes / 1e9, case.seconds, case.blocked_s)
             print(_LINE.format(case.name, *(f"{figure:.2f}" for figure in figures)), flush=True)
-            found["cases"].append(dataclasses.asdict(case))
-            results.write(given.out, found)
+            contents["cases"].append(dataclasses.asdict(case))
+            results.write(args.out, contents)
     return 0
 
 

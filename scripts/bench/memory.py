@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--case-seconds", type=float, default=600, help="a case that takes longer is ended"
     )
-    given = parser.parse_args(arguments)
-    found = results.open_results(
+    args = parser.parse_args(arguments)
+    contents = results.open_results(
         MODULE,
         arguments,
         **machine.read_cpu_versions("jax", "jaxlib", "jax-cuda12-plugin"),
@@ -113,22 +113,22 @@ def main(arguments: list[str]) -> int:
         model=configs.LLAMA_8B,
         options=OPTIONS,
     )
-    for num_devices in given.devices:
-        for options in given.options:
+    for num_devices in args.devices:
+        for options in args.options:
             if num_devices == 1 and "seq" in OPTIONS[options] and options != "none":
                 continue  # the same as the line before
-            for tokens in given.tokens or TOKENS[num_devices]:
+            for tokens in args.tokens or TOKENS[num_devices]:
                 case = Case(
                     options=options,
                     num_devices=num_devices,
                     row_tokens=tokens,
-                    max_segments=given.documents,
+                    max_segments=args.documents,
                 )
-                result = isolation.run_isolated(MODULE, case, Result, seconds=given.case_seconds)
-                found["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
+                result = isolation.run_isolated(MODULE, case, Result, seconds=args.case_seconds)
+                contents["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
                 print(format_case(case, result), flush=True)
-                results.write(given.out, found)
-    return int(any(case["status"] in report.FAILURES for case in found["cases"]))
+                results.write(args.out, contents)
+    return int(any(case["status"] in report.FAILURES for case in contents["cases"]))
 
 
 def format_case(case: Case, result: Result) -> str:

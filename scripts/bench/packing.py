@@ -122,31 +122,31 @@ def main(arguments: list[str]) -> int:
     add("--trl-documents", type=int, default=200_000, help="number of these for TRL")
     add("--harder-documents", type=int, default=20_000, help="of each of the other lengths")
     add("--repeats", type=int, default=5, help="of jaxsp's planning")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     packages = ["numpy", "grain"]
     if has_trl():
         packages.append("trl")
     else:
         print("trl is not installed, and left out")
     versions = machine.read_cpu_versions(*packages)
-    found = results.open_results(MODULE, arguments, **versions)
+    contents = results.open_results(MODULE, arguments, **versions)
     print(HEADER)
-    for case in run_cases(given):
+    for case in run_cases(args):
         print(format_case(case), flush=True)
-        found["cases"].append(dataclasses.asdict(case))
-        results.write(given.out, found)
+        contents["cases"].append(dataclasses.asdict(case))
+        results.write(args.out, contents)
     return 0
 
 
-def run_cases(given: argparse.Namespace) -> Iterator[Case]:
+def run_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Runs every packer on its lengths."""
-    harder = given.harder_documents
-    sizes = [(MANY, given.documents, given.grain_documents, given.trl_documents)]
+    harder = args.harder_documents
+    sizes = [(MANY, args.documents, args.grain_documents, args.trl_documents)]
     sizes += [(drawn, harder, [harder], harder) for drawn in HARDER]
     for drawn, num_documents, num_grain, num_trl in sizes:
         lengths = drawn.draw(np.random.default_rng(0), num_documents)
         for limit in MAX_SEGMENTS:
-            seconds, counts = pack_jaxsp(lengths, drawn.row_tokens, limit, given.repeats)
+            seconds, counts = pack_jaxsp(lengths, drawn.row_tokens, limit, args.repeats)
             packer = f"jaxsp, {limit} at most"
             yield make_case(drawn, lengths, packer, seconds, counts, max_segments=limit)
         for name, num_documents in itertools.product(("FirstFit", "BestFit"), num_grain):

@@ -74,42 +74,45 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--attention", choices=choices, default="auto", help="attn_implementation of transformers"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     problem = find_problem()
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
-    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
-    found |= {name: machine.find_version(name) for name in ("transformers", *FLASH.values())}
-    found |= {"torch": None, "torch_device": None}
+    contents = results.open_gpu_results(MODULE, arguments, commit=args.commit)
+    contents |= {name: machine.find_version(name) for name in ("transformers", *FLASH.values())}
+    contents |= {"torch": None, "torch_device": None}
     print(report.PAIR_HEADER, flush=True)
-    run = lambda case, sides: run_case(case, sides, found, given)
-    for record in timing.run_cases(given, found, run, sides=report.SIDES):
-        longest = report.find_longest(found["cases"])
-        found["longest"] = [dataclasses.asdict(rows) for rows in longest]
+    run = lambda case, sides: run_case(case, sides, contents, args)
+    for record in timing.run_cases(args, contents, run, sides=report.SIDES):
+        longest = report.find_longest(contents["cases"])
+        contents["longest"] = [dataclasses.asdict(rows) for rows in longest]
         print(report.format_pair(record), flush=True)
-    for rows in report.find_longest(found["cases"]):
+    for rows in report.find_longest(contents["cases"]):
         print(report.format_longest(rows))
     statuses = {
-        report.get_side(case, side)["status"] for case in found["cases"] for side in report.SIDES
+        report.get_side(case, side)["status"] for case in contents["cases"] for side in report.SIDES
     }
     return int(not statuses.isdisjoint(report.FAILURES))
 
 
 def run_case(
-    case: Case, sides: Sequence[str], found: dict[str, Any], given: argparse.Namespace
+    case: Case, sides: Sequence[str], contents: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Runs a case on these sides and returns its record; `found` gets the devices and versions."""
+    """Runs a case on these sides and returns its record.
+
+    Adds the devices and versions to `contents`.
+    """
     ours = step.Result(status=report.NOT_RUN)
     peer = Result(status=report.NOT_RUN)
     if "jaxsp" in sides:
-        ours = step.run_case(case, seconds=given.case_seconds)
+        ours = step.run_case(case, seconds=args.case_seconds)
     if "transformers" in sides:
-        peer = run_peer(case, attention=given.attention, seconds=given.case_seconds)
+        peer = run_peer(case, attention=args.attention, seconds=args.case_seconds)
     for name in ("device", "runtime"):
-        found[name] = found[name] or getattr(ours, name)
+        contents[name] = contents[name] or getattr(ours, name)
     for name in ("torch", "torch_device"):
-        found[name] = found[name] or getattr(peer, name)
+        contents[name] = contents[name] or getattr(peer, name)
     return make_record(case, ours, peer)
 
 

@@ -60,31 +60,31 @@ def main(arguments: list[str]) -> int:
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("measured", type=pathlib.Path, metavar="MEASURED.json")
     results.add_limits(parser, case="plan")
-    given = parser.parse_args(arguments)
-    measured = json.loads(given.measured.read_text(encoding="utf-8"))
+    args = parser.parse_args(arguments)
+    measured = json.loads(args.measured.read_text(encoding="utf-8"))
     device = measured["device"]
     gpu = find_gpu(device)
     if gpu is None:
         known = ", ".join(known_gpu.name for known_gpu in gpus.GPUS.values())
-        print(f"{given.measured} is from {device}. Plans know {known}.", file=sys.stderr)
+        print(f"{args.measured} is from {device}. Plans know {known}.", file=sys.stderr)
         return 2
     configs.prepare_to_plan()
-    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
-    found["device"] = device
+    contents = results.open_gpu_results(MODULE, arguments, commit=args.commit)
+    contents["device"] = device
     records = [record for record in measured["cases"] if record["status"] in report.FINAL]
     errors: list[PlanError] = []
     began = time.monotonic()
     for record in records:
-        is_late = time.monotonic() - began > given.seconds
+        is_late = time.monotonic() - began > args.seconds
         result = "not planned: out of time" if is_late else plan_case(record, gpu)
         if isinstance(result, str):
             print(f"{record['shape']} {record['row_tokens']:,} {record['documents']}: {result}")
             continue
         errors.append(result)
-        found["cases"].append(dataclasses.asdict(result))
-        found["summary"] = summarize(errors)
+        contents["cases"].append(dataclasses.asdict(result))
+        contents["summary"] = summarize(errors)
         print(format_error(result), flush=True)
-        results.write(given.out, found)
+        results.write(args.out, contents)
     print(summarize(errors))
     is_within = [abs(error.ratio - 1) <= WITHIN for error in errors if error.ratio is not None]
     return int(len(errors) < len(records) or not is_within or not all(is_within))

@@ -1,4 +1,4 @@
-"""Runs cases of a training step, and makes their results and records."""
+"""Runs cases of a training step, and makes their results and the records of a results file."""
 
 import argparse
 import collections
@@ -50,42 +50,45 @@ def run_isolated(module: str, case: Case, result_type: type, *, seconds: float) 
 
 
 def run_cases(
-    given: argparse.Namespace,
-    found: dict[str, Any],
+    args: argparse.Namespace,
+    contents: dict[str, Any],
     run: Callable[[Case, Sequence[str]], dict[str, Any]],
     *,
     sides: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Runs all cases, adds their records to `found`, and writes it after each.
+    """Runs all cases. Adds the record of each to `contents`, and writes the file.
 
     Args:
-        run: runs a case on these of the sides, none if time is up. Returns: its record.
+        contents: contents of the results file.
+        run: runs a case on some of the sides and returns its record. It gets no side if time is up.
         sides: from report.SIDES. With --until-it-fails, a side drops out when it fails.
     """
-    earlier = _read_earlier(given.resume, found)
+    earlier = _read_earlier(args.resume, contents)
     began = time.monotonic()
-    queue = collections.deque((case, sides) for case in cases.expand_cases(given))
+    queue = collections.deque((case, sides) for case in cases.expand_cases(args))
     while queue:
         case, case_sides = queue.popleft()
         record = _find_finished(case, earlier)
         if record is None:
-            is_in_time = time.monotonic() - began < given.seconds
+            is_in_time = time.monotonic() - began < args.seconds
             record = run(case, case_sides if is_in_time else ())
-        found["cases"].append(record)
+        contents["cases"].append(record)
         yield record
-        results.write(given.out, found)
-        able = [side for side in case_sides if report.get_side(record, side)["status"] == report.OK]
-        if given.until_it_fails and able and case.row_tokens >= max(given.lengths):
-            queue.append((dataclasses.replace(case, row_tokens=2 * case.row_tokens), able))
+        results.write(args.out, contents)
+        passed_sides = [
+            side for side in case_sides if report.get_side(record, side)["status"] == report.OK
+        ]
+        if args.until_it_fails and passed_sides and case.row_tokens >= max(args.lengths):
+            queue.append((dataclasses.replace(case, row_tokens=2 * case.row_tokens), passed_sides))
 
 
-def _read_earlier(path: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the records of an earlier file, and copies its device and versions into `found`."""
+def _read_earlier(path: pathlib.Path | None, contents: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the records of an earlier file. Copies its device and versions into `contents`."""
     if path is None:
         return []
     earlier = json.loads(path.read_text(encoding="utf-8"))
-    unknown = [name for name, value in found.items() if value is None]
-    found.update({name: earlier[name] for name in unknown if name in earlier})
+    unknown = [name for name, value in contents.items() if value is None]
+    contents.update({name: earlier[name] for name in unknown if name in earlier})
     return earlier["cases"]
 
 

@@ -45,13 +45,13 @@ def main(arguments: list[str]) -> int:
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=6, help="of text")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    texts = read_texts(given.megabytes * 1e6)
+    texts = read_texts(args.megabytes * 1e6)
     tokenizer = train_tokenizer(texts)
     chats = [make_chat(text) for text in texts]
     rendered = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in chats]
-    found = results.open_results(
+    contents = results.open_results(
         MODULE,
         arguments,
         **machine.read_cpu_versions("transformers", "tokenizers", "datasets"),
@@ -60,11 +60,11 @@ def main(arguments: list[str]) -> int:
         ("text", texts, [{"text": text} for text in texts]),
         ("messages", rendered, chats),
     ):
-        times = compare(rendered_texts, records, tokenizer, record_format, given.runs)
+        times = compare(rendered_texts, records, tokenizer, record_format, args.runs)
         case = {"format": record_format, **times}
-        found["cases"].append(case)
+        contents["cases"].append(case)
         print("  ".join(f"{name} {value}" for name, value in case.items()), flush=True)
-        results.write(given.out, found)
+        results.write(args.out, contents)
     return 0
 
 

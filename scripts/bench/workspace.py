@@ -108,24 +108,24 @@ def main(arguments: list[str]) -> int:
     """Runs the command. Returns: 1 if a case failed, 2 without a GPU."""
     parser = results.make_parser(MODULE, __doc__)
     results.add_limits(parser, case="case")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     problem = machine.find_gpu_problem()
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
     device = jax.devices()[0]
-    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
-    found["device"] = device.device_kind
+    contents = results.open_gpu_results(MODULE, arguments, commit=args.commit)
+    contents["device"] = device.device_kind
     began = time.monotonic()
     for case in CASES:
-        is_in_time = time.monotonic() - began < given.seconds
+        is_in_time = time.monotonic() - began < args.seconds
         result = measure(case, device) if is_in_time else Result(status=report.NOT_RUN)
-        found["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
-        found["summary"] = summarize(found["cases"])
+        contents["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
+        contents["summary"] = summarize(contents["cases"])
         print(format_case(case, result), flush=True)
-        results.write(given.out, found)
-    print(found["summary"])
-    return int(any(case["status"] == report.FAILED for case in found["cases"]))
+        results.write(args.out, contents)
+    print(contents["summary"])
+    return int(any(case["status"] == report.FAILED for case in contents["cases"]))
 
 
 def measure(case: Case, device: Any) -> Result:

@@ -1,4 +1,4 @@
-"""cuDNN attention on a GPU compared with the float32 oracle: packed and whole rows, head chunks."""
+"""Compares cuDNN attention on a GPU with the float32 oracle: packed and whole rows, head chunks."""
 
 import functools
 
@@ -175,20 +175,22 @@ def test_the_blockwise_kernel_differs_by_bfloat16_rounding_only(K, window, requi
 
 @pytest.mark.parametrize("slots", [1, 30])
 def test_the_softmax_statistics_are_log_sum_exps_in_the_expected_layout(slots, require_support):
-    """With another layout the gradients would be wrong, which other tests also find."""
+    """In another layout, the gradients would be wrong, and the tests above would fail too."""
     require_support(slots)
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
-    small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(
-        *small, starts, lengths
+    bf16_inputs = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    _, actual_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(
+        *bf16_inputs, starts, lengths
     )
     segment_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
-    sees = (segment_BL[:, :, None] == segment_BL[:, None]) & np.tril(np.ones((L, L), bool))
-    right_BhL = np.log(np.exp(scores, where=sees[:, None], out=np.zeros_like(scores)).sum(-1))
-    inside_BhL = np.broadcast_to((segment_BL >= 0)[:, None], right_BhL.shape)
-    assert np.abs(np.asarray(found_BhL) - right_BhL)[inside_BhL].max() < tolerances.LSE_BF16
+    is_visible = (segment_BL[:, :, None] == segment_BL[:, None]) & np.tril(np.ones((L, L), bool))
+    expected_BhL = np.log(
+        np.exp(scores, where=is_visible[:, None], out=np.zeros_like(scores)).sum(-1)
+    )
+    is_token_BhL = np.broadcast_to((segment_BL >= 0)[:, None], expected_BhL.shape)
+    assert np.abs(np.asarray(actual_BhL) - expected_BhL)[is_token_BhL].max() < tolerances.LSE_BF16
 
 
 @pytest.mark.parametrize("h", [4, 8])

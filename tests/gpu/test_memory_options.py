@@ -81,11 +81,14 @@ OPTIONS = {
 XLA_OPTIONS = {
     "inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)
 }
-"""XLA options of some of them. A prefetched copy of a wrong layer would give wrong gradients."""
+"""XLA options by entry of OPTIONS. Prefetching a wrong layer would give wrong gradients."""
 
 
-def program(gpu, memory, dtype="bfloat16", xla_options=None):
-    """A step of two rows, one after the other, and its attention; skips if JAX cannot do it."""
+def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
+    """Makes a program with two microbatches of one row, and chooses its attention.
+
+    Skips the test if this JAX does not support the memory options.
+    """
     config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 3, "xla_options": xla_options or {}},
@@ -110,61 +113,70 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
         pytest.skip(problems[0])
     choice = attention.choose(config, MODEL, devices=[gpu])
     attend = attention.make_chosen_attend(choice)
-    on = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return Program(config=config, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
+    mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
+    return Program(config=config, model=MODEL, mesh=mesh, attend=attend, num_steps=3), choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """Results of three steps."""
 
     losses: list
-    moved: dict
+    weight_changes: dict
     """Change of each weight in the first step."""
-    needs: MemoryUse
+    memory_use: MemoryUse
 
 
 @functools.cache
-def trained(gpu, option, dtype="float32"):
+def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
-    of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(option))
-    ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.settings.workspace_bytes)
+    program, choice = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
+    step = memory_options.compile_fitting_step(
+        program, workspace_bytes=choice.settings.workspace_bytes
+    )
     start = weight_init.random_weights(
-        of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state
+        program.table, seed=0, mesh=program.mesh, is_offloaded=program.has_offloaded_state
     )
     before = {
         name: np.array(weight) for name, weight in batches.by_name(start).items()
-    }  # no view: the step takes the memory
-    state = train_state.init_state(of, start)
-    rows = batches.put_on_mesh(ROWS, of.mesh)
+    }  # copies: the step reuses the memory of its inputs
+    state = train_state.init_state(program, start)
+    rows = batches.put_on_mesh(ROWS, program.mesh)
     losses = []
-    moved = {}
+    weight_changes = {}
     for _ in range(3):
-        state, numbers = ready.executable(state, rows)
+        state, numbers = step.executable(state, rows)
         losses.append(float(numbers.loss))
-        moved = moved or {
+        weight_changes = weight_changes or {
             name: after - before[name] for name, after in batches.by_name(state.master).items()
         }
-    return Trained(losses, moved, ready.memory_use)
+    return TrainingResult(losses, weight_changes, step.memory_use)
 
 
-def compare(found, right, tolerance):
-    assert right.losses[0] > right.losses[-1] > 0
-    assert found.losses == pytest.approx(right.losses, rel=tolerance)
-    for name in right.moved:
-        assert batches.difference(found.moved[name], right.moved[name]) < tolerance, name
+def check_results(actual, expected, tolerance):
+    assert expected.losses[0] > expected.losses[-1] > 0
+    assert actual.losses == pytest.approx(expected.losses, rel=tolerance)
+    for name in expected.weight_changes:
+        assert (
+            batches.difference(actual.weight_changes[name], expected.weight_changes[name])
+            < tolerance
+        ), name
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_memory_option_changes_no_loss_and_no_weight(gpu, option):
-    compare(trained(gpu, option), trained(gpu, None), tolerances.MESH)
+    check_results(train_three_steps(gpu, option), train_three_steps(gpu, None), tolerances.MESH)
 
 
 @pytest.mark.parametrize(
     "option", ["full", "inputs and attention", "inputs and attention, not prefetched"]
 )
-def test_results_of_cudnn_are_the_same_kept_or_recomputed(gpu, option):
-    compare(trained(gpu, option, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
+def test_saved_and_recomputed_cudnn_attention_give_the_same_results(gpu, option):
+    check_results(
+        train_three_steps(gpu, option, "bfloat16"),
+        train_three_steps(gpu, None, "bfloat16"),
+        tolerances.BF16,
+    )
 
 
 INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
@@ -173,9 +185,9 @@ STATE = (
     3
     * 4
     * sum(
-        math.prod(row.stacked_shape)
-        for row in jax.tree.leaves(decoder.param_table(MODEL))
-        if host_offload.should_offload(row)
+        math.prod(param.stacked_shape)
+        for param in jax.tree.leaves(decoder.param_table(MODEL))
+        if host_offload.should_offload(param)
     )
 )
 
@@ -190,37 +202,38 @@ ON_HOST = {
 
 @pytest.mark.parametrize("option", ON_HOST)
 def test_offloaded_arrays_are_on_the_host(gpu, option):
-    assert trained(gpu, None).needs.host == 0
-    assert trained(gpu, option).needs.host >= ON_HOST[option]
+    assert train_three_steps(gpu, None).memory_use.host == 0
+    assert train_three_steps(gpu, option).memory_use.host >= ON_HOST[option]
 
 
-def test_each_memory_option_needs_less_of_the_device(gpu):
+def test_memory_options_need_less_and_less_device_memory(gpu):
     options = ("none", "attention and MLP", "full", "inputs", "inputs and attention")
-    taken = {option: trained(gpu, option).needs.device for option in options}
-    kept = trained(gpu, None).needs.device
-    assert taken["none"] > taken["attention and MLP"] > kept > taken["full"] > taken["inputs"]
-    assert kept > taken["inputs and attention"]
+    device_bytes = {option: train_three_steps(gpu, option).memory_use.device for option in options}
+    saved_attention = train_three_steps(gpu, None).memory_use.device
+    assert device_bytes["none"] > device_bytes["attention and MLP"] > saved_attention
+    assert saved_attention > device_bytes["full"] > device_bytes["inputs"]
+    assert saved_attention > device_bytes["inputs and attention"]
 
 
 @pytest.mark.parametrize("option", ["none", "state"])
-def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, option, tmp_path):
-    """A state in host memory is written from that memory, which the next step reuses."""
-    of, _ = program(gpu, OPTIONS[option], "float32")
-    run = train_step.compile(of)
-    state = train_state.random_state(of, seed=0)
-    rows = batches.put_on_mesh(ROWS, of.mesh)
+def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path):
+    """Offloaded state is written from host memory that the next step reuses."""
+    program, _ = make_program(gpu, OPTIONS[option], "float32")
+    run = train_step.compile(program)
+    state = train_state.random_state(program, seed=0)
+    rows = batches.put_on_mesh(ROWS, program.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(
         config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0
     )
-    with CheckpointWriter(tmp_path, table=of.table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=program.table, retention=CheckpointConfig()) as store:
         store.save(state, meta)
-        state, right = run(state, rows)
+        state, expected = run(state, rows)
     restored = reader.restore(
-        tmp_path / "1", train_state.abstract_inputs(of)[0], table=of.table, num_steps=1
+        tmp_path / "1", train_state.abstract_inputs(program)[0], table=program.table, num_steps=1
     )
     assert float(run(restored, rows)[1].loss) == pytest.approx(
-        float(right.loss), rel=tolerances.MESH
+        float(expected.loss), rel=tolerances.MESH
     )
 
 
@@ -228,12 +241,14 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, option, tmp_path)
 def test_the_check_before_the_first_step_passes_within_five_seconds(
     gpu, activations, record_property
 ):
-    """The second time: the first also loads cuDNN and cuBLAS, which the step needs anyway."""
-    of, choice = program(gpu, {"remat": "save_attention", "offload_activations": activations})
+    """Asserts the second check; the first also loads cuDNN and cuBLAS, which a step needs too."""
+    program, choice = make_program(
+        gpu, {"remat": "save_attention", "offload_activations": activations}
+    )
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        lines = selfcheck.check_device(of, choice)
+        lines = selfcheck.check_device(program, choice)
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5

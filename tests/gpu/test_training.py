@@ -1,4 +1,4 @@
-"""The quickstart command on one GPU: its losses are those on the CPU."""
+"""The quickstart on one GPU gives the losses of the CPU."""
 
 import glob
 import json
@@ -17,12 +17,15 @@ pytestmark = pytest.mark.gpu
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
-NUM_ALIKE = 20
-"""Steps whose losses are compared with the CPU's, which takes half a minute for them."""
+NUM_COMPARED_STEPS = 20
+"""Steps whose losses are compared with those on the CPU, which takes half a minute."""
 
 
 def train(directory: pathlib.Path, platform: str, *changes: str) -> list[dict]:
-    """Lines of metrics.jsonl of a quickstart on one device; a short run begins like a long one."""
+    """Runs the quickstart on one device. Returns the lines of metrics.jsonl.
+
+    The schedule is constant, so that the first steps of a short and a long run are equal.
+    """
     words = [
         "mesh.data=1",
         "mesh.seq=1",
@@ -39,30 +42,33 @@ def train(directory: pathlib.Path, platform: str, *changes: str) -> list[dict]:
         *words,
     ]
     environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_FLAGS": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=REPO, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def float32(gpu, tmp_path_factory):
-    """The whole run on the GPU: its directory and its lines."""
+    """Directory and metrics of the complete run on the GPU in float32."""
     directory = tmp_path_factory.mktemp("gpu") / "float32"
     return directory, train(directory, "cuda", "model.compute_dtype=float32")
 
 
 @pytest.fixture(scope="module")
 def bfloat16(gpu, tmp_path_factory):
-    """The same in bfloat16."""
+    """Directory and metrics of the complete run on the GPU in bfloat16."""
     directory = tmp_path_factory.mktemp("gpu") / "bfloat16"
     return directory, train(directory, "cuda", "model.compute_dtype=bfloat16")
 
 
 @pytest.fixture(scope="module")
 def bigram_entropy():
-    """Nats per byte of the training text, given the byte before: 2.4 of Python 3.12's library."""
+    """Entropy of a byte of the training text given the byte before, in nats.
+
+    2.4 for the standard library of Python 3.12.
+    """
     counts = np.zeros((257, 257))
     for file in glob.glob(sysconfig.get_paths()["stdlib"] + "/*.py"):
         tokens = np.array([*pathlib.Path(file).read_bytes(), 256])
@@ -72,7 +78,7 @@ def bigram_entropy():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(request, dtype, bigram_entropy):
+def test_the_loss_falls_below_the_bigram_entropy(request, dtype, bigram_entropy):
     _, lines = request.getfixturevalue(dtype)
     losses = [line["loss"] for line in lines]
     assert len(losses) == 400
@@ -81,18 +87,20 @@ def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(request, dtype, bigra
 
 
 def test_float32_losses_are_those_of_the_cpu(float32, tmp_path):
-    right = train(tmp_path / "cpu", "cpu", "model.compute_dtype=float32", f"run.steps={NUM_ALIKE}")
-    assert len(right) == NUM_ALIKE
+    cpu_lines = train(
+        tmp_path / "cpu", "cpu", "model.compute_dtype=float32", f"run.steps={NUM_COMPARED_STEPS}"
+    )
+    assert len(cpu_lines) == NUM_COMPARED_STEPS
     _, lines = float32
-    for ours, cpu in zip(lines, right, strict=False):
+    for gpu_line, cpu_line in zip(lines, cpu_lines, strict=False):
         counts = ("step", "num_rows", "num_tokens", "num_loss_tokens")
-        assert [ours[name] for name in counts] == [cpu[name] for name in counts]
-        assert ours["loss"] == pytest.approx(cpu["loss"], rel=tolerances.GPU_RUN), (
-            f"step {cpu['step']}"
+        assert [gpu_line[name] for name in counts] == [cpu_line[name] for name in counts]
+        assert gpu_line["loss"] == pytest.approx(cpu_line["loss"], rel=tolerances.GPU_RUN), (
+            f"step {cpu_line['step']}"
         )
 
 
-def test_it_says_which_device_worked_and_how_much_memory_it_took(gpu, float32, bfloat16):
+def test_the_banner_names_the_gpu_and_metrics_have_its_peak_memory(gpu, float32, bfloat16):
     for directory, lines in (float32, bfloat16):
         assert f"1 x {gpu.device_kind}" in (directory / "banner.txt").read_text()
         peaks = [line["device_peak_gib"] for line in lines]
