@@ -1,4 +1,4 @@
-"""Writes the arrays of a checkpoint with orbax, and describes why that failed."""
+"""Writes the arrays of a checkpoint with orbax, and describes why a write failed."""
 
 import asyncio
 import os
@@ -15,10 +15,10 @@ from jaxsp.checkpoint import reader
 from jaxsp.runtime import run_paths
 
 MIN_SLICED_BYTES = 2**20
-"""Minimum bytes per device for the devices that hold a replicated array to share its writing.
+"""Minimum bytes per device for a replicated array to be written in slices, one from each device.
 
-orbax slices such arrays and compiles a program for each shape and device. For the small weights of
-2 layers on 8 virtual devices these were 56 programs, and the first checkpoint waited 5.7 s for them
+orbax compiles a program that slices the array, for each shape and device. The small weights of 2
+layers on 8 virtual devices needed 56 programs, and the first checkpoint waited 5.7 s for them
 (2 shared CPU cores, 2026-11-23).
 """
 
@@ -46,12 +46,12 @@ class ArrayWriter:
     ) -> tuple[list[Any], list[Exception]]:
         """Copies the arrays, whose memory the next step reuses, and starts to write the copies.
 
-        Returns: commits to wait for, and the error if not all of them were begun.
+        Returns: commits to wait for, and the error if some could not be started.
         """
         commits: list[Any] = []
         try:
             asyncio.run(self._copy(folder, items, commits))
-        except Exception as error:  # raised when the commits that have begun have ended
+        except Exception as error:  # raised after all started commits have ended
             return commits, [error]
         return commits, []
 

@@ -209,7 +209,7 @@ def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
 
 
 def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
-    """The rule that a finding's value breaks."""
+    """Returns the rule that the invalid value breaks."""
     if finding["type"] not in _RULES:
         return finding["msg"].replace("Input should be", "must be")
     rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))

@@ -1,4 +1,4 @@
-"""Banner and summary: what a run will do, before its first step, and what it has done."""
+"""Banner and summary: what a run will do, printed before its first step, and what it did."""
 
 import pathlib
 import platform

@@ -37,7 +37,7 @@ class SignalForwarder:
         self._old_handlers = {
             number: signal.signal(number, self._handle_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
-            # nohup, and shells for background commands, let them ignore Ctrl-C
+            # Ignored signals stay ignored: shells start background jobs with SIGINT ignored
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         return self
@@ -62,7 +62,7 @@ class SignalForwarder:
     def poll_exit_codes(self) -> dict[int, int | None]:
         """Exit codes by process index; None for a process that is running.
 
-        0 for a process that the first signal has killed: it was not ready and had begun nothing.
+        0 for a process killed by the first signal: it had no handler yet, so no work was lost.
         """
         codes = {index: child.poll() for index, child in self.children.items()}
         if self.first is not None:
@@ -80,7 +80,7 @@ def run_processes(
     """
     signals.children = {process.index: _start(command, process) for process in processes}
     stderr = StderrMultiplexer(signals.children)
-    if signals.first is not None:  # it came while the processes were started
+    if signals.first is not None:  # received while the processes were starting
         signals.send(signals.first)
     failed = _wait(signals, stderr)
     codes = {*signals.poll_exit_codes().values()}

@@ -33,8 +33,8 @@ class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
     Without progress in time, it prints the stacks of all threads and ends all processes with exit
-    code 75. It needs Python's lock for that. Code that hangs while it holds the lock is noticed by
-    the other processes, and visible in the heartbeat.
+    code 75. It needs the GIL for that. If code hangs while it holds the GIL, the other processes
+    detect it, and the heartbeat stops.
     """
 
     def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):
@@ -48,7 +48,7 @@ class Watchdog:
             self._interval_s = min(HEARTBEAT_INTERVAL_S, quarter_s)
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if has_heartbeat:  # another thread, since a disk that does not answer blocks it
+        if has_heartbeat:  # another thread, since an unresponsive disk blocks it
             heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
             self._threads.append(heartbeat)
         self._bytes_written = 0
@@ -105,10 +105,10 @@ class Watchdog:
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
-            f"Ends with exit code {exit_codes.HUNG}: the same command resumes from the "
+            f"Exiting with code {exit_codes.HUNG}: the same command resumes from the "
             "last checkpoint. Stacks of all threads:"
         )
-        # In a thread: stderr may be a file on the disk that does not answer
+        # In a thread: stderr may be a file on an unresponsive disk
         printer = threading.Thread(target=_print_stacks, args=(text,), daemon=True)
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)

@@ -5,9 +5,9 @@ Three messages as ChatML writes them; the loss is on the text between the bars:
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n|Hello.<|im_end|>\n|
 
 If the template has {% generation %} marks, they name the spans (generation_marks.py). Otherwise the
-spans are found by rendering parts of the conversation (span_search.py), and used only if they prove
-right. Conversations with few assistant messages are searched by prefixes first, long ones by
-exchanges, then by insertion, then by prefixes.
+spans are found by rendering parts of the conversation (span_search.py) and then checked.
+Conversations with few assistant messages are searched by prefixes first, then by insertion, then by
+exchanges; longer ones in the reverse order.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
@@ -44,7 +44,7 @@ class RenderedRecord:
     loss_spans: tuple[tuple[int, int], ...] | None = None
     """First character and end of each part with loss; None: the whole text."""
     has_exact_spans: bool = True
-    """A token that lies partly in a span: refuse the record if True, train on the token if not."""
+    """Refuse the record if a token lies only partly in a span; if False, train on that token."""
     is_plain: bool = False
     """Add the tokenizer's special tokens around the text, and its end token after it."""
 
@@ -66,7 +66,7 @@ def render_record(
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
         replaces templates without marks by its own for the models it knows; a prompt that is
         written differently when its completion follows is refused (TRL trains from where they
-        differ), unless only the generation prompt is; a template never writes the date of today.
+        differ), unless only the generation prompt is; a template never writes today's date.
     """
     has_full_loss = train_on == "all"
     if "messages" in record:
@@ -261,7 +261,7 @@ def check_span(
 
 
 def common_prefix_length(a: str, b: str) -> int:
-    """Length of the beginning that two texts share."""
+    """Returns the length of the longest common prefix of two texts."""
     if b.startswith(a):
         return len(a)
     pairs = enumerate(zip(a, b, strict=False))

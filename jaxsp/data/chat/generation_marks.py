@@ -79,10 +79,10 @@ def read_marked_spans(
     probe, words = _make_probe(messages, text)
     probe_text, probe_marks = render(probe)
     is_marked: dict[int, set[bool]] = {index: set() for index in indices}
-    word_places = []
+    word_positions = []
     for index, word in words:
         starts = [match.start() for match in re.finditer(word, probe_text)]
-        word_places += [(start, index) for start in starts]
+        word_positions += [(start, index) for start in starts]
         overlaps = [
             [
                 (first, last)
@@ -98,7 +98,7 @@ def read_marked_spans(
             if spans and not any(first <= start and end <= last for first, last in spans):
                 raise _partial_mark_error(index)
         if index in is_marked and starts:
-            # a tool's result may name the call again, outside the marks
+            # a tool result may repeat the name of the call outside the marks
             is_marked[index].add(any(overlaps))
     spans = [(start, end) for start, end in marks if start < end]
     if not spans or False in is_marked[indices[-1]]:
@@ -113,7 +113,7 @@ def read_marked_spans(
             place = message_end
     if len(loss_indices) == len(indices):
         return spans
-    return _select_loss_spans(loss_indices, indices, marks, probe_marks, sorted(word_places))
+    return _select_loss_spans(loss_indices, indices, marks, probe_marks, sorted(word_positions))
 
 
 def _select_loss_spans(
@@ -121,17 +121,17 @@ def _select_loss_spans(
     indices: list[int],
     marks: TextSpans,
     probe_marks: TextSpans,
-    word_places: list[tuple[int, int]],
+    word_positions: list[tuple[int, int]],
 ) -> TextSpans:
     """Returns the marked spans of the messages with loss.
 
-    Args: word_places: first character of each word of the probe, and its message; sorted.
+    Args: word_positions: first character of each word of the probe, and its message; sorted.
     Raises: RecordError if a mark may belong to a message with loss and to one without.
     """
     problem = f"{_MARKS} do not separate messages with loss from ones with weight 0 or train false"
     if len(marks) != len(probe_marks):
         raise RecordError(problem)
-    starts = [place for place, _ in word_places]
+    starts = [place for place, _ in word_positions]
     spans = []
     for (start, end), (first, last) in zip(marks, probe_marks, strict=True):
         low = bisect.bisect_left(starts, first)
@@ -140,7 +140,7 @@ def _select_loss_spans(
             # a mark without words, for example around thinking, may belong to either neighbor
             low = max(low - 1, 0)
             high += 1
-        marked = [index for _, index in word_places[low:high]]
+        marked = [index for _, index in word_positions[low:high]]
         if not marked:
             raise RecordError(problem)
         have_loss = {

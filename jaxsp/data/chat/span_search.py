@@ -31,8 +31,8 @@ def find_by_prefixes(
 ) -> list[AssistantSpan] | None:
     """Finds each message from two renderings: the conversation before it, and up to its end.
 
-    Both must be prefixes of the whole text. So the conversation is rendered twice per message.
-    Fails if a template renders the last message differently (Qwen3 keeps its thinking).
+    Both must be prefixes of the whole text. This takes up to two renderings per message. Fails if
+    a template renders the last message differently (Qwen3 keeps its thinking).
     """
     spans = []
     for index in indices:
@@ -50,20 +50,22 @@ def find_by_prefixes(
 def find_by_insertion(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds messages by inserting two short assistant messages at each start and end of a message.
+    """Finds each message by inserting two one-word assistant messages before and after it.
 
     Removing the inserted messages from the rendered text must give the original text. Renders the
     conversation only twice. Fails if a template requires roles to alternate.
     """
     unused = unused_words(text)
-    pairs = {border: (next(unused), next(unused)) for border in _list_borders(messages, indices)}
+    pairs = {
+        boundary: (next(unused), next(unused)) for boundary in _list_boundaries(messages, indices)
+    }
     inserted = {
-        border: [{"role": ASSISTANT, "content": word} for word in words]
-        for border, words in pairs.items()
+        boundary: [{"role": ASSISTANT, "content": word} for word in words]
+        for boundary, words in pairs.items()
     }
     try:
         text_and_prompt = render(messages, prompt=True)
-        mixed = render(_insert(messages, inserted))
+        augmented = render(_insert(messages, inserted))
     except RecordError:  # roles must alternate
         return None
     prompt = text_and_prompt.removeprefix(text)
@@ -71,29 +73,30 @@ def find_by_insertion(
         return None
     starts = {}
     headers = {}
-    seen = 0
-    place = 0
-    for border, (first_word, second_word) in pairs.items():
-        first = _find_header(mixed, prompt, seen, first_word)
-        first_end = mixed.find(first_word, seen) + len(first_word)
-        second = _find_header(mixed, prompt, first_end, second_word)
-        if first < 0 or second < 0 or not text.startswith(mixed[seen:first], place):
+    # The texts before these two positions are equal, except for the inserted messages
+    augmented_pos = 0
+    text_pos = 0
+    for boundary, (first_word, second_word) in pairs.items():
+        first = _find_header(augmented, prompt, augmented_pos, first_word)
+        first_end = augmented.find(first_word, augmented_pos) + len(first_word)
+        second = _find_header(augmented, prompt, first_end, second_word)
+        if first < 0 or second < 0 or not text.startswith(augmented[augmented_pos:first], text_pos):
             return None
-        place += first - seen
-        starts[border] = place
-        headers[border] = mixed[first : first_end - len(first_word)]
-        ending = mixed[first_end:second]
-        second_end = mixed.find(second_word, second) + len(second_word)
-        if not mixed.startswith(ending, second_end):
+        text_pos += first - augmented_pos
+        starts[boundary] = text_pos
+        headers[boundary] = augmented[first : first_end - len(first_word)]
+        ending = augmented[first_end:second]
+        second_end = augmented.find(second_word, second) + len(second_word)
+        if not augmented.startswith(ending, second_end):
             return None
-        seen = second_end + len(ending)
-    if mixed[seen:] != text[place:]:
+        augmented_pos = second_end + len(ending)
+    if augmented[augmented_pos:] != text[text_pos:]:
         return None
     return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
 
 
 def _find_header(text: str, prompt: str, start: int, word: str) -> int:
-    """Returns where the header of the message with this word begins; -1 if unknown.
+    """Returns the start of the header of the message that contains `word`; -1 if unknown.
 
     The header is the generation prompt or a prefix of it: the prompt of a reasoning model may
     contain more than the header of a message.
@@ -111,41 +114,42 @@ def _find_header(text: str, prompt: str, start: int, word: str) -> int:
 def find_by_exchanges(
     messages: Messages, indices: list[int], text: str, render: RenderText
 ) -> list[AssistantSpan] | None:
-    """Finds messages by inserting a user and an assistant message at each start and end of one.
+    """Finds each message by inserting a user and an assistant message before and after it.
 
     The pairs are ordered so that roles alternate. A probe of four one-word messages shows what the
-    template writes around a message, so the text of the inserted ones is known exactly. Removing
-    it must give the original text. Renders one conversation with at most three times the messages,
-    and five of at most four messages. Fails if an inserted user message makes the template remove
-    the thinking from earlier messages.
+    template writes around a message, so the text of the inserted messages is known exactly.
+    Removing it must give the original text. Renders one conversation with at most three times the
+    messages, and five of at most four messages. Fails if an inserted user message makes the
+    template remove the thinking from earlier messages.
     """
     unused = unused_words(text)
     turn_format = _infer_turn_format(unused, render)
     if turn_format is None:
         return None
     exchanges = {}
-    for border in _list_borders(messages, indices):
-        # Mistral checks that roles alternate, but skips tool calls and tool results. So the last
-        # message that it counts before either is the user's
-        is_user = messages[border]["role"] == _USER
+    for boundary in _list_boundaries(messages, indices):
+        # Mistral's template skips tool calls and tool results when it checks that roles alternate,
+        # so the last message that it counts before either of them is a user message
+        is_user = messages[boundary]["role"] == _USER
         roles = (_USER, ASSISTANT) if is_user else (ASSISTANT, _USER)
-        exchanges[border] = [{"role": role, "content": next(unused)} for role in roles]
+        exchanges[boundary] = [{"role": role, "content": next(unused)} for role in roles]
     try:
-        mixed = render(_insert(messages, exchanges))
+        augmented = render(_insert(messages, exchanges))
     except RecordError:
         return None
     starts = {}
-    seen = 0
-    place = 0
-    for border, exchange in exchanges.items():
+    # The texts before these two positions are equal, except for the inserted messages
+    augmented_pos = 0
+    text_pos = 0
+    for boundary, exchange in exchanges.items():
         inserted = "".join(turn_format.render_turn(**message) for message in exchange)
-        start = mixed.find(inserted, seen)
-        if start < 0 or not text.startswith(mixed[seen:start], place):
+        start = augmented.find(inserted, augmented_pos)
+        if start < 0 or not text.startswith(augmented[augmented_pos:start], text_pos):
             return None
-        place += start - seen
-        starts[border] = place
-        seen = start + len(inserted)
-    if mixed[seen:] != text[place:]:
+        text_pos += start - augmented_pos
+        starts[boundary] = text_pos
+        augmented_pos = start + len(inserted)
+    if augmented[augmented_pos:] != text[text_pos:]:
         return None
     headers = dict.fromkeys(indices, turn_format.affixes[ASSISTANT][0])
     return _spans_between(indices, starts, text, prompt=turn_format.prompt, headers=headers)
@@ -171,15 +175,15 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
     Returns None if a message is rendered differently when others follow.
     """
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
-    talk = [{"role": role, "content": next(unused)} for role in roles]
+    probe = [{"role": role, "content": next(unused)} for role in roles]
     try:
-        texts = [render(talk[:number]) for number in range(1, len(talk) + 1)]
-        prompted = render(talk[:3], prompt=True)
+        texts = [render(probe[:number]) for number in range(1, len(probe) + 1)]
+        prompted = render(probe[:3], prompt=True)
     except RecordError:
         return None
     affixes: dict[str, tuple[str, str]] = {}
     # Skip the first user message: text before it may belong to the conversation (such as BOS)
-    for message, (before, after) in zip(talk[1:], itertools.pairwise(texts), strict=True):
+    for message, (before, after) in zip(probe[1:], itertools.pairwise(texts), strict=True):
         header, word, end = after.removeprefix(before).partition(message["content"])
         if not word or not after.startswith(before):
             return None
@@ -190,10 +194,10 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
     return _TurnFormat(affixes=affixes, prompt=prompted.removeprefix(texts[2]))
 
 
-def _list_borders(messages: Messages, indices: list[int]) -> list[int]:
+def _list_boundaries(messages: Messages, indices: list[int]) -> list[int]:
     """Indices of the assistant messages, and of the messages directly after them."""
-    borders = {border for index in indices for border in (index, index + 1)}
-    return sorted(border for border in borders if border < len(messages))
+    boundaries = {boundary for index in indices for boundary in (index, index + 1)}
+    return sorted(boundary for boundary in boundaries if boundary < len(messages))
 
 
 def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
@@ -212,7 +216,7 @@ def _spans_between(
     prompt: str,
     headers: dict[int, str],
 ) -> list[AssistantSpan] | None:
-    """Returns the spans of messages with known borders; None if one has an unknown header.
+    """Returns the spans of messages with known boundaries; None if a header is unknown.
 
     Args:
         starts: first character of a message, by its index.
