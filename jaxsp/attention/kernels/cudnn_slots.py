@@ -63,11 +63,11 @@ class CallSlots(NamedTuple):
     """First token of each slot's segment, counted over all rows."""
     lengths_S: Int32[Array, "S"]
     slot_N: Int32[Array, "N"]
-    """Slot of each token of all rows; -1 for tokens of no slot."""
+    """Slot of each token of all rows; -1 for tokens outside all slots."""
 
     @property
     def position_N(self) -> Int32[Array, "N"]:
-        """Position of each token in its slot; 0 for tokens of no slot."""
+        """Position of each token in its slot; 0 for tokens outside all slots."""
         tokens_N = jnp.arange(len(self.slot_N), dtype=jnp.int32)
         return jnp.where(self.slot_N < 0, 0, tokens_N - self.starts_S[self.slot_N])
 
