@@ -190,8 +190,8 @@ def put_on_mesh(
     return Batch(**fields)
 
 
-def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Leaves of a nested dict by their path, such as `layers.attention.q.weight`."""
+def name_leaves(tree: Any) -> dict[str, np.ndarray]:
+    """Returns the leaves of a nested dict by their path, such as `layers.attention.q.weight`."""
     leaves = jax.tree.leaves_with_path(tree)
     return {".".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -214,8 +214,8 @@ def difference(actual: Any, expected: Any) -> float:
     return 0.0 if error == 0 else float(error / np.linalg.norm(expected))
 
 
-def same_bits(actual: Any, expected: Any) -> bool:
-    """True if all leaves are equal bit for bit, including NaN."""
+def is_bitwise_equal(actual: Any, expected: Any) -> bool:
+    """Compares all leaves bit by bit, including NaN."""
     leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
 

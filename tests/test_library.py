@@ -76,7 +76,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     after = tmp_path / "out"
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
     old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (before, after))
-    assert batches.same_bits(new, old)
+    assert batches.is_bitwise_equal(new, old)
     assert json.loads((after / "config.json").read_text()) == json.loads(
         (before / "config.json").read_text()
     )
@@ -102,7 +102,7 @@ def test_weights_in_host_memory_are_saved(base, tmp_path):
         safetensors.numpy.load_file(path / "model.safetensors")
         for path in (pathlib.Path(base), tmp_path / "out")
     )
-    assert batches.same_bits(new, old)
+    assert batches.is_bitwise_equal(new, old)
 
 
 def pieces(rows):

@@ -91,7 +91,7 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
     expected, *actual = (
         run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows
     )
-    assert all(batches.same_bits(results, expected) for results in actual)
+    assert all(batches.is_bitwise_equal(results, expected) for results in actual)
 
 
 def blocks_read(length, window):

@@ -122,7 +122,7 @@ def inputs(H, G):
     ]
 
 
-def results(attend, given):
+def results(attend, inputs):
     """The output, dq, dk and dv."""
 
     @jax.jit
@@ -130,7 +130,7 @@ def results(attend, given):
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
         return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
 
-    return jax.tree.map(np.asarray, run(*given))
+    return jax.tree.map(np.asarray, run(*inputs))
 
 
 @functools.cache
@@ -225,7 +225,7 @@ PER_GATHER = "attention.kv_heads_per_gather"
 
 
 @pytest.mark.parametrize(
-    ("seq", "H", "G", "asked", "start", "parts"),
+    ("seq", "H", "G", "options", "start", "parts"),
     [
         (8, 28, 4, {"strategy": "ulysses"},
          "mesh.seq = 8: ", ["28", "mesh.seq=1, 2, 4, 7, 14 or 28", "attention.strategy=auto"]),
@@ -256,11 +256,11 @@ PER_GATHER = "attention.kv_heads_per_gather"
          "attention.strategy = all_gather: ", ["100", "attention.strategy=ulysses"]),
     ],
 )  # fmt: skip
-def test_impossible_strategies_are_refused_with_possible_ones(seq, H, G, asked, start, parts):
+def test_impossible_strategies_are_refused_with_possible_ones(seq, H, G, options, start, parts):
     with pytest.raises(UserError) as caught:
-        chosen(seq, H, G, **asked)
+        chosen(seq, H, G, **options)
     assert_names(caught.value, *parts, start=start)
-    if "window" in asked:
+    if "window" in options:
         assert "attention.strategy=auto" not in str(caught.value), (
             "auto does not support windows either"
         )
@@ -304,7 +304,7 @@ def merge_errors(kernel, degree=8, tokens=512):
     rng = np.random.default_rng(0)
     H = 4
     G = 2
-    given = [
+    inputs = [
         jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16)
         for heads in (H, G, G, H)
     ]
@@ -315,10 +315,10 @@ def merge_errors(kernel, degree=8, tokens=512):
     )
     single = attention.make_attend(kernel=kernel, window=None)
     exact = attention.make_attend(kernel=oracle.attention, window=None)
-    right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
+    right = results(exact, [*(np.asarray(x, np.float32) for x in inputs), starts, lengths])
     errors = []
     for attend in (ring, single):
-        actual = results(attend, [*given, starts, lengths])
+        actual = results(attend, [*inputs, starts, lengths])
         errors.append(
             {
                 name: batches.difference(np.asarray(x, np.float32), right[name])

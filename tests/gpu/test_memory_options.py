@@ -138,7 +138,7 @@ def train_three_steps(gpu, option, dtype="float32"):
         program.table, seed=0, mesh=program.mesh, is_offloaded=program.has_offloaded_state
     )
     before = {
-        name: np.array(weight) for name, weight in batches.by_name(start).items()
+        name: np.array(weight) for name, weight in batches.name_leaves(start).items()
     }  # copies: the step reuses the memory of its inputs
     state = train_state.init_state(program, start)
     rows = batches.put_on_mesh(ROWS, program.mesh)
@@ -148,7 +148,7 @@ def train_three_steps(gpu, option, dtype="float32"):
         state, numbers = step.executable(state, rows)
         losses.append(float(numbers.loss))
         weight_changes = weight_changes or {
-            name: after - before[name] for name, after in batches.by_name(state.master).items()
+            name: after - before[name] for name, after in batches.name_leaves(state.master).items()
         }
     return TrainingResult(losses, weight_changes, step.memory_use)
 

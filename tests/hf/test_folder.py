@@ -125,7 +125,7 @@ def test_slices_equal_those_of_the_whole_tensor_in_every_dtype(model_folder):
     ]:
         part = tensors.read_slice(header[name], index)
         assert part.dtype == np.float32
-        assert batches.same_bits(part, arrays[name][index].astype(np.float32))
+        assert batches.is_bitwise_equal(part, arrays[name][index].astype(np.float32))
         assert part.shape == arrays[name][index].shape
 
 
@@ -369,7 +369,7 @@ def test_a_name_on_the_hub_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     assert (source.path, source.config_fields, source.is_on_hub) == (snapshot, FIELDS, True)
     table = decoder.param_table(MODEL)
     read = weights.open_folder(source, table).read
-    assert batches.same_bits(
+    assert batches.is_bitwise_equal(
         read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"]
     )
     folder.copy_small_files(source.path, tmp_path / "kept")

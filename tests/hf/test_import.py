@@ -81,7 +81,7 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, dtype):
             name: oracle.torch.from_numpy(array.astype(np.float32))
             for name, array in source.items()
         }
-        assert batches.same_bits(master, oracle.stacked(expected, table)), sizes
+        assert batches.is_bitwise_equal(master, oracle.stacked(expected, table)), sizes
 
     exported = "bfloat16" if dtype == "bfloat16" else "float32"
     fields = folder.find(str(tmp_path / "in")).config_fields
@@ -96,7 +96,7 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, dtype):
     back = tensors(tmp_path / "out")
     assert back.keys() == source.keys()
     for key, array in source.items():
-        assert batches.same_bits(back[key], array.astype(jnp.dtype(exported))), key
+        assert batches.is_bitwise_equal(back[key], array.astype(jnp.dtype(exported))), key
 
 
 def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tmp_path):
@@ -112,11 +112,11 @@ def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tm
             stored, tmp_path / "model.safetensors", metadata={"format": "pt"}
         )
         model = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert batches.same_bits(
+        assert batches.is_bitwise_equal(
             model.model.embed_tokens.weight.detach().numpy(), expected["embedding"]
         )
         _, imported = read(tmp_path)
-        assert batches.same_bits(imported, expected)
+        assert batches.is_bitwise_equal(imported, expected)
 
 
 @pytest.mark.e2e
@@ -140,8 +140,8 @@ def test_the_suggested_command_converts_pickled_weights(tmp_path):
     assert (tmp_path / "it's old-safetensors/tokenizer.json").is_file()
     written = tensors(tmp_path / "it's old-safetensors")
     assert written.keys() == source.keys()
-    assert all(batches.same_bits(written[name], array) for name, array in source.items())
-    assert batches.same_bits(
+    assert all(batches.is_bitwise_equal(written[name], array) for name, array in source.items())
+    assert batches.is_bitwise_equal(
         read(tmp_path / "it's old-safetensors")[1]["norm"],
         {"weight": source["model.norm.weight"].astype("f4")},
     )
@@ -157,7 +157,7 @@ def test_rotary_frequencies_of_old_llamas_are_ignored(tmp_path):
     safetensors.numpy.save_file(
         source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"}
     )
-    assert batches.same_bits(read(tmp_path)[1], expected)
+    assert batches.is_bitwise_equal(read(tmp_path)[1], expected)
 
 
 def test_exports_contain_the_small_files_of_their_source(tmp_path):

@@ -36,11 +36,11 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     documents = [arrays["tokens_BL"][place] for place in places]
     result = oracle.gradients(model, documents)
     expected = {"loss": result.loss, "logits": np.concatenate(result.logits)}
-    expected |= batches.by_name(oracle.stacked(result.gradients, table))
+    expected |= batches.name_leaves(oracle.stacked(result.gradients, table))
     result = oracle.jaxsp_result(config)(weights, Batch(**jax.tree.map(jnp.asarray, arrays)))
     logits = np.concatenate([result.logits[place] for place in places])
     actual = {"loss": result.loss, "logits": logits}
-    actual |= batches.by_name(result.gradients)
+    actual |= batches.name_leaves(result.gradients)
     return actual, expected
 
 

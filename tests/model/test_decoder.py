@@ -121,10 +121,10 @@ def test_changing_a_document_leaves_the_others_bit_identical(changed, seq):
     after = before | {"tokens_BL": np.where(own, before["tokens_BL"] + 200, before["tokens_BL"])}
     logits, gradient = compiled(seq)(before)
     new_logits, new_gradient = compiled(seq)(after)
-    assert batches.same_bits(new_logits[others], logits[others])
+    assert batches.is_bitwise_equal(new_logits[others], logits[others])
     assert (new_logits[own] != logits[own]).any(-1).all()
     other_tokens = before["tokens_BL"][others]
-    assert batches.same_bits(new_gradient[other_tokens], gradient[other_tokens])
+    assert batches.is_bitwise_equal(new_gradient[other_tokens], gradient[other_tokens])
     # A document of one token has no label.
     has_label = np.isin(other_tokens, before["tokens_BL"][before["labels_BL"] != NO_LABEL])
     assert (gradient[other_tokens[has_label]] != 0).any(-1).all()
@@ -172,11 +172,11 @@ def test_the_gradient_of_an_embedding_is_summed_in_float32():
     table = weights()["embedding"]
     out, actual = gradient(table)
     assert out.dtype == jnp.bfloat16
-    assert batches.same_bits(out[0, -5:], table[:5].astype(jnp.bfloat16))
+    assert batches.is_bitwise_equal(out[0, -5:], table[:5].astype(jnp.bfloat16))
     expected = np.zeros(param.shape, np.float32)
     expected[:5] = 1
     expected[7] = 39_643
-    assert batches.same_bits(actual, expected)
+    assert batches.is_bitwise_equal(actual, expected)
 
 
 LLAMA = {

@@ -228,5 +228,7 @@ def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
     before = jax.tree.map(lambda x: np.array(x), state)
     after, step_metrics = run.step(state, run.rows(runs.ROWS))
     assert not step_metrics.is_finite
-    assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
+    assert batches.is_bitwise_equal(
+        (after.master, after.opt_state), (before.master, before.opt_state)
+    )
     assert int(after.step) == 2

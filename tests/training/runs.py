@@ -163,7 +163,7 @@ class Run:
 
     def unpad(self, tree: Any) -> dict[str, np.ndarray]:
         """Returns weights or gradients by name, without padding."""
-        return batches.by_name(jax.tree.map(remove_padding, self.program.table, tree))
+        return batches.name_leaves(jax.tree.map(remove_padding, self.program.table, tree))
 
 
 def check_gradients(
@@ -173,7 +173,7 @@ def check_gradients(
     actual = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), expected = compile_reference(run.program.model)(weights, arrays)
     actual_leaves = run.unpad(actual.gradients)
-    expected_leaves = batches.by_name(expected)
+    expected_leaves = batches.name_leaves(expected)
     differences = {
         name: batches.difference(actual_leaves[name], expected_leaves[name])
         for name in expected_leaves

@@ -109,8 +109,8 @@ def test_options_in_xla_flags_override_own_options(gpus, name, tmp_path):
     flags = f"--xla_gpu_autotune_level=0 --{name}=false"
     file = tmp_path / "flags"
     file.write_text(flags)
-    for given in (flags, str(file)):
-        actual = choose(gpus, OFFLOAD, flags=given, is_tiled=True)
+    for xla_flags in (flags, str(file)):
+        actual = choose(gpus, OFFLOAD, flags=xla_flags, is_tiled=True)
         assert actual.options == rest
         assert actual.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
     assert choose(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
@@ -133,32 +133,32 @@ def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("options", "parts"),
     [
         ("{--xla_gpu_autotune_level: 0}", ["--xla_gpu_autotune_level", "xla_"]),
         ("{xla_gpu_autotune_level: null}", ["xla_gpu_autotune_level", "true", "false"]),
     ],
 )
-def test_names_and_values_that_are_no_options_are_refused_before_compiling(asked, says):
-    says = messages.holding(f"run.xla_options = {asked}", *says)
-    with pytest.raises(UserError, match=says):
-        programs.settings(f"run.xla_options={asked}")
+def test_names_and_values_that_are_no_options_are_refused_before_compiling(options, parts):
+    message = messages.holding(f"run.xla_options = {options}", *parts)
+    with pytest.raises(UserError, match=message):
+        programs.settings(f"run.xla_options={options}")
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("options", "parts"),
     [
         ({"xla_gpu_nonesuch": 3}, ["xla_gpu_nonesuch = 3", jax.lib.__version__]),
         ({"xla_gpu_autotune_level": True}, ["xla_gpu_autotune_level = true", "int32"]),
         ({"xla_gpu_deterministic_ops": 1}, ["xla_gpu_deterministic_ops = 1", "bool"]),
     ],
 )
-def test_an_option_that_xla_rejects_is_named(asked, says):
+def test_an_option_that_xla_rejects_is_named(options, parts):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    field, *rule = says
-    says = messages.holding(f"run.xla_options.{field}", *rule)
-    with pytest.raises(UserError, match=says):
-        compile_options.compile_lowered(lowered, CompileOptions(options=asked, description=""))
+    field, *rule = parts
+    message = messages.holding(f"run.xla_options.{field}", *rule)
+    with pytest.raises(UserError, match=message):
+        compile_options.compile_lowered(lowered, CompileOptions(options=options, description=""))
 
 
 FIXED = {"xla_gpu_deterministic_ops": True}

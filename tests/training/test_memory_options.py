@@ -143,7 +143,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     weights = runs.draw_weights(model_of(name))
     _, gradients = runs.compile_reference(model_of(name))(weights, runs.ROWS)
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
-    right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
+    right = batches.name_leaves(jax.tree.map(lambda w, g: w - g, weights, gradients))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
     actual = run.unpad(state.master)

@@ -85,13 +85,13 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
         assert metrics.is_finite
         assert int(state.step) == step + 1
     actual = run.unpad(state.master)
-    expected = batches.by_name(expected)
+    expected = batches.name_leaves(expected)
     differences = {name: batches.difference(actual[name], expected[name]) for name in expected}
     record_property("largest relative difference of a weight", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences
     moved = {
         name: np.linalg.norm(expected[name] - before)
-        for name, before in batches.by_name(weights).items()
+        for name, before in batches.name_leaves(weights).items()
     }
     assert min(moved.values()) > 1e-3, moved
 

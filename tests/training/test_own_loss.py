@@ -122,7 +122,7 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     state, metrics = run.step(
         state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)})
     )
-    assert batches.same_bits(state.master, before)
+    assert batches.is_bitwise_equal(state.master, before)
     assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.is_finite)) == (
         0,
         0,

@@ -94,7 +94,7 @@ def test_every_strategy_gives_the_step_of_one_device(name, record_property):
         num_labels,
     ]
     assert float(actual.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
-    right = batches.by_name(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
+    right = batches.name_leaves(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
     after = run.unpad(state.master)
     differences = {name: batches.difference(after[name], right[name]) for name in right}
     differences["loss"] = batches.difference(actual.loss, loss)

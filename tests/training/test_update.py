@@ -55,7 +55,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     with_gradients = runs.compile_in_thread(
         (1, 2, 4), config=ADAMW, functions=("gradients",)
     ).result()
-    decays = {name: is_matrix(name) for name in batches.by_name(weights)}
+    decays = {name: is_matrix(name) for name in batches.name_leaves(weights)}
     rates = optax.join_schedules(
         [optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2]
     )
@@ -63,7 +63,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
         optax.clip_by_global_norm(0.5),
         optax.adamw(rates, b1=0.9, b2=0.99, eps=1e-5, weight_decay=0.1, mask=decays),
     )
-    right = {name: jnp.asarray(array) for name, array in batches.by_name(weights).items()}
+    right = {name: jnp.asarray(array) for name, array in batches.name_leaves(weights).items()}
     with jax.numpy_dtype_promotion("standard"):
         opt = theirs.init(right)
         update = jax.jit(theirs.update)
@@ -76,7 +76,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
             state, metrics = adamw.step(state, rows)
     assert metrics.grad_norm > 0.5, "nothing was clipped"
     actual = adamw.unpad(state.master)
-    before = batches.by_name(weights)
+    before = batches.name_leaves(weights)
     differences = {
         name: batches.difference(actual[name] - before[name], right[name] - before[name])
         for name in right
@@ -132,7 +132,7 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_wa
 def test_an_update_is_as_long_as_the_limit(weights):
     run = runs.compile_in_thread((2, 2, 2), config=CLIPPED, functions=("step",)).result()
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
-    before = batches.by_name(weights)
+    before = batches.name_leaves(weights)
     moved = {name: after - before[name] for name, after in run.unpad(state.master).items()}
     assert batches.norm(moved) == pytest.approx(0.25, rel=1e-4)
     _, gradients = runs.compile_reference()(weights, runs.ROWS)
@@ -156,7 +156,9 @@ def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     before = jax.tree.map(np.asarray, state)
     after, metrics = adamw.step(state, adamw.rows(runs.ROWS))
     assert not metrics.is_finite
-    assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
+    assert batches.is_bitwise_equal(
+        (after.master, after.opt_state), (before.master, before.opt_state)
+    )
     assert int(after.step) == 2
 
 
@@ -167,7 +169,9 @@ def test_a_step_without_labels_changes_nothing(adamw, weights):
     before = jax.tree.map(np.asarray, state)
     unlabelled = runs.ROWS | {"labels_BL": np.full_like(runs.ROWS["labels_BL"], NO_LABEL)}
     after, metrics = adamw.step(state, adamw.rows(unlabelled))
-    assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
+    assert batches.is_bitwise_equal(
+        (after.master, after.opt_state), (before.master, before.opt_state)
+    )
     assert metrics.is_finite
     assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [
         0,

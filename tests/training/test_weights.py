@@ -44,7 +44,7 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
     whole = runs.draw_weights(runs.MODEL)
     stored = runs.put_weights(table, whole, mesh)
     for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
-        assert batches.same_bits(runs.remove_padding(row, array), right), row.hf_name
+        assert batches.is_bitwise_equal(runs.remove_padding(row, array), right), row.hf_name
         place = sharding.choose_placement(row, 4)
         parts = 1 if place.dim is None else 4
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}
@@ -79,7 +79,7 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
         ), row.hf_name
         for shard, expected in zip(actual.addressable_shards, put.addressable_shards, strict=True):
             assert (shard.device, shard.index) == (expected.device, expected.index)
-            assert batches.same_bits(shard.data, expected.data), row.hf_name
+            assert batches.is_bitwise_equal(shard.data, expected.data), row.hf_name
         assert (counts[row.hf_name] == 1).all(), row.hf_name
 
 
@@ -93,7 +93,7 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
         )
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
-    assert batches.same_bits(other, first)
+    assert batches.is_bitwise_equal(other, first)
     for row, array in zip(jax.tree.leaves(table), jax.tree.leaves(first), strict=True):
         of_norm = "norm" in row.hf_name
         assert (row.mean, row.std) == (
