@@ -202,7 +202,7 @@ def norm(tree: Any) -> float:
     return float(np.sqrt(sum(squares)))
 
 
-def difference(actual: Any, expected: Any) -> float:
+def relative_error(actual: Any, expected: Any) -> float:
     """Relative error: norm of the difference over the norm of `expected`, in float64.
 
     0 if both are equal.

@@ -3,13 +3,13 @@
 import re
 
 
-def holding(*parts: object) -> str:
+def containing(*parts: object) -> str:
     """Returns a regular expression for text with these parts in this order, in one line.
 
     A part that begins or ends with a digit is not found in a longer number: 4 is not in 14, 4.5 or
     4,000.
 
-    Example: `pytest.raises(errors.UserError, match=messages.holding("mesh.seq = 6", 1, "2 or 4"))`.
+    Example: `pytest.raises(UserError, match=messages.containing("mesh.seq = 6", 1, "2 or 4"))`.
     """
     return ".*".join(map(_pattern, map(str, parts)))
 

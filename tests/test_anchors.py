@@ -71,11 +71,11 @@ def test_the_table_marks_other_kernels_and_plans_that_do_not_fit():
     does_not_fit = dataclasses.replace(PLAN, fits=False)
     both = [anchors.compare(RUN, PLAN), anchors.compare(other, does_not_fit)]
     lines = anchors.format_table(both).splitlines()
-    assert re.search(messages.holding("4.00", "10.0", "0.500", "1.25", RUN.checked), lines[1])
+    assert re.search(messages.containing("4.00", "10.0", "0.500", "1.25", RUN.checked), lines[1])
     assert [published_runs.FLASH2 in line for line in lines[1:3]] == [False, True]
     # one note each, of the same run
     assert lines[-2].endswith(RUN.note)
-    assert re.search(messages.holding(RUN.note, "fit"), lines[-1])
+    assert re.search(messages.containing(RUN.note, "fit"), lines[-1])
 
 
 FIGURES = [(6455, "6,455"), (364.4, "364"), (15.57, "15.6"), (0.5529, "0.553")]

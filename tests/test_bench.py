@@ -66,7 +66,7 @@ def test_a_case_has_its_figures(benchmark):
     assert (case["offload_activations"], case["offload_optimizer"]) == ("none", "none")
     assert case["host_gib"] == 0
     assert 0 < case["planned_gib"] < 1
-    assert re.search(messages.holding("256 tokens"), case["memory_used"])
+    assert re.search(messages.containing("256 tokens"), case["memory_used"])
     assert case["workspace_gib"] is None, "cuDNN needs a GPU"
     assert case["compile_s"] < case["wall_s"]
     assert case["from_cache"] is False
@@ -84,7 +84,7 @@ def test_running_out_of_memory_is_recorded_and_the_other_cases_run(benchmark):
     case = results["cases"][0]
     assert (case["status"], case["step_s"]) == (report.OUT_OF_MEMORY, None)
     assert case["message"].startswith("RESOURCE_EXHAUSTED: Out of memory")
-    assert re.search(messages.holding(report.OUT_OF_MEMORY, case["message"]), printed)
+    assert re.search(messages.containing(report.OUT_OF_MEMORY, case["message"]), printed)
     assert results["cases"][1]["status"] == report.OK
 
 
@@ -142,7 +142,7 @@ def test_a_comparison_has_speedup_and_memory_ratio(monkeypatch, tmp_path, capsys
     (tmp_path / "results.json").rename(old)
     run(monkeypatch, tmp_path, [GOOD, FULL], "--compare", str(old))
     numbers = ("1.0000 s", "0.5000 s", "2.00", "2.00")
-    expected = messages.holding("tiny 256 one auto auto none none", *numbers)
+    expected = messages.containing("tiny 256 one auto auto none none", *numbers)
     assert re.match(expected, capsys.readouterr().out.splitlines()[-1])
 
 
@@ -151,7 +151,7 @@ def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
     _, actual = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
     figures = ("0.500 s", "1 TFLOP/s", "50.0 %", "4.0 GiB")
     packed = ("tiny 512 packed", report.OUT_OF_MEMORY)
-    expected = messages.holding("tiny 512 one", "blockwise", "auto", *figures, *packed)
+    expected = messages.containing("tiny 512 one", "blockwise", "auto", *figures, *packed)
     assert re.match(expected, report.summarize(actual))
     assert "256" not in report.summarize(actual)
 
@@ -216,7 +216,7 @@ def test_old_files_without_tiles_can_be_compared(monkeypatch, tmp_path):
         for name in (*report.TILES, "xla_options"):
             del case[name]
     _, tiled = run(monkeypatch, tmp_path, [GOOD, GOOD], "--mlp-tile-tokens", "64")
-    figures = messages.holding("0.5000 s", "0.5000 s", "1.00")
+    figures = messages.containing("0.5000 s", "0.5000 s", "1.00")
     assert len(re.findall(figures, report.compare_results(new, new))) == 2
     assert not re.search(figures, report.compare_results(new, tiled))
 
@@ -278,7 +278,7 @@ def test_an_impossible_case_is_refused_with_the_reason(tmp_path):
     result = step.measure(case, tmp_path)
     assert (result.status, result.step_s) == (report.REFUSED, None)
     fields = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
-    assert re.match(messages.holding(*fields), result.message)
+    assert re.match(messages.containing(*fields), result.message)
 
 
 def test_the_kernel_is_read_from_the_program():
@@ -303,13 +303,13 @@ def test_documents_of_random_lengths_fill_a_row_and_are_the_same_each_time():
 def test_a_missing_gpu_or_driver_is_named(monkeypatch):
     monkeypatch.setattr(hardware, "count_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
-        expected = messages.holding("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
+        expected = messages.containing("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
         assert re.search(expected, machine.find_gpu_problem())
 
     def fail():
         raise RuntimeError("Unable to initialize backend 'cuda': no driver")
 
     monkeypatch.setattr(jax, "devices", fail)
-    assert re.search(messages.holding("no driver", "jax[cuda13]"), machine.find_gpu_problem())
+    assert re.search(messages.containing("no driver", "jax[cuda13]"), machine.find_gpu_problem())
     monkeypatch.setattr(hardware, "count_gpus", lambda environ: 0)
     assert "/dev/nvidia0" in machine.find_gpu_problem()

@@ -67,7 +67,7 @@ def test_only_assistant_messages_have_loss(chat_run):
     lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
     banner = (chat_run / "run/banner.txt").read_text()
-    assert re.search(messages.holding(f"{10 * ANSWERS:,}"), banner)
+    assert re.search(messages.containing(f"{10 * ANSWERS:,}"), banner)
 
 
 def test_the_export_renders_chats_as_in_training(chat_run):
@@ -87,8 +87,8 @@ def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
     ]
     evaluation.main([str(chat_run / "run"), *words])
     lines = capsys.readouterr().out
-    assert re.search(messages.holding("loss", f"{ANSWERS:,}"), lines)
-    assert re.search(messages.holding(1, "skip"), lines), "a record that is left out is counted"
+    assert re.search(messages.containing("loss", f"{ANSWERS:,}"), lines)
+    assert re.search(messages.containing(1, "skip"), lines), "a record that is left out is counted"
 
 
 def _with_a_bad_record(folder):

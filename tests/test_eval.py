@@ -121,7 +121,7 @@ def load_tensors(folder):
 def test_all_missing_fields_are_reported_together(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     suggestion = "data.eval='[{source: "
-    with pytest.raises(UserError, match=messages.holding("data.eval", suggestion)) as raised:
+    with pytest.raises(UserError, match=messages.containing("data.eval", suggestion)) as raised:
         evaluation.main([str(tmp_path), "mesh.sq=4"])
     assert [problem.split(":")[0] for problem in raised.value.problems] == [
         "mesh.sq = 4",
@@ -133,7 +133,7 @@ def test_all_missing_fields_are_reported_together(tmp_path):
 def test_argument_without_a_model_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").touch()
-    expected = messages.holding(tmp_path / "run", "run.save_every")
+    expected = messages.containing(tmp_path / "run", "run.save_every")
     with pytest.raises(UserError, match=expected):
         evaluation.main([str(tmp_path / "run")])
     for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):

@@ -166,7 +166,7 @@ def straight(request, tmp_path_factory):
     assert learned(steps) == expected(data)
     check_labels(steps)
     dropped = 4 if "long_documents" in data else 0
-    says = messages.holding(f"{dropped} documents", "drop")
+    says = messages.containing(f"{dropped} documents", "drop")
     assert bool(re.search(says, (folder / "run/banner.txt").read_text())) == bool(dropped)
     return folder, data, steps
 

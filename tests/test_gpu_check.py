@@ -48,7 +48,7 @@ def test_without_a_stage_it_lists_them(capsys):
 
 def test_only_a_stage_with_a_table_can_be_resumed(capsys):
     assert gpu_check.main(["kernels", "--resume", "old.json"]) == 2
-    assert re.search(messages.holding("--resume", "kernels", "speed"), capsys.readouterr().err)
+    assert re.search(messages.containing("--resume", "kernels", "speed"), capsys.readouterr().err)
 
 
 class Parsed(Exception):
@@ -138,7 +138,7 @@ def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path,
     assert statuses == [(report.FAILED, 1), (report.OK, 0)]
     assert (index["stage"], index["commit"], index["jax"]) == ("mine", "abc", "0.11.2")
     expected = ("first: result of first", report.FAILED, "second: result of second")
-    assert re.search(messages.holding(*expected), line)
+    assert re.search(messages.containing(*expected), line)
     (log,) = out.glob("*-mine.txt")
     assert log.read_text().splitlines().count("a line") == 2
 
@@ -155,7 +155,7 @@ def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(
     assert code == 1
     assert [part["status"] for part in index["parts"]] == [report.TIMED_OUT, report.NOT_RUN]
     expected = ("slow: result of slow", report.TIMED_OUT, "late", report.NOT_RUN)
-    assert re.search(messages.holding(*expected), line)
+    assert re.search(messages.containing(*expected), line)
 
 
 def test_a_part_without_its_input_does_not_run(monkeypatch, tmp_path, benchmark):
@@ -240,7 +240,7 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
     }
     assert code == 1
     assert (index["parts"][0]["status"], index["parts"][0]["exit_code"]) == (report.FAILED, 0)
-    assert re.search(messages.holding("2 passed", "3 failed", "1 skipped", 1), line)
+    assert re.search(messages.containing("2 passed", "3 failed", "1 skipped", 1), line)
     (log,) = out.glob("*-mine.txt")
     starts = log.read_text().count("test session starts")
     assert starts == 3, "running out of memory leaves the process usable"
@@ -261,7 +261,7 @@ def test_skipping_every_test_is_a_failure(monkeypatch, tmp_path, pytest_part):
     text = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_one(): pass\n"
     code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part(text))
     assert (code, index["parts"][0]["exit_code"]) == (1, 0)
-    assert re.search(messages.holding("1 skipped", report.FAILED), line)
+    assert re.search(messages.containing("1 skipped", report.FAILED), line)
 
 
 def test_a_test_that_crashes_again_and_again_ends_the_stage(monkeypatch, tmp_path, pytest_part):
@@ -270,5 +270,5 @@ def test_a_test_that_crashes_again_and_again_ends_the_stage(monkeypatch, tmp_pat
         monkeypatch, tmp_path / "out", pytest_part("import os\nos.abort()\n")
     )
     assert (code, index["parts"][0]["status"]) == (1, report.FAILED)
-    assert re.search(messages.holding("tests", report.FAILED), line)
+    assert re.search(messages.containing("tests", report.FAILED), line)
     assert not re.search(r"\d+ (passed|failed|skipped)", line)

@@ -184,7 +184,7 @@ def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
         launcher.kill()
     assert time.monotonic() - kill_s < ENDS_WITHIN_S
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert re.search(messages.holding(f"process {victim}", "SIGKILL"), stderr)
+    assert re.search(messages.containing(f"process {victim}", "SIGKILL"), stderr)
     assert not any(is_alive(pid) for pid in pids.values())
     steps = [line["step"] for line in commands.read_lines(metrics)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
@@ -216,8 +216,10 @@ def test_an_error_that_all_processes_find_is_printed_once(tmp_path):
     stdout, stderr = launcher.communicate(timeout=100)
     assert launcher.returncode == 2, stderr
     error, end = plugin_messages.remove_plugin_messages(stderr)
-    assert re.match(messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), error)
-    assert re.search(messages.holding("2 processes", "exit code 2"), end)
+    assert re.match(
+        messages.containing("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), error
+    )
+    assert re.search(messages.containing("2 processes", "exit code 2"), end)
     assert "devices" not in stdout, "training did not start"
 
 
@@ -449,8 +451,8 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
     assert len(launched) == 5, "once, two restarts, and two after the new checkpoint"
     assert ["run.resume=auto" in command for command in launched] == [False, True, True, True, True]
     restart, end = capfd.readouterr().err.splitlines()[-2:]
-    assert re.search(messages.holding("checkpoint", "step 7"), restart)
-    assert re.search(messages.holding("2 restarts"), end)
+    assert re.search(messages.containing("checkpoint", "step 7"), restart)
+    assert re.search(messages.containing("2 restarts"), end)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +470,7 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
 def test_invalid_arguments_are_refused(monkeypatch, arguments, environ, num_gpus, parts):
     monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
-    with pytest.raises(UserError, match=messages.holding(*parts)):
+    with pytest.raises(UserError, match=messages.containing(*parts)):
         launch.main([*arguments.split(), "configs/quickstart.yaml", "run.steps=1"])
 
 

@@ -162,7 +162,7 @@ BAD = [
 def test_bad_lists_are_refused(loaded, given, says):
     given = {"documents": [[1, 2], [3, 4]]} | given
     program = dataclasses.replace(loaded[0], has_weights="weights" in given)
-    with pytest.raises(UserError, match="^" + messages.holding(*says)):
+    with pytest.raises(UserError, match="^" + messages.containing(*says)):
         library.pack(given.pop("documents"), program, **given)
 
 

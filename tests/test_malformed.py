@@ -545,7 +545,7 @@ def test_malformed_input_is_named_in_a_short_message(run_folder, capsys, monkeyp
     if make_input is not None:
         make_input()
     stderr = run_command(capsys, monkeypatch, *arguments)
-    assert re.search(messages.holding(*parts.split(" ... ")), stderr), stderr
+    assert re.search(messages.containing(*parts.split(" ... ")), stderr), stderr
     assert len(stderr.splitlines()) <= 3, stderr
     assert max(map(len, stderr.splitlines())) < 1000, stderr
     assert not (run_folder / "run").exists(), "the run has not started"

@@ -1,4 +1,4 @@
-"""messages.holding finds what a message must have, and nothing like it."""
+"""messages.containing finds what a message must have, and nothing like it."""
 
 import re
 
@@ -21,7 +21,7 @@ from tests import messages
     ],
 )
 def test_parts_are_found_in_their_order_and_whole(parts, text, is_found):
-    assert bool(re.search(messages.holding(*parts), text)) == is_found
+    assert bool(re.search(messages.containing(*parts), text)) == is_found
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_table_shows_both_sides(benchmark):
     assert header == report.PAIR_HEADER
     assert rows == [report.format_pair(case) for case in results["cases"]]
     assert f"{results['cases'][0]['transformers']['tokens_per_s']:,.0f}" in rows[0]
-    assert re.search(messages.holding("tiny one", 64, 64, "1.00"), first)
+    assert re.search(messages.containing("tiny one", 64, 64, "1.00"), first)
     assert "tiny packed" in second
 
 
@@ -243,9 +243,9 @@ def test_rows_are_doubled_for_the_sides_that_fit(monkeypatch, tmp_path, capsys):
     assert (last["row_tokens"], *statuses) == (1024, report.OUT_OF_MEMORY, report.NOT_RUN)
     *_, case_line, one_line, packed_line = capsys.readouterr().out.splitlines()
     problems = (report.OUT_OF_MEMORY, "too long", "transformers", report.NOT_RUN)
-    assert re.search(messages.holding("jaxsp", *problems), case_line)
-    assert re.search(messages.holding("tiny one", 512, 128, "4.00"), one_line)
-    assert re.search(messages.holding("tiny packed", 64), packed_line)
+    assert re.search(messages.containing("jaxsp", *problems), case_line)
+    assert re.search(messages.containing("tiny one", 512, 128, "4.00"), one_line)
+    assert re.search(messages.containing("tiny packed", 64), packed_line)
     assert [rows["ratio"] for rows in actual["longest"]] == [4.0, None]
 
 
@@ -255,7 +255,7 @@ def test_ratios_are_figures_of_jaxsp_over_the_peers(monkeypatch, tmp_path, capsy
     line = capsys.readouterr().out.splitlines()[1]
     expected = "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa"
     assert line.split() == expected.split()
-    assert re.search(messages.holding("1.50", "0.25"), report.summarize(actual))
+    assert re.search(messages.containing("1.50", "0.25"), report.summarize(actual))
 
 
 def statuses(found):
@@ -289,7 +289,7 @@ def test_without_torch_the_command_to_install_it_is_printed(monkeypatch, capsys)
     assert peer.main(["--shapes", "tiny"]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert re.search(messages.holding("torch", "pip install torch"), printed.err)
+    assert re.search(messages.containing("torch", "pip install torch"), printed.err)
 
 
 def test_a_resumed_comparison_runs_cases_that_a_side_did_not_finish(monkeypatch, tmp_path):
@@ -329,7 +329,7 @@ def test_an_error_of_a_side_that_finds_no_device_is_printed(monkeypatch, capsys)
     assert peer.main(["--shapes", "tiny"]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    expected = messages.holding("RuntimeError: no driver", f"python -m {peer.MODULE}")
+    expected = messages.containing("RuntimeError: no driver", f"python -m {peer.MODULE}")
     assert re.search(expected, printed.err)
 
 
@@ -337,7 +337,7 @@ def test_a_gpu_on_one_side_is_refused():
     gpu = "NVIDIA H100"
     assert peer.compare_devices("cpu", "cpu") is None
     assert peer.compare_devices(gpu, gpu) is None
-    expected = messages.holding("cpu", gpu, "JAX_PLATFORMS=cuda")
+    expected = messages.containing("cpu", gpu, "JAX_PLATFORMS=cuda")
     assert re.search(expected, peer.compare_devices("cpu", gpu))
-    expected = messages.holding(gpu, "cpu", "torch", "CUDA")
+    expected = messages.containing(gpu, "cpu", "torch", "CUDA")
     assert re.search(expected, peer.compare_devices(gpu, "cpu"))

@@ -108,9 +108,9 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     assert actual["tokens_per_s_estimate"] == pytest.approx(8 * 32768 / actual["step_s_estimate"])
     assert "8 x h100-80gb" in printed
     assert "ESTIMATE" in printed
-    assert re.search(messages.holding(8, "GPUs", "2,000 GiB"), printed)
+    assert re.search(messages.containing(8, "GPUs", "2,000 GiB"), printed)
     words = " ".join(printed.split())
-    assert re.search(messages.holding("save_attention_and_mlp", "8,192 tokens"), words)
+    assert re.search(messages.containing("save_attention_and_mlp", "8,192 tokens"), words)
     assert actual["mlp_tile_tokens"] == 8192
     assert actual["time_bottleneck"] in words
     tokens = 8 * 32768
@@ -158,7 +158,7 @@ def test_a_plan_without_cudnn_has_no_time_estimate(run_plan, words):
     assert actual["fits"] is True
     assert actual["step_s_estimate"] is actual["hardware_flops"] is None
     assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-3)
-    assert re.search(messages.holding("blockwise", "cuDNN"), " ".join(printed.split()))
+    assert re.search(messages.containing("blockwise", "cuDNN"), " ".join(printed.split()))
     assert "ESTIMATE" not in printed
 
 
@@ -325,7 +325,7 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
     ],
 )
 def test_an_invalid_request_is_a_user_error_with_a_suggestion(run_plan, words, problem):
-    with pytest.raises(UserError, match=messages.holding(*problem)):
+    with pytest.raises(UserError, match=messages.containing(*problem)):
         run_plan(*words)
 
 

@@ -30,8 +30,8 @@ def test_the_implied_allowance_is_the_peak_without_the_rest_of_the_plan():
     assert (error.allowance_gib, error.implied_gib) == (2.0, 1.0)
     assert error.ratio_s == pytest.approx(5.0 / 4.0)
     line = plan_error.format_error(error)
-    assert re.search(messages.holding("30.00", "29.00", "1.034", "2.00", "1.00"), line)
-    ratios = messages.holding("1.034", "1.034", "10 %", "1.25", "1.25")
+    assert re.search(messages.containing("30.00", "29.00", "1.034", "2.00", "1.00"), line)
+    ratios = messages.containing("1.034", "1.034", "10 %", "1.25", "1.25")
     assert re.search(ratios, plan_error.summarize([error]))
     assert "NOT" not in plan_error.summarize([error])
 
@@ -40,11 +40,11 @@ def test_a_summary_reports_large_errors_and_cases_without_a_peak():
     far = plan_error.compare(measured(peak_gib=40.0), make_plan())
     full = plan_error.compare(measured(report.OUT_OF_MEMORY, message="no room"), make_plan())
     assert re.search(
-        messages.holding(report.OUT_OF_MEMORY, "no room"), plan_error.format_error(full)
+        messages.containing(report.OUT_OF_MEMORY, "no room"), plan_error.format_error(full)
     )
     ratios = ("0.750", "0.750", "NOT", "10 %")
-    assert re.search(messages.holding(*ratios), plan_error.summarize([far]))
-    assert re.search(messages.holding(*ratios, 1, 2), plan_error.summarize([far, full]))
+    assert re.search(messages.containing(*ratios), plan_error.summarize([far]))
+    assert re.search(messages.containing(*ratios, 1, 2), plan_error.summarize([far, full]))
     assert not re.search(r"\d", plan_error.summarize([full])), "there is no ratio"
 
 
@@ -76,14 +76,14 @@ def test_each_measured_case_is_planned_for_the_gpu_of_the_file(run):
     assert planned == [(CASE, "h200-141gb")] * 2
     assert code == 0
     assert [case["peak_gib"] for case in actual["cases"]] == [29.0, None]
-    assert re.search(messages.holding("1.034", "1.034", "10 %"), actual["summary"])
+    assert re.search(messages.containing("1.034", "1.034", "10 %"), actual["summary"])
 
 
 def test_a_large_error_or_a_missing_plan_fails_the_command(run, capsys):
     assert run(measured(peak_gib=40.0))[0] == 1
     assert run(measured(report.OUT_OF_MEMORY))[0] == 1, "nothing was compared"
     assert run(measured(peak_gib=29.0), words=["--seconds", "-1"])[0] == 1
-    assert re.search(messages.holding("tiny 1,024 packed", "time"), capsys.readouterr().out)
+    assert re.search(messages.containing("tiny 1,024 packed", "time"), capsys.readouterr().out)
 
     def plan(case, gpu):
         if case.documents == "one":
@@ -93,13 +93,13 @@ def test_a_large_error_or_a_missing_plan_fails_the_command(run, capsys):
     other = measured(peak_gib=29.0) | {"documents": "one"}
     code, actual = run(measured(peak_gib=29.0), other, plan=plan)
     assert (code, len(actual["cases"])) == (1, 1)
-    expected = messages.holding("tiny 1,024 one", "no such attention")
+    expected = messages.containing("tiny 1,024 one", "no such attention")
     assert re.search(expected, capsys.readouterr().out)
 
 
 def test_an_unknown_device_is_refused(run, capsys):
     assert run(measured(), device="cpu") == (2, None)
-    assert re.search(messages.holding("cpu", "H100"), capsys.readouterr().err)
+    assert re.search(messages.containing("cpu", "H100"), capsys.readouterr().err)
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_the_record_of_a_chat_template_that_leaves_its_sandbox_is_named(
     with pytest.raises(UserError) as error:
         build.build_training(fields, devices=jax.devices()[:1])
     first, _ = error.value.problems
-    assert re.search(messages.holding("a.jsonl, line 1", "__class__"), first)
+    assert re.search(messages.containing("a.jsonl, line 1", "__class__"), first)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_saved_data_set_stays_in_its_folder(tmp_path, name):
 def assert_refused(folder, source, name):
     """Asserts that a source is refused because of a name in it."""
     fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
-    expected = messages.holding(f"data.train.0.source = {folder}/{source}", name)
+    expected = messages.containing(f"data.train.0.source = {folder}/{source}", name)
     with pytest.raises(UserError, match=expected):
         build.build_training(fields, devices=jax.devices()[:1])
 

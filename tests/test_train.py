@@ -161,7 +161,7 @@ def test_one_long_document_counts_once_on_one_device_and_on_four(tmp_path):
         assert (line["step"], line["num_tokens"], line["num_loss_tokens"]) == (1, 15_922, 15_921)
         losses[seq] = line["loss"]
         banner = (directory / "banner.txt").read_text()
-        assert re.search(messages.holding(f"seq {seq}"), banner)
+        assert re.search(messages.containing(f"seq {seq}"), banner)
     assert losses[4] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -188,16 +188,16 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
         optimizer__learning_rate=1e30,
         optimizer__max_grad_norm=None,
     )
-    suggestion = messages.holding("run.on_nonfinite=skip")
+    suggestion = messages.containing("run.on_nonfinite=skip")
     with pytest.raises(NeedsAttentionError, match=suggestion) as stopped:
         run(config, 1)
     lines = commands.read_lines(tmp_path / "run/metrics.jsonl")
     nan_step = next(line["step"] for line in lines if line["loss"] is None)
-    assert re.search(messages.holding(f"step {nan_step}"), str(stopped.value))
+    assert re.search(messages.containing(f"step {nan_step}"), str(stopped.value))
     (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
     last_step = lines[-1]["step"]
     assert int(checkpoint.name) == last_step == nan_step + 1, "one more step was dispatched"
-    assert re.search(messages.holding(f"checkpoints/{checkpoint.name}"), str(stopped.value))
+    assert re.search(messages.containing(f"checkpoints/{checkpoint.name}"), str(stopped.value))
     config = settings(tmp_path, run__directory=str(tmp_path / "other"))
     program, _ = build.build_training(config, devices=jax.devices()[:1])
     weights = reader.read_weights(checkpoint, program.table)
@@ -243,7 +243,7 @@ def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path, resum
     write_documents(tmp_path, [128])
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("precious")
-    expected = messages.holding(f"run.directory = {tmp_path}/run") + f".*{suggestion}"
+    expected = messages.containing(f"run.directory = {tmp_path}/run") + f".*{suggestion}"
     with pytest.raises(UserError, match=expected):
         build.build_training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
     assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
@@ -307,7 +307,7 @@ def test_sizes_that_do_not_divide_are_refused_with_values_that_work(
     write_documents(tmp_path, [128])
     with pytest.raises(UserError) as error:
         build.build_training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
-    assert re.search(messages.holding(*parts), "\n".join(error.value.problems))
+    assert re.search(messages.containing(*parts), "\n".join(error.value.problems))
     assert not (tmp_path / "run").exists()
 
 
@@ -326,7 +326,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         model__tokenizer="bytes",
         data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
     )
-    expected = messages.holding("model.tokenizer", 257, 256, "model.config.vocab_size=257")
+    expected = messages.containing("model.tokenizer", 257, 256, "model.config.vocab_size=257")
     with pytest.raises(UserError, match=expected):
         build.build_training(config, devices=jax.devices()[:1])
 
@@ -364,7 +364,7 @@ def test_commands_print_errors_and_set_exit_codes(arguments, code, part):
 def test_export_refuses_a_folder_that_is_not_empty(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").write_text("precious")
-    with pytest.raises(UserError, match=messages.holding(tmp_path / "out")):
+    with pytest.raises(UserError, match=messages.containing(tmp_path / "out")):
         export.main([str(tmp_path), str(tmp_path / "out")])
 
 
@@ -403,5 +403,5 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     # in a process of its own, because reads of tensorstore go on and would disturb later tests
     done = commands.run_python("-m", "jaxsp.export", tmp_path / "run", tmp_path / "hf")
     assert done.returncode == 2, done.stderr
-    assert re.search(messages.holding(tmp_path / "run/checkpoints/1", "master"), done.stderr)
+    assert re.search(messages.containing(tmp_path / "run/checkpoints/1", "master"), done.stderr)
     assert not (tmp_path / "hf").exists()

@@ -105,7 +105,7 @@ def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window):
     )
     expected = run(functools.partial(oracle.attention, window=window), *inputs)
     for name in expected:
-        assert batches.difference(actual[name], expected[name]) < tolerances.KERNEL, name
+        assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL, name
 
 
 def test_whole_rows_of_a_group_go_through_cudnn():
@@ -121,7 +121,7 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     q, k, v, _, starts, lengths = inputs
     actual = jax.jit(sharded)(q, k, v, starts, lengths)
     expected = run(functools.partial(oracle.attention, window=90), *inputs)["out"]
-    assert batches.difference(actual, expected) < tolerances.ULYSSES
+    assert batches.relative_error(actual, expected) < tolerances.ULYSSES
 
 
 STRATEGIES = [
@@ -163,7 +163,7 @@ def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
     actual = results(attend, *inputs)
     expected = run(oracle.attention, *inputs)
     for name in expected:
-        assert batches.difference(actual[name], expected[name]) < tolerances.STRATEGIES, name
+        assert batches.relative_error(actual[name], expected[name]) < tolerances.STRATEGIES, name
 
 
 @pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn has the same chunks
@@ -177,7 +177,7 @@ def test_two_chunks_of_a_row_equal_the_whole_row(kind, strategy):
     actual = results(attend, *inputs)
     expected = run(oracle.attention, *inputs)
     for name in expected:
-        assert batches.difference(actual[name], expected[name]) < tolerances.STRATEGIES, name
+        assert batches.relative_error(actual[name], expected[name]) < tolerances.STRATEGIES, name
 
 
 def test_the_output_is_nan_if_a_row_in_one_slot_does_not_begin_with_its_segment():

@@ -147,7 +147,7 @@ def test_every_strategy_equals_one_device(name, record_property):
     attend = attention.make_attend(strategy=strategy, kernel="blockwise")
     actual = results(batches.attend_on_shards(attend), inputs(H, G))
     differences = {
-        key: batches.difference(value, expected(H, G)[key]) for key, value in actual.items()
+        key: batches.relative_error(value, expected(H, G)[key]) for key, value in actual.items()
     }
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.STRATEGIES, differences
@@ -321,7 +321,7 @@ def merge_errors(kernel, degree=8, tokens=512):
         actual = results(attend, [*inputs, starts, lengths])
         errors.append(
             {
-                name: batches.difference(np.asarray(x, np.float32), right[name])
+                name: batches.relative_error(np.asarray(x, np.float32), right[name])
                 for name, x in actual.items()
             }
         )

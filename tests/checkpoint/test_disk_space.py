@@ -43,7 +43,7 @@ def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
     with pytest.raises(UserError) as raised:
         check(make_config(tmp_path))
     (problem,) = raised.value.problems
-    expected = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
+    expected = messages.containing(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
     assert re.match(expected, problem)
     assert check(make_config(tmp_path), leftover_bytes=2 * MIB) is not None, (
         "there is space for one checkpoint, not for three"
@@ -76,7 +76,7 @@ def test_warning_if_space_for_all_checkpoints_that_exist_at_the_same_time_is_mis
             check(config, **others)
     else:
         warning = check(config, **others)
-        assert re.search(messages.holding(f"{tmp_path}/run", num_more, "100.0 MiB"), warning)
+        assert re.search(messages.containing(f"{tmp_path}/run", num_more, "100.0 MiB"), warning)
 
 
 def test_unfinished_checkpoints_count_as_free(tmp_path):

@@ -75,7 +75,7 @@ def change_meta(saved, folder, name, key, value):
 @pytest.mark.parametrize("name", ["master", "opt"])
 def test_the_error_for_a_different_checksum_names_the_array(saved, name, tmp_path):
     copy, leaf = change_meta(saved, tmp_path, name, "digest", "0" * 16)
-    parts = messages.holding(copy, leaf, "0" * 16)
+    parts = messages.containing(copy, leaf, "0" * 16)
     with pytest.raises(DamagedCheckpointError, match=parts):
         reader.restore(copy, saved.state_shapes, table=saved.table, num_steps=2)
 
@@ -83,7 +83,7 @@ def test_the_error_for_a_different_checksum_names_the_array(saved, name, tmp_pat
 def test_a_different_dtype_is_refused(saved, tmp_path):
     """Orbax would cast it silently."""
     copy, leaf = change_meta(saved, tmp_path, "", "dtype", "bfloat16")
-    parts = messages.holding(copy, leaf, "bfloat16", "float32")
+    parts = messages.containing(copy, leaf, "bfloat16", "float32")
     with pytest.raises(DamagedCheckpointError, match=parts):
         reader.restore(copy, saved.state_shapes, table=saved.table, num_steps=2)
 
@@ -92,7 +92,7 @@ def test_a_changed_step_is_noticed(saved, tmp_path):
     copy = shutil.copytree(saved.path, tmp_path / "2")
     path = copy / run_paths.META / "metadata"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(DamagedCheckpointError, match=messages.holding(copy, "meta/metadata")):
+    with pytest.raises(DamagedCheckpointError, match=messages.containing(copy, "meta/metadata")):
         reader.read_meta(copy)
 
 
@@ -175,12 +175,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished, r
     DAMAGES[kind](run / "run/checkpoints/4")
     train.main(arguments(run))
     (message,) = plugin_messages.remove_plugin_messages(capfd.readouterr().err)
-    parts = messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4")
+    parts = messages.containing(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4")
     assert re.match(parts, message)
     assert losses(run) == losses(finished), "steps 3 to 6 were repeated"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
     assert run_paths.find_latest(run / "run").name == "6"
-    start = messages.holding("step 2", f"{run}/run/checkpoints/2")
+    start = messages.containing("step 2", f"{run}/run/checkpoints/2")
     assert re.search(start, (run / "run/banner.txt").read_text())
 
 
@@ -198,7 +198,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run):
         flip(run / f"run/checkpoints/{step}")
     before = losses(run)
     for _ in range(2):
-        parts = messages.holding(f"run.directory = {run}/run", f"{run}/run/damaged")
+        parts = messages.containing(f"run.directory = {run}/run", f"{run}/run/damaged")
         with pytest.raises(UserError, match=parts):
             train.main(arguments(run))
     assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["2", "4"]
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_run_is_not_moved(finished, run, capfd):
 def test_a_damaged_checkpoint_in_run_resume_is_refused(run):
     flip(run / "run/checkpoints/4")
     checkpoints = run / "run/checkpoints"
-    parts = messages.holding(checkpoints / "4", checkpoints / "2")
+    parts = messages.containing(checkpoints / "4", checkpoints / "2")
     changes = [f"run.directory={run}/third", f"run.resume={checkpoints}/4"]
     with pytest.raises(UserError, match=parts):
         train.main(arguments(run, *changes))
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_in_run_resume_is_refused(run):
 def test_export_and_evaluation_suggest_the_previous_checkpoint(run):
     flip(run / "run/checkpoints/4", "master")
     checkpoints = run / "run/checkpoints"
-    parts = messages.holding(checkpoints / "4", checkpoints / "2")
+    parts = messages.containing(checkpoints / "4", checkpoints / "2")
     with pytest.raises(UserError, match=parts):
         export.main([str(run / "run"), str(run / "out")])
     change = f"data.eval=[{{source: {run}/data.jsonl, format: tokens}}]"

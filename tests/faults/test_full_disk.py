@@ -123,7 +123,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     monkeypatch.setattr(MetricsWriter, "write_step", write_to_full_disk)
     output = train(make_config(tmp_path, directory))
     assert latest_when_full == ["2"]
-    assert re.search(messages.holding("checkpoint 4", "step 2"), output)
+    assert re.search(messages.containing("checkpoint 4", "step 2"), output)
     failed = re.findall(r"checkpoint (\d+)\b.*No space left on device", output)
     assert failed == ["4", "6", "8", "10"]
     lines = read_metrics(directory)
@@ -157,7 +157,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
 
     with monkeypatch.context() as patch:
         patch.setattr(MetricsWriter, "write_step", write_to_full_disk)
-        parts = messages.holding(NUM_STEPS, "No space left on device", "step 2")
+        parts = messages.containing(NUM_STEPS, "No space left on device", "step 2")
         with pytest.raises(NeedsAttentionError, match=parts):
             train(make_config(tmp_path, directory))
     (small_disk / "ballast").unlink()
@@ -202,9 +202,9 @@ def test_records_wait_for_space_and_none_is_cut(tmp_path, limit_file_size, capfd
     assert path.read_bytes() == b"".join(records[:4])
     full, written, full_again, lost = capfd.readouterr().err.splitlines()
     for line in (full, full_again):
-        assert re.match(messages.holding(path, "File too large"), line)
+        assert re.match(messages.containing(path, "File too large"), line)
     assert "File too large" not in written
-    assert re.match(messages.holding(path, "60,000 bytes"), lost)
+    assert re.match(messages.containing(path, "60,000 bytes"), lost)
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkey
     monkeypatch.setattr(AppendFile, "sync", fail_once)
     changes = ("run.steps=4", "logging.tensorboard=true")
     output = train(make_config(tmp_path, tmp_path / "run", *changes))
-    assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), output)
+    assert re.search(messages.containing("checkpoint 2", "[Errno 28]"), output)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", output)
     assert waits == ["4"], "only the checkpoint that was written"
     assert checkpoint_names(tmp_path / "run") == ["4"]
@@ -265,7 +265,7 @@ def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch,
 
     with run_dir.lock(directory) if is_locked else contextlib.nullcontext():
         monkeypatch.setattr(pathlib.Path, "write_text", write_to_full_disk)
-        parts = messages.holding(f"run.directory = {directory}", "No space left on device")
+        parts = messages.containing(f"run.directory = {directory}", "No space left on device")
         with pytest.raises(UserError, match=parts):
             train(config)
     assert (directory / "config.yaml").read_text() == before

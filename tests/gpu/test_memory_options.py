@@ -158,7 +158,7 @@ def check_results(actual, expected, tolerance):
     assert actual.losses == pytest.approx(expected.losses, rel=tolerance)
     for name in expected.weight_changes:
         assert (
-            batches.difference(actual.weight_changes[name], expected.weight_changes[name])
+            batches.relative_error(actual.weight_changes[name], expected.weight_changes[name])
             < tolerance
         ), name
 

@@ -49,7 +49,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
     actual, expected = run(name, layout)
     assert actual.keys() == expected.keys()
-    errors = {key: batches.difference(actual[key], expected[key]) for key in expected}
+    errors = {key: batches.relative_error(actual[key], expected[key]) for key in expected}
     worst = max(errors, key=lambda key: errors[key])
     print(
         f"{name}, {layout}: logits {errors['logits']:.1e}, worst of all {worst} {errors[worst]:.1e}"

@@ -147,7 +147,7 @@ def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, sliding_window=None
     )
     lines = attention.describe(choice, model)
-    assert re.search(messages.holding(*heads), lines)
+    assert re.search(messages.containing(*heads), lines)
     assert bool(re.search(r"\d", lines)) == bool(heads)
 
 

@@ -173,7 +173,7 @@ def test_run_stops_at_the_limit_and_continues_after_the_step(
     with pytest.raises(NeedsAttentionError) as stopped:
         train(config)
     for part in (f"step {bad[index]}", suggestion, f"{tmp_path}/run/{metrics.NONFINITE_FILE}"):
-        assert re.search(messages.holding(part), str(stopped.value))
+        assert re.search(messages.containing(part), str(stopped.value))
     recorded = [line["step"] for line in lines(tmp_path / "run", metrics.NONFINITE_FILE)]
     assert recorded[: index + 1] == bad[: index + 1]
     train(make_config(folder, f"run.directory={tmp_path}/run", "run.on_nonfinite=skip"))

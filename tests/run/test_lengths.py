@@ -134,7 +134,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
     banner = (tmp_path / "straight/banner.txt").read_text()
-    assert re.search(messages.holding(2, 128, 4, 64, 256), banner)
+    assert re.search(messages.containing(2, 128, 4, 64, 256), banner)
 
     other = train(
         settings(

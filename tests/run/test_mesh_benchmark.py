@@ -94,9 +94,9 @@ def test_the_fastest_mesh_is_first_and_failed_ones_are_last(monkeypatch):
     assert [mesh.mesh for mesh in results] == [MESHES[2], MESHES[1], MESHES[0]]
     verdict = mesh_benchmark.check_losses(results)
     lines = mesh_benchmark.format_table(results).splitlines()
-    assert re.search(messages.holding("2 x cpu", 2), lines[0])
+    assert re.search(messages.containing("2 x cpu", 2), lines[0])
     assert lines[-1].split() == ["1", "1", "2", "ulysses", "cannot", "be"]
-    assert re.search(messages.holding(2, "0.0e+00"), verdict)
+    assert re.search(messages.containing(2, "0.0e+00"), verdict)
 
 
 def test_a_different_loss_is_an_internal_error_that_names_the_mesh(monkeypatch):
@@ -112,7 +112,7 @@ def test_a_different_loss_is_an_internal_error_that_names_the_mesh(monkeypatch):
         4,
         "replica 1 x data 1 x seq 2",
     )
-    with pytest.raises(RuntimeError, match=messages.holding(*expected)):
+    with pytest.raises(RuntimeError, match=messages.containing(*expected)):
         mesh_benchmark.check_losses(results)
 
 
@@ -122,12 +122,12 @@ def test_losses_may_differ_by_rounding_and_counts_may_not(monkeypatch):
     )
     results = benchmarks(monkeypatch, result(), result(num_loss_tokens=[10, 11, 13]), "no")
     expected = ("num_loss_tokens", "[10, 11, 13]", "[10, 11, 12]")
-    with pytest.raises(RuntimeError, match=messages.holding(*expected)):
+    with pytest.raises(RuntimeError, match=messages.containing(*expected)):
         mesh_benchmark.check_losses(results)
 
 
 def test_it_is_a_user_error_if_no_mesh_can_run(monkeypatch):
-    expected = messages.holding(3, "replica 1 x data 1 x seq 2", "because")
+    expected = messages.containing(3, "replica 1 x data 1 x seq 2", "because")
     with pytest.raises(UserError, match=expected):
         benchmarks(monkeypatch, "because", "no", "no")
 
@@ -156,4 +156,4 @@ def test_all_meshes_have_the_same_losses(tmp_path, capsys, monkeypatch, requeste
     assert len({tuple(mesh["result"]["num_loss_tokens"]) for mesh in results}) == 1
     printed = capsys.readouterr().out
     verdict = printed.splitlines()[-1]
-    assert re.search(messages.holding(len(strategies) + 2), verdict)
+    assert re.search(messages.containing(len(strategies) + 2), verdict)

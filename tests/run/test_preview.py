@@ -63,13 +63,13 @@ def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
     )
     first, second, third = lines.strip().split("\n\ndata.")
     place, counts, *_ = first.splitlines()
-    assert re.match(messages.holding("data.train.0.source = talk.jsonl", "line 1"), place)
-    assert re.match(messages.holding("75 tokens", 18, "⟦"), counts)
+    assert re.match(messages.containing("data.train.0.source = talk.jsonl", "line 1"), place)
+    assert re.match(messages.containing("75 tokens", 18, "⟦"), counts)
     assert first.endswith(
         "<|im_start|>user\nq [red]<|im_end|>\n<|im_start|>assistant\n⟦one↵\ntwo<|im_end|>↵\n⟧"
     )
     assert second.endswith("2 + 2 =⟦ 4<eos>⟧")
-    assert re.search(messages.holding("3 tokens", 1), third)
+    assert re.search(messages.containing("3 tokens", 1), third)
 
 
 def test_what_is_learned_is_coloured_on_a_terminal():
@@ -87,8 +87,8 @@ def test_ids_are_shown_where_there_is_no_tokenizer():
 def test_of_a_long_document_the_first_and_last_200_tokens_are_shown():
     lines = shown(asked(("long.txt", "text")))
     _, counts, shown_text = lines.split("\n", 2)
-    assert re.match(messages.holding("5,001 tokens", "5,000"), counts)
-    assert re.search(messages.holding("4,601"), shown_text)
+    assert re.match(messages.containing("5,001 tokens", "5,000"), counts)
+    assert re.search(messages.containing("4,601"), shown_text)
     actual = (shown_text.count("x"), "x⟦xx" in shown_text, "x<eos>⟧" in shown_text)
     assert actual == (399, True, True)
 

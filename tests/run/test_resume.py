@@ -164,7 +164,7 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     ]
     out.unlink()
     by_heads = [*words, "attention.strategy=ulysses"]
-    with pytest.raises(UserError, match=messages.holding("mesh.seq = 8", 4)):
+    with pytest.raises(UserError, match=messages.containing("mesh.seq = 8", 4)):
         evaluation.main([str(straight / "run/checkpoints/9"), *by_heads, "--out", str(out)])
     # (training's 8 rows a step are no whole number of turns of 6 rows)
     words += ["mesh.replica=2", "mesh.seq=4", "batch.rows_per_microbatch=3"]
@@ -180,16 +180,16 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
 @pytest.mark.e2e
 def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
     run = str(straight / "run")
-    with pytest.raises(UserError, match=messages.holding("model.config", run)):
+    with pytest.raises(UserError, match=messages.containing("model.config", run)):
         evaluation.main([run, "model.config.hidden_size=64"])
     out = f"--out = {tmp_path}/nowhere/e.jsonl"
-    with pytest.raises(UserError, match=messages.holding(out)):
+    with pytest.raises(UserError, match=messages.containing(out)):
         evaluation.main([run, "--out", str(tmp_path / "nowhere/e.jsonl")])
     text = [
         f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]",
         f"model.tokenizer={tmp_path}",
     ]
-    with pytest.raises(UserError, match=messages.holding(f"model.tokenizer = {tmp_path}")):
+    with pytest.raises(UserError, match=messages.containing(f"model.tokenizer = {tmp_path}")):
         evaluation.main([run, *text])
 
 
@@ -227,10 +227,10 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
     assert lines(stopped / "second")
     actual = f"run.directory = {stopped}/second"
     suggestion = f"run.resume={stopped}/run"
-    with pytest.raises(UserError, match=messages.holding(actual, suggestion)):
+    with pytest.raises(UserError, match=messages.containing(actual, suggestion)):
         train(settings(stopped, words[0]))
     suggestions = (f"run.directory={stopped}/second-2", "run.resume=auto")
-    with pytest.raises(UserError, match=messages.holding(actual, *suggestions)):
+    with pytest.raises(UserError, match=messages.containing(actual, *suggestions)):
         train(settings(stopped, words[0], f"run.resume={straight}/run"))
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
@@ -242,7 +242,7 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
     shutil.rmtree(stopped / "second/checkpoints")
     for resumed in (words[1], "run.resume=auto"):
         damaged = f"{stopped}/second/damaged"
-        with pytest.raises(UserError, match=messages.holding(actual, damaged)):
+        with pytest.raises(UserError, match=messages.containing(actual, damaged)):
             train(settings(stopped, words[0], resumed))
 
 
@@ -254,11 +254,11 @@ def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(actual)))
     resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
     result = f"run.directory = {tmp_path}"
-    with pytest.raises(UserError, match=messages.holding(result, 0, 4)):
+    with pytest.raises(UserError, match=messages.containing(result, 0, 4)):
         resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
     with pytest.raises(UserError, match=r"^is not empty$"):
         resume.check_same_checkpoint(run, None, ["is not empty"])
-    with pytest.raises(UserError, match=messages.holding(result, "process 0")):
+    with pytest.raises(UserError, match=messages.containing(result, "process 0")):
         resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
 
 
@@ -335,7 +335,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
         )
     )
     assert [line["step"] for line in lines(tmp_path / "second")] == [3]
-    with pytest.raises(UserError, match=messages.holding(f"model.source = {folder}")):
+    with pytest.raises(UserError, match=messages.containing(f"model.source = {folder}")):
         train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
     export.main([str(tmp_path / "second"), str(tmp_path / "out")])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
@@ -420,7 +420,7 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
     train(chosen)
     actual = lines(stopped / "run")
     assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
-    assert re.search(messages.holding(*said), (stopped / "run/banner.txt").read_text())
+    assert re.search(messages.containing(*said), (stopped / "run/banner.txt").read_text())
     # what was learned is what the new plan has there
     (stream,) = material.train_set.streams
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
@@ -444,7 +444,7 @@ def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
                 straight, *(word.replace("SHORT", f"{straight}/short.jsonl") for word in words)
             )
         )
-    assert re.search(messages.holding(*says), str(found.value))
+    assert re.search(messages.containing(*says), str(found.value))
     assert (straight / "run/metrics.jsonl").read_bytes() == before
 
 

@@ -149,7 +149,7 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     )
     save.poll()
     (failed,) = lines
-    assert re.match(messages.holding("checkpoint 2", "no space left on device", "60 s"), failed)
+    assert re.match(messages.containing("checkpoint 2", "no space left on device", "60 s"), failed)
     now += 59
     save.poll()
     assert not save.is_due(3)
@@ -157,8 +157,8 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     assert save.is_due(4)
     save.poll()
     written, waited = lines[1:]
-    assert re.match(messages.holding("checkpoint 3"), written)
-    assert re.match(messages.holding("step 3", "0 s"), waited)
+    assert re.match(messages.containing("checkpoint 3"), written)
+    assert re.match(messages.containing("step 3", "0 s"), waited)
     assert (save.last_saved_step, save.is_due(4)) == (3, False)
 
 
@@ -199,7 +199,9 @@ def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypa
 
     monkeypatch.setattr(CheckpointWriter, "_finalize", fail)
     monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
-    with pytest.raises(NeedsAttentionError, match=messages.holding(6, "no space left on device")):
+    with pytest.raises(
+        NeedsAttentionError, match=messages.containing(6, "no space left on device")
+    ):
         train(settings(folder, "run.save_every=4"))
     assert tried == [4, 6, 6, 6]
     assert not list((folder / "run/checkpoints").iterdir()), "what was written of them is removed"
@@ -249,23 +251,23 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     epoch = 8 - num_held_out  # each document fills a row
     assert (evaluated, saved) == ([0, epoch, 2 * epoch], [epoch, 2 * epoch])
     reason = (f"step {2 * epoch}", "held_out", "run.early_stopping_patience = 2")
-    assert re.search(messages.holding(*reason), lines)
+    assert re.search(messages.containing(*reason), lines)
     banner = (folder / "run/banner.txt").read_text()
     held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
-    assert re.search(messages.holding(*held_out), banner)
-    assert re.search(messages.holding("epoch", "held_out", f"{num_held_out} documents"), banner)
+    assert re.search(messages.containing(*held_out), banner)
+    assert re.search(messages.containing("epoch", "held_out", f"{num_held_out} documents"), banner)
     assert reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping.num_since_best == 1
 
-    assert re.search(messages.holding(*reason), train_once())
+    assert re.search(messages.containing(*reason), train_once())
     train_once("run.early_stopping_patience=3")
     assert steps()[:2] == ([0, epoch, 2 * epoch, 3 * epoch], [epoch, 2 * epoch, 3 * epoch])
-    with pytest.raises(UserError, match=messages.holding("data.eval_fraction = 0.5", 0.3)):
+    with pytest.raises(UserError, match=messages.containing("data.eval_fraction = 0.5", 0.3)):
         train_once("data.eval_fraction=0.5")
 
 
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
-    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")):
+    with pytest.raises(NeedsAttentionError, match=messages.containing("run.on_nonfinite=skip")):
         train(
             settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null")
         )
@@ -279,7 +281,7 @@ def test_a_run_that_broke_is_evaluated_no_more(folder):
 def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder))
     before = (folder / "run/metrics.jsonl").read_text()
-    says = messages.holding(f"run.directory = {folder}/run", "process")
+    says = messages.containing(f"run.directory = {folder}/run", "process")
     with filelock.FileLock(folder / "run/lock"), pytest.raises(UserError, match=says):
         train(settings(folder, "run.steps=8"))
     assert (folder / "run/metrics.jsonl").read_text() == before
@@ -292,7 +294,7 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
     train(settings(folder))
     train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
     banner = (folder / "run/banner.txt").read_text()
-    assert re.search(messages.holding("step 6", f"{folder}/run/checkpoints/6"), banner)
+    assert re.search(messages.containing("step 6", f"{folder}/run/checkpoints/6"), banner)
     changed = "run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05"
     assert re.search(f" {re.escape(changed)}$", banner, re.MULTILINE)
     train(
@@ -311,7 +313,7 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
         "memory.grad_reduce_dtype float32 -> bfloat16",
     ]
     others = ["run.log_every 1 -> 2", "mesh.data -1 -> 1"]
-    assert re.search(messages.holding(*altering, *others), banner)
+    assert re.search(messages.containing(*altering, *others), banner)
 
 
 def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
@@ -353,7 +355,7 @@ def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
 )
 def test_what_is_best_has_to_be_told_by_a_data_set(folder, words, says):
     evaluated = f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: a}}]"
-    with pytest.raises(UserError, match=messages.holding(*says)):
+    with pytest.raises(UserError, match=messages.containing(*says)):
         settings(folder, *(word.replace("EVAL", evaluated) for word in words))
 
 
@@ -368,7 +370,7 @@ def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, mon
     monkeypatch.setattr(pathlib.Path, "rename", stuck)
     train(settings(folder, "run.save_every=3", "checkpoint.keep_latest=1"))
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
-    assert re.search(messages.holding("checkpoint 6", "[Errno 16]"), capfd.readouterr().err)
+    assert re.search(messages.containing("checkpoint 6", "[Errno 16]"), capfd.readouterr().err)
 
 
 @pytest.mark.slow
@@ -392,7 +394,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     (folder / "run/metrics.jsonl").write_text('{"step": 3}\n')
     train(settings(folder))
     banner = (folder / "run/banner.txt").read_text()
-    assert re.search(messages.holding("seed 0", "checkpoint"), banner)
+    assert re.search(messages.containing("seed 0", "checkpoint"), banner)
     assert [
         json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()
     ] == [*range(1, 7)]
@@ -481,7 +483,7 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
 
 
 def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
-    says = messages.holding("logging.profile_steps = [5, 7]", "6 steps")
+    says = messages.containing("logging.profile_steps = [5, 7]", "6 steps")
     with pytest.raises(UserError, match=says):
         train(settings(folder, "logging.profile_steps=[5, 7]"))
 
@@ -539,6 +541,6 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
         ),
     }[other]
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([lines[0], own]))
-    says = messages.holding(*says) or None
+    says = messages.containing(*says) or None
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         preflight.check_agreement(*changed)

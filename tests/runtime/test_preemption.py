@@ -101,7 +101,7 @@ def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining(tmp_p
 def test_no_step_is_dispatched_after_a_signal(tmp_path, name):
     code, stdout, stderr, _ = run(tmp_path, number=getattr(signal, name))
     assert (code, stdout) == (0, "next step: False\n")
-    assert re.search(messages.holding("step 3"), stderr)
+    assert re.search(messages.containing("step 3"), stderr)
 
 
 def test_a_signal_before_the_first_step_ends_the_process_immediately(tmp_path):
@@ -118,12 +118,12 @@ def test_a_shutdown_that_takes_longer_than_the_grace_ends_immediately_and_prints
     code, stdout, stderr, _ = run(tmp_path, step_s=100.0)
     assert (code, stdout) == (0, "")
     assert re.search(r"\b(99|100) s\b", stderr)
-    assert re.search(messages.holding("run.shutdown_grace", 25, "1 step", "step 2"), stderr)
+    assert re.search(messages.containing("run.shutdown_grace", 25, "1 step", "step 2"), stderr)
 
 
 def test_without_a_checkpoint_all_steps_are_lost(tmp_path):
     _, _, stderr, _ = run(tmp_path, step_s=100.0)
-    assert re.search(messages.holding("run.shutdown_grace", 25, "3 steps"), stderr)
+    assert re.search(messages.containing("run.shutdown_grace", 25, "3 steps"), stderr)
 
 
 def test_a_second_signal_ends_the_process_immediately(tmp_path):
@@ -141,7 +141,7 @@ def test_signals_within_a_second_count_as_one(tmp_path):
 def test_a_run_stops_after_its_time_even_if_the_step_takes_long(tmp_path):
     code, stdout, stderr, _ = run(tmp_path, stop_after="0.6s", step_s=100.0)
     assert (code, stdout) == (0, "next step: False\n")
-    assert re.search(messages.holding("run.stop_after = 0.6s", "step 3"), stderr)
+    assert re.search(messages.containing("run.stop_after = 0.6s", "step 3"), stderr)
 
 
 def test_child_processes_do_not_inherit_the_signal_handlers():
@@ -172,6 +172,6 @@ def test_the_stop_message_names_the_last_step_and_how_to_end_immediately(
     reason, remaining_s, parts
 ):
     message = preemption.stop_message(reason, stop_step=74, remaining_s=remaining_s)
-    assert re.match(".*" + messages.holding(*parts), message)
+    assert re.match(".*" + messages.containing(*parts), message)
     assert "SIGINT" not in message, "the user who pressed Ctrl-C knows it"
     assert bool(re.search(r"\d s\b", message)) == (remaining_s > 1)

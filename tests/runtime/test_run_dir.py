@@ -63,14 +63,14 @@ def test_a_living_holder_is_named_and_a_dead_one_is_replaced(tmp_path, capsys):
         assert "canary" not in str(holder)
         named = (process.pid, platform.node(), holder["began"][:10], 77, "configs/a.yaml")
         start = f"run.directory = {tmp_path}"
-        with pytest.raises(UserError, match=messages.holding(start, *named)):
+        with pytest.raises(UserError, match=messages.containing(start, *named)):
             run_dir.lock(tmp_path).__enter__()
         assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == holder
         process.send_signal(signal.SIGKILL)
         process.wait()
     with run_dir.lock(tmp_path):
         assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text())["pid"] == os.getpid()
-        assert re.search(messages.holding(process.pid, platform.node()), capsys.readouterr().out)
+        assert re.search(messages.containing(process.pid, platform.node()), capsys.readouterr().out)
     assert not (tmp_path / run_dir.HOLDER_FILE).exists()
     with run_dir.lock(tmp_path):
         assert capsys.readouterr().out == "", "the previous run has removed its file"
@@ -81,7 +81,7 @@ def test_a_holder_without_a_readable_description_still_holds_the_lock(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for text in ("", '{"host": "a', "[]"):
             (tmp_path / run_dir.HOLDER_FILE).write_text(text)
-            parts = messages.holding(f"run.directory = {tmp_path}", "process")
+            parts = messages.containing(f"run.directory = {tmp_path}", "process")
             with pytest.raises(UserError, match=parts) as error:
                 run_dir.lock(tmp_path).__enter__()
             assert "None" not in str(error.value)
@@ -102,13 +102,13 @@ def test_a_holder_on_another_node_is_alive_while_its_heartbeat_changes(
 
     writer = threading.Thread(target=write_heartbeat)
     writer.start()
-    with pytest.raises(UserError, match=messages.holding(*named)):
+    with pytest.raises(UserError, match=messages.containing(*named)):
         run_dir.lock(tmp_path).__enter__()
     writer.join()
-    assert re.search(messages.holding("0.5 s", *named), capsys.readouterr().out)
+    assert re.search(messages.containing("0.5 s", *named), capsys.readouterr().out)
     with run_dir.lock(tmp_path):
         *_, last = capsys.readouterr().out.splitlines()
-        assert re.search(messages.holding(*named), last)
+        assert re.search(messages.containing(*named), last)
         assert "0.5 s" not in last
 
 
@@ -117,7 +117,7 @@ def test_a_file_system_without_locks_is_refused_with_a_suggestion(tmp_path, monk
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    parts = messages.holding(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
+    parts = messages.containing(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
     with pytest.raises(UserError, match=parts):
         run_dir.lock(tmp_path / "run").__enter__()
 
@@ -139,7 +139,7 @@ def test_files_created_for_the_lock_are_removed_if_no_run_starts(tmp_path):
 
 def test_the_error_names_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
-    parts = messages.holding(f"run.directory = {tmp_path}/file/run", "Not a directory")
+    parts = messages.containing(f"run.directory = {tmp_path}/file/run", "Not a directory")
     with pytest.raises(UserError, match=parts):
         run_dir.lock(tmp_path / "file/run").__enter__()
 

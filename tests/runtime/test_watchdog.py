@@ -63,7 +63,7 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
     command = [sys.executable, "-c", HANG, tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == exit_codes.HUNG
-    assert re.search(messages.holding("step 8", "run.step_timeout"), result.stderr)
+    assert re.search(messages.containing("step 8", "run.step_timeout"), result.stderr)
     assert "in hang_here" in result.stderr
     assert time.monotonic() - start_s < 30
     heartbeat = json.loads((tmp_path / "heartbeat.json").read_text())
@@ -175,7 +175,7 @@ def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nothing(
     config = RunConfig(directory=str(tmp_path / "not there"))
     with Watchdog(config, RunStatus(), has_heartbeat=True):
         time.sleep(0.5)
-    report = messages.holding("heartbeat.json", "No such file or directory")
+    report = messages.containing("heartbeat.json", "No such file or directory")
     assert len(re.findall(report, capfd.readouterr().err)) == 1
 
 

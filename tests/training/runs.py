@@ -175,11 +175,11 @@ def check_gradients(
     actual_leaves = run.unpad(actual.gradients)
     expected_leaves = batches.name_leaves(expected)
     differences = {
-        name: batches.difference(actual_leaves[name], expected_leaves[name])
+        name: batches.relative_error(actual_leaves[name], expected_leaves[name])
         for name in expected_leaves
     }
     record_property("largest relative difference of a gradient", max(differences.values()))
-    assert batches.difference(actual.loss, loss) < tolerances.MESH
+    assert batches.relative_error(actual.loss, loss) < tolerances.MESH
     assert max(differences.values()) < tolerances.MESH, differences
     counts = (actual.num_rows, actual.num_tokens, actual.num_loss_tokens, actual.num_correct)
     lengths = arrays["lengths_BM"]

@@ -92,7 +92,7 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
     actual = choose(gpus, OFFLOAD, version=version, is_tiled=True)
     assert actual.options == {}
-    assert re.search(messages.holding(version), actual.description)
+    assert re.search(messages.containing(version), actual.description)
 
 
 def test_cpus_get_no_options():
@@ -140,7 +140,7 @@ def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
     ],
 )
 def test_names_and_values_that_are_no_options_are_refused_before_compiling(options, parts):
-    message = messages.holding(f"run.xla_options = {options}", *parts)
+    message = messages.containing(f"run.xla_options = {options}", *parts)
     with pytest.raises(UserError, match=message):
         programs.settings(f"run.xla_options={options}")
 
@@ -156,7 +156,7 @@ def test_names_and_values_that_are_no_options_are_refused_before_compiling(optio
 def test_an_option_that_xla_rejects_is_named(options, parts):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     field, *rule = parts
-    message = messages.holding(f"run.xla_options.{field}", *rule)
+    message = messages.containing(f"run.xla_options.{field}", *rule)
     with pytest.raises(UserError, match=message):
         compile_options.compile_lowered(lowered, CompileOptions(options=options, description=""))
 
@@ -191,7 +191,7 @@ def test_run_deterministic_has_no_effect_on_cpus_and_the_banner_reports_it():
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
     field = "run.xla_options.xla_gpu_deterministic_ops = false"
-    says = messages.holding(field, "run.deterministic = true")
+    says = messages.containing(field, "run.deterministic = true")
     with pytest.raises(UserError, match=says):
         choose(gpus, *words)
     choose(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")

@@ -61,7 +61,7 @@ def test_resumed_run_continues_counting():
         resumed.expect_evaluation()
         resumed.record(step, {"a": loss})
     assert resumed.should_stop()
-    expected = messages.holding("run.early_stopping_patience = 3", "1.0000", "step 1")
+    expected = messages.containing("run.early_stopping_patience = 3", "1.0000", "step 1")
     assert re.search(expected, resumed.reason)
     stored = resumed.state
     assert make(patience=3, before=stored).should_stop(), (

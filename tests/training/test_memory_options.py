@@ -145,9 +145,11 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     right = batches.name_leaves(jax.tree.map(lambda w, g: w - g, weights, gradients))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
-    assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
+    assert batches.relative_error(metrics.grad_norm, norm) < tolerances.MESH
     actual = run.unpad(state.master)
-    assert max(batches.difference(actual[name], right[name]) for name in right) < tolerances.MESH
+    assert (
+        max(batches.relative_error(actual[name], right[name]) for name in right) < tolerances.MESH
+    )
     kinds = {
         leaf.sharding.memory_kind
         for leaf in jax.tree.leaves(state.master)
@@ -206,7 +208,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     for run, state in went_on:
         actual = run.unpad(state.master)
         assert (
-            max(batches.difference(actual[name], right[name]) for name in right)
+            max(batches.relative_error(actual[name], right[name]) for name in right)
             < tolerances.OPTIMIZER
         )
 
@@ -322,7 +324,7 @@ def problems(version, platform, **memory):
 def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
     (message,) = problems(version, "gpu", offload_activations="layer_inputs")
     says = ("memory.offload_activations = layer_inputs", version, "memory.offload_activations=none")
-    assert re.match(messages.holding(*says), message)
+    assert re.match(messages.containing(*says), message)
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
@@ -334,7 +336,7 @@ def test_old_releases_name_the_release_that_offloads():
     (message,) = problems("0.10.1", "gpu", offload_optimizer="state")
     releases = ("0.10.1", "0.11.1")
     says = ("memory.offload_optimizer = state", *releases, "memory.offload_optimizer=none")
-    assert re.match(messages.holding(*says), message)
+    assert re.match(messages.containing(*says), message)
     assert problems("0.11.1", "gpu", offload_optimizer="state") == []
     (message,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
     says = (
@@ -342,13 +344,13 @@ def test_old_releases_name_the_release_that_offloads():
         *releases,
         "memory.offload_activations=none",
     )
-    assert re.match(messages.holding(*says, "GPU"), message)
+    assert re.match(messages.containing(*says, "GPU"), message)
 
 
 def test_full_and_offloaded_attention_contradict_each_other():
     actual = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
     suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
-    with pytest.raises(UserError, match=messages.holding(*actual, *suggestions)):
+    with pytest.raises(UserError, match=messages.containing(*actual, *suggestions)):
         batches.make_config(
             memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"}
         )
@@ -356,7 +358,7 @@ def test_full_and_offloaded_attention_contradict_each_other():
 
 def test_tiles_keep_nothing_of_the_mlp():
     (message,) = problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=4)
-    assert re.match(messages.holding("memory.mlp_tile_tokens = 4", 64), message)
+    assert re.match(messages.containing("memory.mlp_tile_tokens = 4", 64), message)
     suggestions = re.findall(r"memory\.(\w+)=(\w+)", message)
     assert len(suggestions) == 2
     for name, value in suggestions:
@@ -449,7 +451,8 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     assert actual.program.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
-        messages.holding("full", actual.full_remat_reason), memory_options.describe_compiled(actual)
+        messages.containing("full", actual.full_remat_reason),
+        memory_options.describe_compiled(actual),
     )
 
 
@@ -465,13 +468,13 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
         "data.max_segments_per_row=8",
         "mesh.seq=8",
     ]
-    with pytest.raises(UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
+    with pytest.raises(UserError, match=messages.containing("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
     limits = MemoryLimit(
         80 * memory_formula.GIB, 100 * memory_formula.GIB, 3 * memory_formula.GIB
     )  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_formula.GIB)
-    says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
+    says = messages.containing("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
     # The device lacks only its margin
@@ -565,7 +568,7 @@ def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there
     if not fails:
         memory_options.check_offloads(actual, needs)
         return
-    with pytest.raises(RuntimeError, match=messages.holding("memory.offload_activations=none")):
+    with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
         memory_options.check_offloads(actual, needs)
 
 

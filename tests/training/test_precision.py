@@ -92,7 +92,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 
     actual = gradients("bfloat16")
     right = gradients("float32")
-    differences = {name: batches.difference(actual[name], right[name]) for name in right}
+    differences = {name: batches.relative_error(actual[name], right[name]) for name in right}
     record_property("differences", differences)
     cancelling = [
         f"layers.pre_attention.{name}" for name in ("k.bias", "q_norm.weight", "k_norm.weight")

@@ -102,7 +102,7 @@ def test_a_wrong_kernel_is_refused(kernel):
         selfcheck.ATTENTION_TOLERANCE,
         "attention.kernel=blockwise",
     )
-    with pytest.raises(UserError, match="^" + messages.holding(*parts)):
+    with pytest.raises(UserError, match="^" + messages.containing(*parts)):
         selfcheck.raise_on_attention_error(actual, jax.devices()[0])
 
 
@@ -139,7 +139,7 @@ def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releas
         return expected(slots, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
     monkeypatch.setattr(cudnn_calls, "_slot_offsets", as_in_0_11_0)
-    message = messages.holding("attention.kernel = cudnn", jax.__version__)
+    message = messages.containing("attention.kernel = cudnn", jax.__version__)
     with pytest.raises(UserError, match=message):
         selfcheck.raise_on_attention_error(differences("cudnn"), jax.devices()[0])
 
@@ -225,7 +225,7 @@ def test_layers_that_read_back_the_input_of_another_layer_are_refused(monkeypatc
         wrong.defvjp(lambda x, weight: (wrong(x, weight), (x, weight)), backward)
         return expected if policy.offload_activations == "none" else wrong
 
-    message = messages.holding("memory.offload_activations", "memory.offload_activations=none")
+    message = messages.containing("memory.offload_activations", "memory.offload_activations=none")
     monkeypatch.setattr(remat, "checkpoint_layer", checkpoint_layer)
     error = offload_error("layer_inputs")
     with pytest.raises(UserError, match=f"^{message}"):
@@ -314,7 +314,7 @@ def test_if_only_prefetch_gives_wrong_gradients_the_error_suggests_turning_it_of
 def test_if_gradients_are_wrong_without_prefetch_too_the_error_suggests_no_offloading(
     monkeypatch, gpu, without
 ):
-    message = messages.holding("memory.offload_activations=none")
+    message = messages.containing("memory.offload_activations=none")
     with pytest.raises(UserError, match=message) as actual:
         check_offload(monkeypatch, gpu, {True: 0.2, False: without})
     assert "xla_options" not in str(actual.value)

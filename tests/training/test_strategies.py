@@ -96,8 +96,8 @@ def test_every_strategy_gives_the_step_of_one_device(name, record_property):
     assert float(actual.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
     right = batches.name_leaves(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
     after = run.unpad(state.master)
-    differences = {name: batches.difference(after[name], right[name]) for name in right}
-    differences["loss"] = batches.difference(actual.loss, loss)
-    differences["norm"] = batches.difference(actual.grad_norm, batches.norm(gradients))
+    differences = {name: batches.relative_error(after[name], right[name]) for name in right}
+    differences["loss"] = batches.relative_error(actual.loss, loss)
+    differences["norm"] = batches.relative_error(actual.grad_norm, batches.norm(gradients))
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences

@@ -78,7 +78,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     actual = adamw.unpad(state.master)
     before = batches.name_leaves(weights)
     differences = {
-        name: batches.difference(actual[name] - before[name], right[name] - before[name])
+        name: batches.relative_error(actual[name] - before[name], right[name] - before[name])
         for name in right
     }
     assert max(differences.values()) < tolerances.OPTIMIZER, differences
@@ -137,7 +137,9 @@ def test_an_update_is_as_long_as_the_limit(weights):
     assert batches.norm(moved) == pytest.approx(0.25, rel=1e-4)
     _, gradients = runs.compile_reference()(weights, runs.ROWS)
     norm = batches.norm(gradients)
-    assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH, "the norm before clipping"
+    assert batches.relative_error(metrics.grad_norm, norm) < tolerances.MESH, (
+        "the norm before clipping"
+    )
     assert norm > 0.5
 
 
@@ -203,5 +205,5 @@ def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
         attend=attention.make_attend(seq=1, kernel="blockwise", window=None),
         num_steps=runs.NUM_STEPS,
     )
-    with pytest.raises(RuntimeError, match=messages.holding("mesh.seq = 4", "mesh.seq=1")):
+    with pytest.raises(RuntimeError, match=messages.containing("mesh.seq = 4", "mesh.seq=1")):
         train_step.compile(program)
