@@ -6,7 +6,7 @@ Tiers, by marker (pyproject.toml): default, `e2e`, `slow`, `gpu`.
 - Files and tests named on the command line run in this process, whatever their tier, except that
   `slow` tests of a file must be named or selected with `-m`.
 - `scripts/check.sh` runs default and `e2e`, `scripts/check.sh --all` everything.
-- A test without a marker must take at most 10 s (`LIMIT_S`); otherwise it fails.
+- A test without a marker should take at most 10 s on an idle machine. It fails after `LIMIT_S`.
 
 `JAX_PLATFORMS=cuda python -m pytest` runs the same tests on an accelerator, and `python -m pytest
 tests/gpu` uses the NVIDIA GPU if there is one. This file imports jaxsp only inside functions, so
@@ -46,8 +46,11 @@ GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
 TIERS = ("e2e", "slow", "gpu")
 """Markers of the tests that `python -m pytest` leaves out."""
 
-LIMIT_S = 10
-"""Seconds that a test without a marker may take, with its fixtures."""
+LIMIT_S = 25
+"""Seconds of wall and CPU time that a test without a marker may take, with its fixtures.
+
+2.5 times the 10 s of an idle machine: on a busy one with 2 cores, a test of 10 s took 14 s.
+"""
 
 MAX_WORKERS = 4
 """Test processes that are started without `-n`. Each needs 1 GB."""
