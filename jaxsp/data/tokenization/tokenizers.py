@@ -57,7 +57,7 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # transformers and tokenizers raise a bare Exception for some broken files
-    except Exception as error:
+    except Exception as error:  # files of a tokenizer can cause any error
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
     if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
