@@ -56,8 +56,7 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    # transformers and tokenizers raise a bare Exception for some broken files
-    except Exception as error:  # files of a tokenizer can cause any error
+    except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
     if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
