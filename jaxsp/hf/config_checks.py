@@ -73,7 +73,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
     "sliding_window": ((), _WHOLE_DOCUMENTS),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
-    "partial_rotary_factor": (rope.FULL_ROTARY_FACTORS, "whole heads are rotated"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
     "quantization_config": ((), "weights are not quantized"),
@@ -113,7 +112,7 @@ def find_problems(
         *_missing_fields(fields, family, path),
         *_type_problems(fields, path),
         *_feature_problems(fields, family, defaults, path),
-        *rope.find_problems(fields, path),
+        *rope.find_problems(fields, path, rope.RopeSupport(types=("default", "llama3"))),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or _size_problems(fields, path)
@@ -147,7 +146,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         (*_SIZE_EXAMPLES, "max_position_embeddings"), (_is_size, "a whole number from 1")
     ),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), _POSITIVE),
+    "rms_norm_eps": _POSITIVE,
     "initializer_range": (
         lambda x: json_values.is_number(x) and 0 <= x <= 1,
         "a number from 0 to 1",

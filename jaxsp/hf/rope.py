@@ -1,95 +1,275 @@
-"""Rotary position embedding of a config.json: checks, and conversion to jaxsp's fields."""
+"""Rotary position embedding of a config.json: where its fields are, and checks of them.
+
+It is given as `rope_parameters` (transformers 5), or as `rope_scaling` with `rope_theta` beside it
+(transformers 4). Families whose layers differ have a group for each layer type in
+`rope_parameters`; transformers 4 had the field rope_local_base_freq for Gemma 3's windowed layers.
+"""
 
 import dataclasses
 from typing import Any
 
 from jaxsp.core import errors
-from jaxsp.hf import json_values
+from jaxsp.hf import json_values, rope_fields, rope_types
 from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import Llama3Rope
 
-FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
+GROUPS = ("rope_parameters", "rope_scaling")
+
+OUTSIDE_FIELDS = (
+    *("rope_theta", "partial_rotary_factor"),
+    *("rope_local_base_freq", "original_max_position_embeddings"),
+)
+"""Fields beside the groups. Which of them a family has is in its `RopeSupport`."""
+
+FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
 
 FULL_ROTARY_FACTORS = (1,)
-
-_LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
-
-_INTEGER_FIELD = "original_max_position_embeddings"
-
-
-def find_problems(fields: dict[str, Any], path: str) -> list[str]:
-    """Problems of the RoPE fields.
-
-    It is given as `rope_parameters` (transformers 5), or as `rope_scaling` and `rope_theta`.
-    """
-    problems = []
-    resolved = {}
-    outside = {name: fields[name] for name in ("rope_theta",) if name in fields}
-    for form in ("rope_parameters", "rope_scaling"):
-        group = fields.get(form)
-        where = f"{path}.{form}"
-        if not group:
-            continue
-        if not isinstance(group, dict):
-            problems.append(f"{where} = {format_value(group)}: must be a group of fields, or null.")
-            continue
-        group = outside | group
-        types = [group.pop(name) for name in ("rope_type", "type") if name in group] or ["default"]
-        if any(name not in ("default", "llama3") or name != types[0] for name in types):
-            problems.append(
-                f"{where}.rope_type = {errors.format_choices(types)}: is not implemented. "
-                "Use default or llama3."
-            )
-            continue
-        resolved[form] = (types[0], group)
-        problems += _group_problems(group, types[0], where)
-        for name, value in outside.items():
-            if group[name] != value:
-                problems.append(
-                    f"{path}.{name} = {format_value(value)}: must equal {where}.{name} = "
-                    f"{format_value(group[name])}. Leave one out."
-                )
-    if len(resolved) == 2 and resolved["rope_parameters"] != resolved["rope_scaling"]:
-        problems.append(f"{path}.rope_scaling: must equal {path}.rope_parameters. Leave one out.")
-    return problems
-
-
-def _group_problems(group: dict[str, Any], rope_type: str, where: str) -> list[str]:
-    """Problems of one group of fields, without its type."""
-    problems: list[str] = []
-    numbers = ("rope_theta", *(_LLAMA3_FIELDS if rope_type == "llama3" else ()))
-    for name, value in group.items():
-        is_full = name == "partial_rotary_factor" and value in FULL_ROTARY_FACTORS
-        if not is_full and name not in numbers:
-            hint = errors.did_you_mean(str(name), numbers) or " Leave it out."
-            problems.append(
-                f"{where}.{name} = {format_value(value)}: "
-                f"is not implemented for rope_type {rope_type}.{hint}"
-            )
-    for name in numbers:
-        number: Any = group.get(name, 1)
-        is_valid = json_values.is_number(number) and number > 0
-        rule = "a number above 0"
-        if name == _INTEGER_FIELD:
-            is_valid = is_valid and json_values.is_integer(number)
-            rule = "a whole number above 0"
-        if not is_valid:
-            problems.append(f"{where}.{name} = {format_value(number)}: must be {rule}.")
-        elif name not in group and name != "rope_theta":
-            problems.append(
-                f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions."
-            )
-    if rope_type == "llama3" and not problems:
-        if group["low_freq_factor"] >= group["high_freq_factor"]:
-            problems.append(
-                f"{where}.low_freq_factor = {group['low_freq_factor']}: must be below "
-                f"high_freq_factor, which is {group['high_freq_factor']}. Llama 3.1 has 1 and 4."
-            )
-    return problems
 
 
 def parse_llama3(group: dict[str, Any]) -> Llama3Rope | None:
     """Llama 3's frequency scaling in transformers' `rope_parameters`; None for another type."""
     if group["rope_type"] != "llama3":
         return None
-    return Llama3Rope(**{name: group[name] for name in _LLAMA3_FIELDS})
+    return Llama3Rope(**{field.name: group[field.name] for field in dataclasses.fields(Llama3Rope)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeSupport:
+    """Rotary features that a family's code in transformers has."""
+
+    types: tuple[str, ...] = tuple(rope_types.TYPES)
+    layer_types: tuple[str, ...] = ()
+    """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
+    has_partial_rotary: bool = False
+    """True if partial_rotary_factor may be below 1."""
+    has_outside_original: bool = False
+    """True if original_max_position_embeddings is beside the groups (Phi-3)."""
+    extra_fields: tuple[str, ...] = ()
+    """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
+
+    @property
+    def outside_fields(self) -> tuple[str, ...]:
+        """Fields beside the groups that the family has."""
+        names = ["rope_theta"]
+        if self.has_partial_rotary:
+            names.append("partial_rotary_factor")
+        if self.layer_types:
+            names.append("rope_local_base_freq")
+        if self.has_outside_original:
+            names.append("original_max_position_embeddings")
+        return tuple(names)
+
+
+_IGNORED = ("rope_type", "type", "finetuned")
+"""Fields of a group that are no numbers: `finetuned` is in configs of early YaRN models."""
+
+
+def find_problems(
+    fields: dict[str, Any], path: str, support: RopeSupport = RopeSupport()
+) -> list[str]:
+    """Problems of the rotary fields. Every field of every type is checked.
+
+    Args:
+        fields: fields of the config.json, without nulls.
+        path: name of the config in messages, for example `model.config`.
+    """
+    check = _Check(fields=fields, path=path, support=support)
+    problems = check.find_outside_problems()
+    forms = [form for form in GROUPS if fields.get(form)]
+    for form in forms:
+        group = fields[form]
+        where = f"{path}.{form}"
+        if not isinstance(group, dict):
+            problems.append(f"{where} = {format_value(group)}: must be a group of fields, or null.")
+        elif is_nested(group, support):
+            problems += check.find_nested_problems(group, where)
+        else:
+            problems += check.find_group_problems(group, where, outside=check.outside)
+    if len(forms) == 2 and not problems:
+        theta = {"rope_theta": fields.get("rope_theta")}
+        first, second = ({**theta, **_normalize(fields[form])} for form in forms)
+        if first != second:
+            problems.append(
+                f"{path}.rope_scaling: must equal {path}.rope_parameters. Leave one out."
+            )
+    return problems
+
+
+def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:
+    """True if a group has a group for each layer type."""
+    return any(name in support.layer_types for name in group)
+
+
+def _normalize(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with its type under its present name, without ignored fields."""
+    kept = {name: value for name, value in group.items() if name not in _IGNORED}
+    return {"rope_type": _find_types(group)[0], **kept}
+
+
+def _find_types(group: dict[str, Any]) -> list[Any]:
+    """Values of `rope_type` and its former name `type`; ["default"] if there is neither."""
+    types = [group[name] for name in ("rope_type", "type") if name in group] or ["default"]
+    return [rope_types.LEGACY_NAMES.get(str(name), name) for name in types]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Check:
+    """Check of one config.json."""
+
+    fields: dict[str, Any]
+    path: str
+    support: RopeSupport
+
+    @property
+    def outside(self) -> dict[str, Any]:
+        """Fields beside the groups that belong to the group of all layers, if they are valid."""
+        fields = {name: self.fields[name] for name in OUTSIDE_FIELDS if name in self.fields}
+        return {
+            name: value
+            for name, value in fields.items()
+            if name in self.support.outside_fields
+            and name != "rope_local_base_freq"
+            and rope_fields.find_problem(name, value) is None
+        }
+
+    def find_outside_problems(self) -> list[str]:
+        """Problems of the fields beside the groups."""
+        problems = []
+        for name in OUTSIDE_FIELDS:
+            if name not in self.fields:
+                continue
+            value = self.fields[name]
+            is_full = name == "partial_rotary_factor" and value in FULL_ROTARY_FACTORS
+            if name not in self.support.outside_fields and not is_full:
+                problems.append(
+                    f"{self.path}.{name} = {format_value(value)}: "
+                    f"is not implemented for this model_type. {_SUGGESTIONS[name]}"
+                )
+            elif problem := rope_fields.find_problem(name, value):
+                problems.append(f"{self.path}.{problem}")
+        return problems
+
+    def find_nested_problems(self, groups: dict[str, Any], where: str) -> list[str]:
+        """Problems of a group for each layer type."""
+        problems = []
+        for name, group in groups.items():
+            if name not in self.support.layer_types:
+                problems.append(
+                    f"{where}.{name} = {format_value(group)}: is not a layer type of this "
+                    f"model_type. Use {errors.format_choices(self.support.layer_types)}."
+                )
+            elif not isinstance(group, dict):
+                problems.append(
+                    f"{where}.{name} = {format_value(group)}: must be a group of fields, or null."
+                )
+            else:
+                problems += self.find_group_problems(group, f"{where}.{name}", outside={})
+                if group.get("truncate") is False:
+                    problems.append(
+                        f"{where}.{name}.truncate = false: is not implemented in the group of a "
+                        "layer type, where transformers ignores it. Leave it out."
+                    )
+        return problems
+
+    def find_group_problems(
+        self, group: dict[str, Any], where: str, *, outside: dict[str, Any]
+    ) -> list[str]:
+        """Problems of one group, to which the fields `outside` belong too."""
+        types = _find_types(group)
+        name_of_type = types[0]
+        if any(name not in self.support.types or name != name_of_type for name in types):
+            return [
+                f"{where}.rope_type = {errors.format_choices(types)}: is not implemented. "
+                f"Use {errors.format_choices(self.support.types)}."
+            ]
+        problems = []
+        for name, value in group.items():
+            if problem := self._unknown_problem(name, value, name_of_type):
+                problems.append(f"{where}.{name} = {format_value(value)}: {problem}")
+            elif problem := rope_fields.find_problem(name, value):
+                problems.append(f"{where}.{problem}")
+            elif outside.get(name, value) != value:
+                problems.append(
+                    f"{self.path}.{name} = {format_value(outside[name])}: must equal "
+                    f"{where}.{name} = {format_value(value)}. Leave one out."
+                )
+        given = {**outside, **group}
+        rope_type = rope_types.TYPES[name_of_type]
+        problems += [
+            f"{where}.{name}: missing. {rope_fields.EXAMPLES[name]}"
+            for name in rope_type.required
+            if name not in given
+        ]
+        if rope_type.needs_range and not {"max_position_embeddings", rope_fields.ORIGINAL} & {
+            *self.fields,
+            *given,
+        }:
+            problems.append(
+                f"{where}.rope_type = {name_of_type}: needs the number of positions that the model "
+                f"was trained for. Set {self.path}.max_position_embeddings."
+            )
+        return problems or self._find_relation_problems(name_of_type, given, where)
+
+    def _unknown_problem(self, name: str, value: Any, name_of_type: str) -> str | None:
+        """Problem of a field that the type or the family does not have."""
+        known = {*rope_types.TYPES[name_of_type].fields, *_IGNORED, *self.support.extra_fields}
+        if name == "partial_rotary_factor" and not self.support.has_partial_rotary:
+            if value in FULL_ROTARY_FACTORS:
+                return None
+            return (
+                f"is not implemented for rope_type {name_of_type} of this model_type, which "
+                "rotates whole heads. Leave it out."
+            )
+        if name in known:
+            return None
+        hint = errors.did_you_mean(str(name), known) or " Leave it out."
+        return f"is not implemented for rope_type {name_of_type}.{hint}"
+
+    def _find_relation_problems(
+        self, name_of_type: str, given: dict[str, Any], where: str
+    ) -> list[str]:
+        """Values of a group that do not fit together, or do not fit the head's size."""
+        problems = []
+        for small, large, example in rope_fields.ORDERED.get(name_of_type, ()):
+            low, high = (
+                given.get(name, rope_fields.DEFAULTS.get(name, 0)) for name in (small, large)
+            )
+            if low >= high:
+                problems.append(
+                    f"{where}.{small} = {low}: must be below {large}, which is {high}. {example}"
+                )
+        head_dim = self._find_head_dim()
+        if head_dim is None:
+            return problems
+        rotated = rope_types.count_rotated(head_dim, given)
+        if rotated % 2 or rotated == 0:
+            problems.append(
+                f"{where}.partial_rotary_factor = {given.get('partial_rotary_factor', 1)}: gives "
+                f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
+            )
+        for name in ("short_factor", "long_factor"):
+            if name in given and len(given[name]) != rotated // 2:
+                problems.append(
+                    f"{where}.{name}: has {len(given[name])} numbers, but {rotated} elements of a "
+                    f"head are rotated in pairs. Give {rotated // 2} numbers."
+                )
+        return problems
+
+    def _find_head_dim(self) -> int | None:
+        """Size of a head; None if the sizes are missing, wrong, or an odd head."""
+        sizes: list[Any] = [
+            self.fields.get(name) for name in ("hidden_size", "num_attention_heads")
+        ]
+        head_dim: Any = self.fields.get("head_dim")
+        if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
+            head_dim = sizes[0] // sizes[1]
+        is_valid = json_values.is_integer(head_dim) and head_dim > 0 and head_dim % 2 == 0
+        return head_dim if is_valid else None
+
+
+_SUGGESTIONS = {
+    "partial_rotary_factor": "It rotates whole heads: use 1, or leave it out.",
+    "rope_local_base_freq": "All its layers have the same rope_theta: leave it out.",
+    rope_fields.ORIGINAL: "Put it into rope_scaling.",
+}
+"""Suggestions for fields that the family does not have."""

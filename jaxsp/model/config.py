@@ -17,6 +17,17 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding of a layer."""
+
+    frequencies: tuple[float, ...]
+    """Radians per position of each rotated pair of a head's elements."""
+    scale: float = 1.0
+    """Factor of cosine and sine (attention factor of YaRN and LongRoPE)."""
+    description: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Llama-style decoder. A family is a choice of these fields, never a subclass."""
 

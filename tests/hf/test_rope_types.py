@@ -1,0 +1,325 @@
+"""Frequencies of every rope_type equal transformers'; fields of every type are checked."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from jaxsp.core.errors import UserError
+from jaxsp.hf import rope, rope_types
+from tests import tolerances
+from tests.messages import assert_names
+
+pytest.importorskip("torch", reason="transformers computes with it (extra `test`)")
+
+HEAD_DIM = 64
+LIST_32 = [1.0 + 0.5 * i for i in range(32)]
+LIST_24 = [1.0 + i for i in range(24)]
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 32768}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32}
+LONGROPE |= {"long_factor": LIST_32, "original_max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "default partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    "linear": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8},
+    "linear partial": {
+        **{"rope_type": "linear", "rope_theta": 1e4, "factor": 3.5},
+        "partial_rotary_factor": 0.5,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": LLAMA3,
+    "llama3.2": LLAMA3 | {"factor": 32.0},
+    "llama3, low theta": LLAMA3 | {"rope_theta": 500.0, "original_max_position_embeddings": 64},
+    "yarn": YARN,
+    "yarn, factor of the range": YARN | {"factor": None},
+    "yarn, factor 1": YARN | {"factor": 1.0},
+    "yarn partial": YARN | {"partial_rotary_factor": 0.75, "factor": 3.2},
+    "yarn, gpt-oss": YARN
+    | {"rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    | {"truncate": False, "original_max_position_embeddings": 4096},
+    "yarn, OLMo 3": YARN
+    | {"attention_factor": 1.2079441541679836, "factor": 8.0, "rope_theta": 5e5},
+    "yarn, Ministral 3": YARN
+    | {"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    | {"original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn, two mscales": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+    "yarn, one mscale": YARN | {"mscale": 0.5},
+    "yarn, mscale 0": YARN | {"mscale": 0.7, "mscale_all_dim": 0.0},
+    "yarn, wide ramp": YARN | {"beta_fast": 1000.0, "beta_slow": 0.001, "truncate": False},
+    "yarn, ramp of one pair": YARN
+    | {"beta_fast": 1e-3, "beta_slow": 9e-4, "original_max_position_embeddings": 8},
+    "yarn, low theta": YARN | {"rope_theta": 100.0, "original_max_position_embeddings": 64},
+    "longrope": LONGROPE,
+    "longrope, factor": LONGROPE | {"factor": 32.0, "short_factor": LIST_32[::-1]},
+    "longrope, attention factor": LONGROPE | {"attention_factor": 1.19},
+    "longrope, no extension": LONGROPE | {"original_max_position_embeddings": 131072},
+    "longrope partial": LONGROPE
+    | {"short_factor": LIST_24, "long_factor": LIST_24[::-1], "partial_rotary_factor": 0.75},
+}
+MAX_POSITIONS = 131072
+
+
+def parse(group, *, row_tokens=None, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS):
+    return rope_types.parse(
+        group,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        row_tokens=row_tokens,
+        field="rope",
+    )
+
+
+def of_transformers(group: dict[str, Any], row_tokens: int | None) -> tuple[np.ndarray, float]:
+    config = transformers.LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters=dict(group),
+    )
+    function = Phi3RotaryEmbedding.compute_default_rope_parameters
+    if group["rope_type"] != "default":
+        function = ROPE_INIT_FUNCTIONS[group["rope_type"]]
+    frequencies, scale = function(config, device="cpu", seq_len=row_tokens)
+    return frequencies.double().numpy(), scale
+
+
+@pytest.mark.parametrize("row_tokens", [None, 4096, 100_000])
+@pytest.mark.parametrize("name", GROUPS)
+def test_frequencies_equal_those_of_transformers(name, row_tokens):
+    actual = parse(GROUPS[name], row_tokens=row_tokens)
+    frequencies, scale = of_transformers(GROUPS[name], row_tokens)
+    assert actual.frequencies == pytest.approx(frequencies, rel=tolerances.FREQUENCIES, abs=0)
+    assert actual.scale == pytest.approx(scale, rel=1e-12)
+
+
+def test_every_type_is_compared():
+    assert {group["rope_type"] for group in GROUPS.values()} == {*rope_types.TYPES}
+
+
+def test_default_and_llama3_are_computed_in_float64_without_other_roundings():
+    plain = 5e5 ** (-np.arange(0, HEAD_DIM, 2, dtype=np.float64) / HEAD_DIM)
+    assert parse(GROUPS["default"]).frequencies == tuple(plain.tolist())
+    unscaled = np.clip((8192 * plain / (2 * np.pi) - 1.0) / 3.0, 0.0, 1.0)
+    expected = plain * (unscaled + (1 - unscaled) / 8.0)
+    assert parse(LLAMA3).frequencies == tuple(expected.tolist())
+    assert parse(LLAMA3).scale == 1.0
+
+
+def test_longrope_uses_long_factors_if_rows_are_longer_than_the_original_range():
+    short = parse(LONGROPE, row_tokens=4096)
+    long = parse(LONGROPE, row_tokens=4097)
+    assert_names(short.description, "longrope", "short factors", "4,096")
+    assert_names(long.description, "longrope", "long factors", "4,096")
+    assert parse(LONGROPE) == short
+    assert np.array(short.frequencies) / long.frequencies == pytest.approx(LIST_32)
+    assert short.scale == long.scale == math.sqrt(1 + math.log(32) / math.log(4096))
+
+
+def test_dynamic_is_refused_where_it_depends_on_the_batch():
+    group = GROUPS["dynamic"]
+    assert parse(group, row_tokens=131_072).frequencies == parse(group).frequencies
+    with pytest.raises(UserError) as raised:
+        parse(group, row_tokens=200_000)
+    (problem,) = raised.value.problems
+    assert_names(
+        problem, "batch", "200,000", "131072", "yarn", "1.526", start="rope.rope_type = dynamic: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("default", ["default", "theta 500,000"]),
+        ("default partial", ["theta 10,000", "48 of 64 elements rotated"]),
+        ("linear", ["linear", "theta 1,000,000", "factor 8"]),
+        ("yarn", ["yarn", "theta 1,000,000", "factor 4 over 32,768 positions"]),
+        ("llama3", ["llama3", "theta 500,000", "factor 8 over 8,192 positions"]),
+    ],
+)
+def test_a_description_has_type_theta_and_extension(name, parts):
+    assert parse(GROUPS[name]).description.startswith(parts[0]) or "partial" in name
+    assert_names(parse(GROUPS[name]).description, *parts)
+
+
+SIZES = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
+LAYERED = rope.RopeSupport(layer_types=("full_attention", "sliding_attention"))
+PHI = rope.RopeSupport(
+    types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
+)
+MINISTRAL = rope.RopeSupport(extra_fields=("llama_4_scaling_beta",))
+PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
+    "Qwen3 with YaRN": (
+        {"rope_theta": 1e6, "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"}},
+        rope.RopeSupport(),
+    ),
+    "Yarn-Llama-2": (
+        {
+            "rope_scaling": {"factor": 16.0, "finetuned": True, "type": "yarn"}
+            | {"original_max_position_embeddings": 4096}
+        },
+        rope.RopeSupport(),
+    ),
+    "Gemma 3": (
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        LAYERED,
+    ),
+    "Gemma 3, transformers 5": (
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        LAYERED,
+    ),
+    "OLMo 3": (
+        {"rope_theta": 5e5, "rope_scaling": GROUPS["yarn, OLMo 3"] | {"rope_theta": 5e5}},
+        LAYERED,
+    ),
+    "Phi-3": (
+        {
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "su", "short_factor": LIST_32, "long_factor": LIST_32},
+        },
+        PHI,
+    ),
+    "Phi-4-mini": (
+        {
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "short_factor": LIST_24, "long_factor": LIST_24},
+        },
+        PHI,
+    ),
+    "Ministral 3": (
+        {
+            "rope_parameters": GROUPS["yarn, Ministral 3"]
+            | {"type": "yarn", "llama_4_scaling_beta": 0.1}
+        },
+        MINISTRAL,
+    ),
+    "SmolLM3": ({"rope_theta": 5e6}, rope.RopeSupport()),
+    "gpt-oss": ({"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]}, MINISTRAL),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_accepted(name):
+    fields, support = PUBLISHED[name]
+    assert rope.find_problems(SIZES | fields, "model.config", support) == []
+
+
+def scaling(group: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**group, **changes}}
+
+
+REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
+    (scaling(YARN, factor=0.5), LAYERED, "rope_parameters.factor = 0.5: ", ["1"]),
+    (scaling(YARN, factor=True), LAYERED, "rope_parameters.factor = true: ", ["1"]),
+    (scaling(YARN, beta_fast=0), LAYERED, "rope_parameters.beta_fast = 0: ", ["0"]),
+    (scaling(YARN, beta_fast=1), LAYERED, "rope_parameters.beta_slow = 1: ", ["beta_fast"]),
+    (scaling(YARN, truncate=1), LAYERED, "rope_parameters.truncate = 1: ", ["true or false"]),
+    (scaling(YARN, mscale=-1), LAYERED, "rope_parameters.mscale = -1: ", ["0"]),
+    (scaling(YARN, attention_factor="x"), LAYERED, "rope_parameters.attention_factor = x: ", ["0"]),
+    (scaling(YARN, beta_fats=2.0), LAYERED, "rope_parameters.beta_fats = 2.0: ", ["beta_fast"]),
+    (scaling(YARN, low_freq_factor=2.0), LAYERED, "rope_parameters.low_freq_factor", ["yarn"]),
+    (scaling(YARN, llama_4_scaling_beta=0.1), LAYERED, "rope_parameters.llama_4", ["yarn"]),
+    (scaling(YARN, llama_4_scaling_beta="a"), MINISTRAL, "rope_parameters.llama_4", ["number"]),
+    (scaling(YARN), PHI, "rope_parameters.rope_type = yarn: ", ["default or longrope"]),
+    (
+        scaling(YARN, partial_rotary_factor=0.5),
+        LAYERED,
+        "rope_parameters.partial_rotary_factor = 0.5: ",
+        ["model_type", "whole"],
+    ),
+    (
+        scaling(YARN, original_max_position_embeddings=4096.0),
+        LAYERED,
+        "rope_parameters.original_max_position_embeddings = 4096.0: ",
+        ["whole number"],
+    ),
+    (
+        scaling({"rope_type": "linear", "rope_theta": 1e4}),
+        LAYERED,
+        "rope_parameters.factor: ",
+        ["missing"],
+    ),
+    (scaling(LONGROPE, long_factor=None), PHI, "rope_parameters.long_factor: ", ["missing"]),
+    (scaling(LONGROPE, long_factor=[1.0, 0]), PHI, "rope_parameters.long_factor = [", ["list"]),
+    (scaling(LONGROPE, short_factor=LIST_24), PHI, "rope_parameters.short_factor: ", ["24", "32"]),
+    (
+        scaling({"rope_theta": 1e4}, partial_rotary_factor=0.3),
+        PHI,
+        "rope_parameters.partial_rotary_factor = 0.3: ",
+        ["19 of 64", "even"],
+    ),
+    (
+        scaling(LONGROPE) | {"partial_rotary_factor": "x"},
+        PHI,
+        "partial_rotary_factor = x: ",
+        ["0"],
+    ),
+    ({"partial_rotary_factor": 1.5}, PHI, "partial_rotary_factor = 1.5: ", ["1"]),
+    ({"rope_local_base_freq": 1e4}, PHI, "rope_local_base_freq = 10000.0: ", ["rope_theta"]),
+    ({"rope_local_base_freq": "x"}, LAYERED, "rope_local_base_freq = x: ", ["1"]),
+    (
+        {"original_max_position_embeddings": 4096},
+        LAYERED,
+        "original_max_position_embeddings = 4096: ",
+        ["rope_scaling"],
+    ),
+    (
+        {"rope_parameters": {"full_attention": YARN, "chunked_attention": YARN}},
+        LAYERED,
+        "rope_parameters.chunked_attention = {",
+        ["full_attention or sliding_attention"],
+    ),
+    (
+        {"rope_parameters": {"full_attention": YARN | {"factor": 0}}},
+        LAYERED,
+        "rope_parameters.full_attention.factor = 0: ",
+        ["1"],
+    ),
+    (
+        {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        LAYERED,
+        "rope_parameters.full_attention.truncate = false: ",
+        ["transformers"],
+    ),
+    ({"rope_parameters": {"full_attention": 3}}, LAYERED, "rope_parameters.full_att", ["fields"]),
+    (
+        {"rope_theta": 2e4, "rope_scaling": YARN},
+        LAYERED,
+        "rope_theta = 20000.0: ",
+        ["rope_scaling.rope_theta = 1000000.0"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "support", "start", "parts"), REFUSED)
+def test_wrong_fields_are_refused_by_name(fields, support, start, parts):
+    group = fields.get("rope_parameters", {})
+    if group.get("long_factor", 0) is None:  # find_problems gets fields without nulls
+        del group["long_factor"]
+    (problem,) = rope.find_problems(SIZES | fields, "c", support)
+    assert_names(problem.removeprefix("c."), *parts, start=start)
+
+
+def test_a_type_that_needs_the_models_range_needs_it_in_the_config():
+    group = {name: YARN[name] for name in ("rope_type", "rope_theta", "factor")}
+    fields = {"hidden_size": 256, "num_attention_heads": 4, "rope_parameters": group}
+    (problem,) = rope.find_problems(fields, "c")
+    assert_names(problem, "max_position_embeddings", start="c.rope_parameters.rope_type = yarn: ")
