@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.ring import Ring
 from jaxsp.model.remat import RematPolicy
@@ -40,13 +41,17 @@ HEADS = {"heads_per_kv_head": 4, "num_kv_heads": 2, "head_dim": 128}
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "packed": {"max_segments": 64, "head_chunks": 2},
-    "packed, window": {"max_segments": 64, "window": 4096},
-    "packed, window, blockwise": {"max_segments": 64, "window": 4096, "kernel": "blockwise"},
+    "packed, window": {"max_segments": 64, "score": ScoreConfig(window=4096)},
+    "packed, window, blockwise": {
+        "max_segments": 64,
+        "score": ScoreConfig(window=4096),
+        "kernel": "blockwise",
+    },
     "packed, ring": {"max_segments": 64, "head_chunks": 2, "strategy": Ring(seq=1)},
     "packed, all-gather": {"max_segments": 64, "strategy": AllGather(seq=1)},
     "one document": {"max_segments": 1, "head_chunks": 2},
     "one document, blockwise": {"max_segments": 1, "kernel": "blockwise"},
-    "one document, window": {"max_segments": 1, "window": 4096},
+    "one document, window": {"max_segments": 1, "score": ScoreConfig(window=4096)},
     "one document, ring": {"max_segments": 1, "strategy": Ring(seq=1)},
     "one document, all-gather": {"max_segments": 1, "strategy": AllGather(seq=1)},
 }
@@ -150,7 +155,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
         return selfcheck.compile_offload_gradients(
             policy, *absent(selfcheck.make_offload_inputs()), options=options
         )
-    options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
+    options = {"kernel": "cudnn", "score": ScoreConfig()} | ATTENTION[name]
     kernel = options.pop("kernel")
     bfloat16 = jnp.dtype("bfloat16")
     segments = options.pop("max_segments")

@@ -19,7 +19,7 @@ from jaxsp.attention.api import (
     make_attend,
     make_chosen_attend,
 )
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
 from jaxsp.attention.selection import (
     AttentionChoice,
@@ -28,7 +28,7 @@ from jaxsp.attention.selection import (
     choose_strategy,
     list_options,
 )
-from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy
+from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy, count_workloads
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -39,11 +39,13 @@ __all__ = [
     "Kernel",
     "KernelSettings",
     "LayerWorkload",
+    "ScoreConfig",
     "Strategy",
     "StrategyOption",
     "as_kernel",
     "choose",
     "choose_strategy",
+    "count_workloads",
     "describe",
     "find_collectives",
     "list_options",

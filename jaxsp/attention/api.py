@@ -1,14 +1,21 @@
 """Attention as the model calls it: see `Attend`."""
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import registry, selection
-from jaxsp.attention.kernels.kernel import FunctionKernel, Kernel, KernelSettings, RowKernel
+from jaxsp.attention.kernels.kernel import (
+    FunctionKernel,
+    Kernel,
+    KernelSettings,
+    RowKernel,
+    ScoreConfig,
+)
 from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategy import HasHeads, Strategy
 from jaxsp.attention.ulysses import Ulysses
@@ -28,6 +35,10 @@ class Attend:
     strategy: Strategy
     kernel: Kernel
     settings: KernelSettings
+    kinds: tuple[ScoreConfig, ...]
+    """Scores of each kind of layer, in the order in which the kinds first occur."""
+    layer_kinds: tuple[int, ...]
+    """Kind of each layer, as an index into `kinds`."""
     function: RowKernel
 
     @property
@@ -65,15 +76,32 @@ class Attend:
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
         tables: Any = None,
+        *,
+        kind: Array | int = 0,
+        sinks_H: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B l H K"]:
+        """Attends.
+
+        Args:
+            tables: result of `make_segment_tables`.
+            kind: kind of the layer, as an index into `kinds`; it may be traced.
+            sinks_H: a score of each head whose value is 0, for the softmax of every token. Each
+                device's gradient is its part of a sum over the devices that share the rows.
+        """
+        options: dict[str, Any] = {}
+        if len(self.kinds) > 1:
+            options["kind"] = kind
+        if sinks_H is not None:
+            options["sinks_H"] = sinks_H
         with jax.named_scope(SCOPE):
             # Make the segment arrays depend on q. Otherwise JAX hoists everything computed from
             # only them out of the layer scan, and a ring's masks for all its steps, as wide as q,
             # stay live (8 GiB at 1M tokens on 32 devices)
             arrays = starts_BM, lengths_BM, tables, jax.lax.stop_gradient(q_BlHK)
             starts_BM, lengths_BM, tables, _ = jax.lax.optimization_barrier(arrays)
-            keywords = {} if tables is None else {"tables": tables}
-            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, **keywords)
+            if tables is not None:
+                options["tables"] = tables
+            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, **options)
 
 
 def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:
@@ -89,14 +117,15 @@ def make_attend(
     strategy: Strategy | None = None,
     seq: int = 1,
     settings: KernelSettings | None = None,
-    window: int | None = None,
+    layer_scores: Sequence[ScoreConfig] = (ScoreConfig(),),
 ) -> Attend:
     """Makes attention of a strategy and a kernel.
 
     Args:
         kernel: a kernel or its name, or a function for whole rows.
         strategy: None: Ulysses among `seq` devices.
-        window: number of tokens that a token sees, including itself; None: all before it.
+        layer_scores: scores of each layer. Layers with equal scores are of one kind, and if all
+            are, one entry is enough.
     Raises: UserError for a kernel that computes whole rows only, if the strategy needs chunks.
     """
     if strategy is None:
@@ -104,11 +133,14 @@ def make_attend(
     kernel = as_kernel(kernel)
     settings = settings or KernelSettings()
     selection.raise_if_whole_rows_only(kernel, strategy)
+    kinds = tuple(dict.fromkeys(layer_scores))
     return Attend(
         strategy=strategy,
         kernel=kernel,
         settings=settings,
-        function=strategy.build(kernel, settings, window=window),
+        kinds=kinds,
+        layer_kinds=tuple(map(kinds.index, layer_scores)),
+        function=strategy.build(kernel, settings, kinds=kinds),
     )
 
 
@@ -118,7 +150,7 @@ def make_chosen_attend(choice: AttentionChoice) -> Attend:
         kernel=choice.kernel,
         strategy=choice.strategy,
         settings=choice.settings,
-        window=choice.window,
+        layer_scores=choice.layer_scores,
     )
 
 
@@ -148,8 +180,9 @@ def describe(choice: AttentionChoice, model: HasHeads) -> str:
     )
     if strategy.layout_degree > 1:
         part += f", and 2 of {2 * strategy.layout_degree} chunks of each row"
+    average = " on average" if len(set(choice.layer_scores)) > 1 else ""
     traffic = (
-        f"it sends {_format_bytes(choice.sent_bytes)} per layer and microbatch "
+        f"it sends {_format_bytes(choice.sent_bytes)} per layer and microbatch{average} "
         "if attention is not recomputed"
     )
     if choice.alternatives:
@@ -168,9 +201,25 @@ def _describe_kernel(choice: AttentionChoice) -> str:
         description += f", heads in {settings.head_chunks} chunks"
     if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
         description += f", whose log-sum-exps need {settings.lse_bytes / 2**20:,.0f} MiB"
-    if choice.window is not None:
-        description += f", each token sees the last {choice.window:,} of its document"
-    return description
+    return description + "".join(f", {part}" for part in _describe_scores(choice.layer_scores))
+
+
+def _describe_scores(layer_scores: Sequence[ScoreConfig]) -> list[str]:
+    """Describes windows and softcaps, with the number of layers that have them if not all do.
+
+    Example: `["52 of 62 layers: each token sees the last 1,024 of its document"]`.
+    """
+    parts: collections.Counter[str] = collections.Counter()
+    for score in layer_scores:
+        if score.window is not None:
+            parts[f"each token sees the last {score.window:,} of its document"] += 1
+        if score.softcap is not None:
+            parts[f"scores are capped at {score.softcap:g}"] += 1
+    num_layers = len(layer_scores)
+    return [
+        part if count == num_layers else f"{count} of {num_layers} layers: {part}"
+        for part, count in parts.items()
+    ]
 
 
 def _format_bytes(num_bytes: int) -> str:

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, KernelWorkload, RowKernel
+from jaxsp.attention.kernels.kernel import (
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    RowKernel,
+    ScoreConfig,
+)
 from jaxsp.attention.ring import Ring
 from jaxsp.attention.strategy import LayerWorkload, Strategy
 from jaxsp.attention.ulysses import Ulysses
@@ -123,12 +129,14 @@ class Hybrid(Strategy):
     def communicators(self) -> list[list[int]]:
         return self.inner.communicators() + self.outer.communicators()
 
-    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
+    def build(
+        self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
         neighborhoods = [
             list(range(first, first + self.inner.seq))
             for first in range(0, self.seq, self.inner.seq)
         ]
-        chunks = self.outer.build(kernel, settings, window=window)
+        chunks = self.outer.build(kernel, settings, kinds=kinds)
         return self.inner.wrap_kernel(chunks, axis_index_groups=neighborhoods)
 
     def on_one_device(self) -> Strategy | None:

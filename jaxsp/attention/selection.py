@@ -1,7 +1,7 @@
 """Choice of the strategy and the kernel of a run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention import registry
@@ -10,11 +10,18 @@ from jaxsp.attention.kernels.kernel import (
     Kernel,
     KernelSettings,
     KernelWorkload,
+    ScoreConfig,
     UnsupportedReason,
     divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy
+from jaxsp.attention.strategy import (
+    HasHeads,
+    LayerWorkload,
+    Strategy,
+    count_workloads,
+    drop_long_windows,
+)
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core import errors
@@ -30,13 +37,13 @@ class AttentionChoice:
     """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
     sent_bytes: int
     """Bytes that each device sends per layer and microbatch if attention's results are saved for
-    the backward pass. `auto` compares these, whatever memory.remat is."""
+    the backward pass: the mean of all layers. `auto` compares these, whatever memory.remat is."""
     kernel: Kernel
     settings: KernelSettings
     fallback_reason: str
     """Reason that `auto` did not use its first kernel; empty if it did."""
-    window: int | None
-    """Number of tokens that a token sees, including itself; None: all before it in its document."""
+    layer_scores: tuple[ScoreConfig, ...]
+    """Scores of each layer, without windows that are at least as long as the longest row."""
 
 
 class StrategyOption(NamedTuple):
@@ -56,7 +63,7 @@ def choose(
 ) -> AttentionChoice:
     """Chooses what a config requests, or what `auto` means on these devices, which may be absent.
 
-    The kernel is the same for all row lengths of the config.
+    The kernel and its settings are the same for all row lengths of the config and all layers.
 
     Args: device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
@@ -65,10 +72,9 @@ def choose(
     strategy = choose_strategy(config, model)
     device_bytes = device_bytes or min_device_bytes(devices)
     workloads = [
-        strategy.kernel_workload(
-            LayerWorkload.from_config(config.with_row_tokens(row_tokens), model)
-        )
+        strategy.kernel_workload(layer)
         for row_tokens in reversed(config.data.row_lengths)
+        for layer in count_workloads(config.with_row_tokens(row_tokens), model)
     ]
     kernel, fallback_reason = _choose_kernel(config, workloads, devices, device_bytes)
     raise_if_whole_rows_only(kernel, strategy)
@@ -76,11 +82,11 @@ def choose(
         _configure(kernel, workload, config, fallback_reason, devices, device_bytes)
         for workload in workloads
     ]
-    layer = _layer_to_compare(config, model)
-    others = _auto_candidates(config.attention, layer, seq=config.mesh.seq)
+    layers = _layers_to_compare(config, model)
+    others = _auto_candidates(config.attention, _strictest(layers), seq=config.mesh.seq)
     sent_bytes = {
-        candidate: sum(candidate.sent_bytes(layer).values())
-        for candidate in (strategy, *_without_problems(others, layer))
+        candidate: _mean_sent_bytes(candidate, layers)
+        for candidate in (strategy, *_without_problems(others, _strictest(layers)))
     }
     return AttentionChoice(
         strategy=strategy,
@@ -93,7 +99,7 @@ def choose(
         kernel=kernel,
         settings=settings[0],
         fallback_reason=fallback_reason,
-        window=model.sliding_window,
+        layer_scores=drop_long_windows(model.layer_scores, row_tokens=config.data.max_row_tokens),
     )
 
 
@@ -109,9 +115,10 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
     if seq == 1:
         return Ulysses(seq=1)
     requested = config.attention
-    layer = _layer_to_compare(config, model)
+    layers = _layers_to_compare(config, model)
+    layer = _strictest(layers)
     candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
-    best = min(candidates, key=lambda c: (sum(c.sent_bytes(layer).values()), -c.all_to_all_size))
+    best = min(candidates, key=lambda c: (_mean_sent_bytes(c, layers), -c.all_to_all_size))
     _raise_if_options_unused(requested, best)
     problem = best.find_problem(layer)
     if problem is not None:
@@ -127,7 +134,7 @@ def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyO
         return [StrategyOption("none shared", {})]
     if requested.strategy in registry.STRATEGIES:
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
-    layer = _layer_to_compare(config, model)
+    layer = _strictest(_layers_to_compare(config, model))
     unused = {
         field: AttentionConfig.model_fields[field].default
         for strategy_class in registry.STRATEGIES.values()
@@ -152,12 +159,27 @@ def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
 
 
 def _has_chunks(kernel: Kernel) -> bool:
-    return kernel.make_chunk_kernel(KernelSettings()) is not None
+    return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
 
 
-def _layer_to_compare(config: Config, model: HasHeads) -> LayerWorkload:
-    """The layer as if its attention were saved, so that memory options do not change the choice."""
-    return LayerWorkload.from_config(config, model, remat="save_attention")
+def _layers_to_compare(config: Config, model: HasHeads) -> dict[LayerWorkload, int]:
+    """Number of layers with each workload, as if their attention were saved, so that memory options
+    do not change the choice."""
+    return count_workloads(config, model, remat="save_attention")
+
+
+def _strictest(layers: Mapping[LayerWorkload, int]) -> LayerWorkload:
+    """The workload that decides which strategies are possible: one with a window, if any has."""
+    return max(layers, key=lambda layer: layer.has_window)
+
+
+def _mean_sent_bytes(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> int:
+    """Bytes that each device sends per layer and microbatch: the mean of all layers."""
+    total = sum(
+        num_layers * sum(strategy.sent_bytes(layer).values())
+        for layer, num_layers in layers.items()
+    )
+    return total // sum(layers.values())
 
 
 def _candidates(

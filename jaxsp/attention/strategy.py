@@ -4,6 +4,7 @@ To add a strategy, write a subclass of `Strategy` in a file of its own and add i
 `jaxsp.attention.registry.STRATEGIES`.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -12,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, KernelWorkload, RowKernel
+from jaxsp.attention.kernels.kernel import (
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    RowKernel,
+    ScoreConfig,
+)
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core.errors import UserError
 
@@ -31,12 +38,13 @@ class HasHeads(Protocol):
     def head_dim(self) -> int: ...
 
     @property
-    def sliding_window(self) -> int | None: ...
+    def layer_scores(self) -> Sequence[ScoreConfig]:
+        """Scores of each layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWorkload:
-    """A layer's attention in one microbatch of a sequence-parallel group."""
+    """Attention of layers of one kind, each in one microbatch of a sequence-parallel group."""
 
     num_rows: int
     """Rows that the group works on together."""
@@ -52,18 +60,21 @@ class LayerWorkload:
     """dtype of q, k, v, the output and their gradients."""
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: all before it."""
+    softcap: float | None = None
+    """Cap of the scores: see `ScoreConfig`."""
     remat: str = "save_attention"
     """Value of memory.remat."""
     is_deterministic: bool = False
 
     @classmethod
     def from_config(
-        cls, config: Config, model: HasHeads, *, remat: str | None = None
+        cls, config: Config, model: HasHeads, score: ScoreConfig, *, remat: str | None = None
     ) -> "LayerWorkload":
-        """The workload of a config's longest rows.
+        """The workload of a config's longest rows in layers with these scores.
 
         Args: remat: replaces memory.remat of the config.
         """
+        score = drop_long_windows([score], row_tokens=config.data.max_row_tokens)[0]
         return cls(
             num_rows=config.batch.rows_per_microbatch,
             tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
@@ -73,7 +84,8 @@ class LayerWorkload:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=config.model.compute_dtype,
-            window=model.sliding_window,
+            window=score.window,
+            softcap=score.softcap,
             remat=config.memory.remat if remat is None else remat,
             is_deterministic=config.run.deterministic,
         )
@@ -114,9 +126,35 @@ class LayerWorkload:
             max_segments=self.max_segments,
             window=self.window,
             dtype=self.dtype,
+            softcap=self.softcap,
             whole_row_tokens=self.row_tokens,
             is_deterministic=self.is_deterministic,
         )
+
+
+def count_workloads(
+    config: Config, model: HasHeads, *, remat: str | None = None
+) -> dict[LayerWorkload, int]:
+    """Number of a model's layers with each workload, in the order in which they first occur.
+
+    Args: remat: replaces memory.remat of the config.
+    """
+    return dict(
+        collections.Counter(
+            LayerWorkload.from_config(config, model, score, remat=remat)
+            for score in model.layer_scores
+        )
+    )
+
+
+def drop_long_windows(scores: Sequence[ScoreConfig], *, row_tokens: int) -> tuple[ScoreConfig, ...]:
+    """The scores of layers without windows that hide no token of a row from another."""
+    return tuple(
+        dataclasses.replace(score, window=None)
+        if score.window is not None and score.window >= row_tokens
+        else score
+        for score in scores
+    )
 
 
 @runtime_checkable
@@ -200,11 +238,15 @@ class Strategy(Protocol):
         """Returns the groups in which the first device communicates, as positions along `seq`."""
         return [list(range(self.seq))]
 
-    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
+    def build(
+        self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
         """Returns the function that is called inside shard_map with this device's shard of rows.
 
         Outputs and gradients are 0 at padding. If `layout_degree` is more than 1, `kernel` must
         have functions for chunks.
+
+        Args: kinds: scores of each kind of layer.
         """
 
     def on_one_device(self) -> "Strategy | None":
@@ -230,13 +272,13 @@ def mask_padding(
         v_BLgK: Array,
         starts_BM: Array,
         lengths_BM: Array,
-        **tables: Any,
+        **options: Any,
     ) -> Array:
         inside_BL11 = segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
         q_BLhK, k_BLgK, v_BLgK = (
             jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK)
         )
-        out_BLhK = attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **tables)
+        out_BLhK = attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **options)
         return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))
 
     return attend_masked

@@ -17,6 +17,7 @@ from jaxsp.attention.kernels.kernel import (
     KernelSettings,
     KernelWorkload,
     RowKernel,
+    ScoreConfig,
     divisors,
 )
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
@@ -105,8 +106,10 @@ class Ulysses(Strategy):
         is_kv_shared = settings.head_chunks > exchanged.num_kv_heads
         return inputs + chunk + (2 * kv if is_kv_shared else 0)
 
-    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        rows = kernel.make_row_kernel(settings, window=window)
+    def build(
+        self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
+        rows = kernel.make_row_kernel(settings, kinds=kinds)
         return self.wrap_kernel(mask_padding(kernel, rows, segments.segment_mask))
 
     def wrap_kernel(
@@ -138,13 +141,16 @@ def attend(
     kernel: RowKernel,
     seq: int,
     axis_index_groups: list[list[int]] | None = None,
-    **tables: Any,
+    sinks_H: Float[Array, "H"] | None = None,
+    **options: Any,
 ) -> Float[Array, "B l H K"]:
     """Attention over rows of which each of `seq` devices holds a shard.
 
     Args:
         kernel: computes attention over whole rows.
-        tables: the kernel's segment tables, if it uses any: see `Kernel.make_tables`.
+        sinks_H: sinks of all heads. Each device uses those of its own heads; its gradient is 0 for
+            the others.
+        options: other arguments of the kernel: see `RowKernel`.
     Shapes: inside shard_map over `seq`; shards are contiguous and in the devices' order. K/V heads
         are repeated until their number is the least common multiple of G and seq. So each device
         gets the K/V heads of its own query heads.
@@ -173,7 +179,9 @@ def attend(
         tiled=True,
     )
     q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
-    out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **tables)
+    if sinks_H is not None:
+        options["sinks_H"] = _take_own_heads(sinks_H, seq=seq)
+    out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **options)
     return jax.lax.all_to_all(
         out_BLhK,
         axes.SEQ,
@@ -182,3 +190,14 @@ def attend(
         axis_index_groups=axis_index_groups,
         tiled=True,
     )
+
+
+def _take_own_heads(x_H: Float[Array, "H"], *, seq: int) -> Float[Array, "h"]:
+    """This device's part of an array with a value for each head.
+
+    The devices of a group are neighbors along `seq`, and the all-to-all gives them the heads in
+    their order.
+    """
+    h = len(x_H) // seq
+    first = jax.lax.axis_index(axes.SEQ) % seq * h
+    return jax.lax.dynamic_slice_in_dim(x_H, first, h)

@@ -24,8 +24,9 @@ from jaxsp.attention.kernels.kernel import (
     KernelSettings,
     KernelWorkload,
     RowKernel,
+    ScoreConfig,
 )
-from jaxsp.attention.kernels.residuals import with_saved_residuals
+from jaxsp.attention.kernels.residuals import AttentionFunctions, with_saved_residuals
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
@@ -103,14 +104,24 @@ class ZigzagStrategy(Strategy, abc.ABC):
     def communicators(self) -> list[list[int]]:
         return self.axis_index_groups[:1]
 
-    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        chunk_kernel = kernel.make_chunk_kernel(settings)
+    def build(
+        self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
+        functions = [self.make_functions(kernel, settings, score) for score in kinds]
+        attend = with_saved_residuals(functions, self.segment_mask)
+        return mask_padding(kernel, attend, self.segment_mask)
+
+    def make_functions(
+        self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        """Returns the forward and backward pass of one kind of layer, inside shard_map."""
+        assert score.window is None, "selection refuses windows"
+        chunk_kernel = kernel.make_chunk_kernel(settings, score)
         assert chunk_kernel is not None, "selection.raise_if_whole_rows_only refuses it"
-        attend = with_saved_residuals(
+        return AttentionFunctions(
             functools.partial(self.forward, chunk_kernel),
             functools.partial(self.backward, chunk_kernel),
         )
-        return mask_padding(kernel, attend, self.segment_mask)
 
     def on_one_device(self) -> Strategy:
         return type(self)(seq=1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxsp.attention import ScoreConfig
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope:
@@ -57,3 +59,8 @@ class ModelConfig:
     """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float
     """Standard deviation of randomly initialized matrices."""
+
+    @property
+    def layer_scores(self) -> tuple[ScoreConfig, ...]:
+        """Attention scores of each layer."""
+        return (ScoreConfig(window=self.sliding_window),) * self.num_layers

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxsp.attention import LayerWorkload
+from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
@@ -94,10 +94,14 @@ def _mlp_bytes(program: Program) -> int:
 
 
 def _attention_bytes(program: Program) -> int:
-    """Bytes of the backward pass of a layer's attention, without the kernel's workspace."""
-    layer = LayerWorkload.from_config(program.config, program.model)
+    """Bytes of the backward pass of a layer's attention, without the kernel's workspace: the
+    maximum of all layers."""
     weights = sum(param.size for param in jax.tree.leaves(program.table["layers"]))
-    backward = program.attend.strategy.backward_bytes(layer, program.attend.settings)
+    attend = program.attend
+    backward = max(
+        attend.strategy.backward_bytes(layer, attend.settings)
+        for layer in attention.count_workloads(program.config, program.model)
+    )
     return backward + 2 * _stream_bytes(program) + program.dtype.itemsize * weights
 
 

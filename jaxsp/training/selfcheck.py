@@ -20,7 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp import attention
-from jaxsp.attention import AttentionChoice, Kernel, KernelSettings, LayerWorkload, Strategy
+from jaxsp.attention import (
+    AttentionChoice,
+    Kernel,
+    KernelSettings,
+    LayerWorkload,
+    ScoreConfig,
+    Strategy,
+)
 from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.ulysses import Ulysses
@@ -86,21 +93,26 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
 
 
 def _check_attention(program: Program, choice: AttentionChoice, device: jax.Device) -> None:
-    """Checks whole rows, and chunks of rows if the strategy computes them. Raises: UserError."""
+    """Checks each kind of layer over whole rows, and over chunks if the strategy computes them.
+
+    Raises: UserError.
+    """
     model = program.model
     heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
     chunk_strategy = choice.strategy.on_one_device()
-    windows: dict[Strategy | None, int | None] = {None: choice.window}
+    kinds: list[tuple[Strategy | None, ScoreConfig]] = [
+        (None, score) for score in dict.fromkeys(choice.layer_scores)
+    ]
     if chunk_strategy is not None:
-        windows[chunk_strategy] = None
-    for strategy, window in windows.items():
+        kinds += [(chunk_strategy, score) for _, score in kinds if score.window is None]
+    for strategy, score in kinds:
         attention_errors = measure_attention_error(
             choice.kernel,
             heads_per_kv_head=heads // kv_heads,
             num_kv_heads=min(2, kv_heads),
             head_dim=model.head_dim,
             max_segments=program.config.data.max_segments_per_row,
-            window=window,
+            score=score,
             dtype=program.dtype,
             device=device,
             head_chunks=choice.settings.head_chunks,
@@ -116,7 +128,7 @@ def measure_attention_error(
     num_kv_heads: int,
     head_dim: int,
     max_segments: int,
-    window: int | None,
+    score: ScoreConfig,
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
@@ -129,7 +141,7 @@ def measure_attention_error(
     Args:
         heads_per_kv_head: query heads per K/V head.
         max_segments: 1: rows of one segment; more: rows of several, with padding between them.
-        window: shortened to 100 tokens, because the rows are short.
+        score: scores of a layer; a window is shortened to 100 tokens, because the rows are short.
         head_chunks: reduced to the largest number that the few heads allow.
         strategy: a strategy on one device; None: whole rows.
     Units: relative root mean square error of the segment where it is largest; padding of a row
@@ -151,7 +163,7 @@ def measure_attention_error(
             inputs,
             slots,
             dtype=dtype,
-            window=window,
+            score=score,
             head_chunks=head_chunks,
             strategy=strategy,
         )
@@ -232,7 +244,7 @@ def compile_attention(
     slots: list[Any],
     *,
     dtype: jnp.dtype,
-    window: int | None,
+    score: ScoreConfig,
     head_chunks: int = 1,
     strategy: Strategy | None = None,
 ) -> jax.stages.Compiled:
@@ -255,11 +267,13 @@ def compile_attention(
         head_dim=head_dim,
         dtype=str(dtype),
     )
+    if score.window is not None:
+        score = dataclasses.replace(score, window=min(score.window, _WINDOW))
     legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
     attend = attention.make_attend(
         kernel=kernel,
         strategy=strategy,
-        window=None if window is None else min(window, _WINDOW),
+        layer_scores=[score],
         settings=KernelSettings(head_chunks=max(n for n in legal if n <= head_chunks)),
     )
 

@@ -99,7 +99,7 @@ def make_program(gigabytes: float) -> Program:
         ),
         model=families.parse_model_config(model, field="model.config"),
         mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
-        attend=attention.make_attend(seq=1, kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=1, kernel="blockwise"),
         num_steps=1,
     )
 

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import segments
+
+_PLAIN = ScoreConfig()
 
 
 def attention(
@@ -14,25 +17,81 @@ def attention(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    window: int | None = None,
+    score: ScoreConfig = _PLAIN,
+    sinks_H: Float[Array, "h"] | None = None,
 ) -> Float[Array, "B L h K"]:
     """Causal softmax attention inside each segment, in float32; the output is undefined at padding.
 
     Units: memory and time grow with L * L.
-    Args:
-        window: a token attends to itself and the window - 1 tokens before it; None: no limit.
+    Args: sinks_H: a score of each head whose value is 0.
     """
-    B, L, h, K = q_BLhK.shape
-    g = k_BLgK.shape[2]
-    window = L if window is None else window
+    scores_BhLL, mask_BLL = _find_scores(q_BLhK, k_BLgK, starts_BM, lengths_BM, score)
+    scores_BhLL = jnp.where(mask_BLL[:, None], scores_BhLL, -jnp.inf)
+    if sinks_H is not None:
+        sinks_BhL1 = jnp.broadcast_to(sinks_H[None, :, None, None], (*scores_BhLL.shape[:3], 1))
+        scores_BhLL = jnp.concatenate([scores_BhLL, sinks_BhL1], axis=-1)
+    weights_BhLL = jax.nn.softmax(scores_BhLL, axis=-1)[..., : q_BLhK.shape[1]]
+    v_BLhK = _repeat(v_BLgK, q_BLhK)
+    out = jnp.einsum("Bhqk,BkhK->BqhK", weights_BhLL, v_BLhK, precision="highest")
+    return out.astype(q_BLhK.dtype)
+
+
+def forward(
+    q: Array, k: Array, v: Array, starts: Array, lengths: Array, *, score: ScoreConfig
+) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+    """Output and log-sum-exp, undefined at padding."""
+    scores, mask = _find_scores(q, k, starts, lengths, score)
+    lse = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    return attention(q, k, v, starts, lengths, score=score), lse
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    starts: Array,
+    lengths: Array,
+    *,
+    score: ScoreConfig,
+) -> tuple[Array, Array, Array]:
+    """dq, dk and dv, by the definition of the softmax, from the weights exp(score - lse)."""
+
+    def find_scores(q: Array, k: Array) -> Array:
+        return _find_scores(q, k, starts, lengths, score)[0]
+
+    scores, pull_scores = jax.vjp(find_scores, q, k)
+    mask = _find_scores(q, k, starts, lengths, score)[1][:, None]
+    weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0)
+    v_of_head, pull_v = jax.vjp(lambda v: _repeat(v, q), v)
+    dout, out = (x.astype(jnp.float32) for x in (dout, out))
+    dweights = jnp.einsum("BqhK,BkhK->Bhqk", dout, v_of_head, precision="highest")
+    delta = jnp.einsum("BqhK,BqhK->Bhq", dout, out, precision="highest")
+    dq, dk = pull_scores(jnp.where(mask, weights * (dweights - delta[..., None]), 0))
+    (dv,) = pull_v(jnp.einsum("Bhqk,BqhK->BkhK", weights, dout, precision="highest"))
+    return dq, dk, dv
+
+
+def _find_scores(
+    q_BLhK: Array, k_BLgK: Array, starts_BM: Array, lengths_BM: Array, score: ScoreConfig
+) -> tuple[Float32[Array, "B h L L"], Bool[Array, "B L L"]]:
+    """Scores of all pairs of tokens, and which of them are in the softmax."""
+    L, _, K = q_BLhK.shape[1:]
     segment_BL = segments.segment_ids(starts_BM, lengths_BM, L)
     distance_LL = jnp.arange(L)[:, None] - jnp.arange(L)[None, :]
-    near_LL = (distance_LL >= 0) & (distance_LL < window)
+    near_LL = (distance_LL >= 0) & (distance_LL < (score.window or L))
     mask_BLL = (segment_BL[:, :, None] == segment_BL[:, None, :]) & near_LL[None]
-    q_BLgrK = q_BLhK.reshape(B, L, g, h // g, K).astype(jnp.float32)
-    k_BLgK = k_BLgK.astype(jnp.float32)
-    v_BLgK = v_BLgK.astype(jnp.float32)
-    scores = jnp.einsum("BqgrK,BkgK->Bgrqk", q_BLgrK, k_BLgK, precision="highest") * K**-0.5
-    weights = jax.nn.softmax(jnp.where(mask_BLL[:, None, None], scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("Bgrqk,BkgK->BqgrK", weights, v_BLgK, precision="highest")
-    return out.reshape(B, L, h, K).astype(q_BLhK.dtype)
+    q_BLhK = q_BLhK.astype(jnp.float32)
+    k_BLhK = _repeat(k_BLgK, q_BLhK)
+    scores = jnp.einsum("BqhK,BkhK->Bhqk", q_BLhK, k_BLhK, precision="highest")
+    scores = scores * (K**-0.5 if score.scale is None else score.scale)
+    if score.softcap is not None:
+        scores = score.softcap * jnp.tanh(scores / score.softcap)
+    return scores, mask_BLL
+
+
+def _repeat(x_BLgK: Array, q_BLhK: Array) -> Float32[Array, "B L h K"]:
+    """Each K/V head once for every query head that uses it."""
+    return jnp.repeat(x_BLgK, q_BLhK.shape[2] // x_BLgK.shape[2], axis=2).astype(jnp.float32)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.strategy import Strategy
 from jaxsp.attention.ulysses import Ulysses
@@ -38,8 +39,10 @@ def make_attend(devices, kernel="blockwise", window=None):
     """Attention over whole rows. Args: devices: a strategy, or the number of Ulysses' devices."""
     strategy = devices if isinstance(devices, Strategy) else Ulysses(seq=devices)
     if kernel is oracle.attention:
-        kernel = functools.partial(kernel, window=window)
-    attend = attention.make_attend(strategy=strategy, kernel=kernel, window=window)
+        kernel = functools.partial(kernel, score=ScoreConfig(window=window))
+    attend = attention.make_attend(
+        strategy=strategy, kernel=kernel, layer_scores=[ScoreConfig(window=window)]
+    )
     return batches.attend_on_shards(attend) if strategy.seq > 1 else attend
 
 

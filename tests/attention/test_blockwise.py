@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, blockwise_rows, segments
+from jaxsp.attention import Attend, ScoreConfig
+from jaxsp.attention.kernels import blockwise_rows, segments
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -46,6 +47,10 @@ def results(attend, q, k, v, dout, starts, lengths):
     return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
 
 
+def blockwise_attend(window: int | None = None) -> Attend:
+    return attention.make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)])
+
+
 def run(attend, *inputs):
     return jax.tree.map(np.asarray, jax.jit(functools.partial(results, attend))(*inputs))
 
@@ -76,8 +81,11 @@ def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
-        attention.make_attend(seq=1, kernel=kernel, window=window)
-        for kernel in ("blockwise", functools.partial(oracle.attention, window=window))
+        attention.make_attend(kernel=kernel, layer_scores=[ScoreConfig(window=window)])
+        for kernel in (
+            "blockwise",
+            functools.partial(oracle.attention, score=ScoreConfig(window=window)),
+        )
     ]
     actual, expected = (run(attend, *inputs) for attend in attends)
     for name in expected:
@@ -88,9 +96,7 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
-    expected, *actual = (
-        run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows
-    )
+    expected, *actual = (run(blockwise_attend(window), *inputs) for window in windows)
     assert all(batches.is_bitwise_equal(results, expected) for results in actual)
 
 
@@ -117,7 +123,7 @@ def test_the_output_at_padding_is_zero(monkeypatch):
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts = jnp.int32(STARTS)
     lengths = jnp.int32(LENGTHS)
-    out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
+    out = np.asarray(jax.jit(blockwise_attend())(q, k, v, starts, lengths))
     inside = np.asarray(segments.segment_mask(starts, lengths, L))
     assert (out[~inside] == 0).all()
     assert np.abs(out[inside]).max(-1).min() > 0
@@ -148,9 +154,7 @@ def test_blocks_of_other_segments_of_the_future_and_before_the_window_are_never_
     for x in (q, k, v, dout) if is_segment else (k, v):
         x[:, poison] = np.nan
     window = 17 if poisoned == "before the window" else None
-    actual = run(
-        functools.partial(blockwise.attention, window=window), q, k, v, dout, starts, lengths
-    )
+    actual = run(blockwise_attend(window), q, k, v, dout, starts, lengths)
     for name in actual if is_segment else ("out", "dq"):
         assert np.isfinite(actual[name][:, clean]).all(), name
         assert np.isnan(actual[name][:, poison]).any(), name
@@ -165,7 +169,7 @@ def compiled(length, heads=1, K=8):
     num_segments = -(-length // 1000)
     shapes = [jax.ShapeDtypeStruct((1, length, heads, K), jnp.float32)] * 4
     slots = [jax.ShapeDtypeStruct((1, num_segments), jnp.int32)] * 2
-    return jax.jit(functools.partial(results, blockwise.attention)).lower(*shapes, *slots).compile()
+    return jax.jit(functools.partial(results, blockwise_attend())).lower(*shapes, *slots).compile()
 
 
 def test_memory_is_linear_in_length(record_property):
@@ -208,7 +212,7 @@ def num_forward_passes(*names):
     q, k, v, _ = map(jnp.asarray, arrays(1, 64, 4, 2, K=8))
     starts = jnp.int32([[0]])
     lengths = jnp.int32([[64]])
-    attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
+    attend = blockwise_attend()
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(q):

@@ -31,7 +31,7 @@ def compiled(strategy, H, G, remat):
 
     A layer has projections around attention. What is in the loops counts for each layer.
     """
-    attend = attention.make_attend(strategy=strategy, kernel="blockwise", window=None)
+    attend = attention.make_attend(strategy=strategy, kernel="blockwise")
     starts = jnp.zeros((B, 1), jnp.int32)
     lengths = jnp.full((B, 1), L, jnp.int32)
 

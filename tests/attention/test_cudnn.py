@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import KernelSettings
+from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_slots
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall
@@ -65,7 +65,7 @@ def arrays(B, h, g, K=K):
 
 def run(kernel, *inputs):
     """Output, dq, dk and dv of a kernel."""
-    return results(attention.make_attend(seq=1, kernel=kernel, window=None), *inputs)
+    return results(attention.make_attend(seq=1, kernel=kernel), *inputs)
 
 
 def results(attend, *inputs):
@@ -101,9 +101,14 @@ CASES = [
 def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window):
     inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
     actual = run(
-        functools.partial(cudnn.attention, head_chunks=head_chunks, window=window), *inputs
+        attention.make_attend(
+            kernel="cudnn",
+            settings=KernelSettings(head_chunks=head_chunks),
+            layer_scores=[ScoreConfig(window=window)],
+        ),
+        *inputs,
     )
-    expected = run(functools.partial(oracle.attention, window=window), *inputs)
+    expected = run(functools.partial(oracle.attention, score=ScoreConfig(window=window)), *inputs)
     for name in expected:
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL, name
 
@@ -115,12 +120,17 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     whole = PartitionSpec()
     specs = {"in_specs": (shard, shard, shard, whole, whole), "out_specs": shard}
     attend = attention.make_attend(
-        seq=4, kernel="cudnn", settings=KernelSettings(head_chunks=2), window=90
+        seq=4,
+        kernel="cudnn",
+        settings=KernelSettings(head_chunks=2),
+        layer_scores=[ScoreConfig(window=90)],
     )
     sharded = jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False)
     q, k, v, _, starts, lengths = inputs
     actual = jax.jit(sharded)(q, k, v, starts, lengths)
-    expected = run(functools.partial(oracle.attention, window=90), *inputs)["out"]
+    expected = run(functools.partial(oracle.attention, score=ScoreConfig(window=90)), *inputs)[
+        "out"
+    ]
     assert batches.relative_error(actual, expected) < tolerances.ULYSSES
 
 
@@ -181,7 +191,7 @@ def test_two_chunks_of_a_row_equal_the_whole_row(kind, strategy):
 
 
 def test_the_output_is_nan_if_a_row_in_one_slot_does_not_begin_with_its_segment():
-    actual = run(cudnn.attention, *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
+    actual = run("cudnn", *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
     assert np.isfinite(actual["out"][0]).all()
     assert np.isnan(actual["out"][1, 4:304]).all()
 
@@ -214,7 +224,8 @@ def test_the_residuals_do_not_grow_with_the_slots():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
-        _, lse = jax.eval_shape(cudnn.forward, q, k, v, starts, lengths)
+        forward = functools.partial(cudnn.forward, score=ScoreConfig())
+        _, lse = jax.eval_shape(forward, q, k, v, starts, lengths)
         assert lse.shape == (1, 4, L), kind
         assert lse.dtype == jnp.float32
 

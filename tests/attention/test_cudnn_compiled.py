@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
+from jaxsp import attention
+from jaxsp.attention import ScoreConfig
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
 from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.planner.compile import compiled
@@ -34,10 +36,10 @@ def program(device, *, slots, K, window):
     )
     slot_shape = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=sharding)
 
+    attend = attention.make_attend(kernel="cudnn", layer_scores=[ScoreConfig(window=window)])
+
     def gradients(q, k, v, dout, starts, lengths):
-        out, pull = jax.vjp(
-            lambda q, k, v: cudnn.attention(q, k, v, starts, lengths, window=window), q, k, v
-        )
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
         return out, pull(dout)
 
     return jax.jit(gradients).lower(q, k, k, q, slot_shape, slot_shape).compile().as_text()

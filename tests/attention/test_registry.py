@@ -13,6 +13,7 @@ from jaxsp import attention
 from jaxsp.attention import registry
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategy import Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
@@ -49,12 +50,12 @@ class GatherAll(Strategy):
     def backward_bytes(self, workload, settings):
         return 4 * self.seq * sum(workload.qkv_bytes)
 
-    def build(self, kernel, settings, *, window):
-        rows = kernel.make_row_kernel(settings, window=window)
+    def build(self, kernel, settings, *, kinds):
+        rows = kernel.make_row_kernel(settings, kinds=kinds)
 
-        def attend(q, k, v, starts, lengths):
+        def attend(q, k, v, starts, lengths, **options):
             gather = functools.partial(jax.lax.all_gather, axis_name=axes.SEQ, axis=1, tiled=True)
-            out = rows(gather(q), gather(k), gather(v), starts, lengths)
+            out = rows(gather(q), gather(k), gather(v), starts, lengths, **options)
             first = jax.lax.axis_index(axes.SEQ) * q.shape[1]
             return jax.lax.dynamic_slice_in_dim(out, first, q.shape[1], axis=1)
 
@@ -72,8 +73,11 @@ class WholeMatrix(Kernel):
 
     name = "whole_matrix"
 
-    def make_row_kernel(self, settings, *, window):
-        return functools.partial(oracle.attention, window=window)
+    def make_row_functions(self, settings, score):
+        return AttentionFunctions(
+            functools.partial(oracle.forward, score=score),
+            functools.partial(oracle.backward, score=score),
+        )
 
 
 @pytest.fixture

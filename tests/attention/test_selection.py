@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.config import config_file
@@ -74,7 +75,7 @@ def choose(
 
 def make_model(heads, *, window=None):
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
-    return types.SimpleNamespace(**sizes, sliding_window=window)
+    return types.SimpleNamespace(**sizes, layer_scores=[ScoreConfig(window=window)])
 
 
 def refused(*arguments, **fields):
@@ -488,7 +489,7 @@ def test_the_banner_shows_the_memory_of_large_log_sum_exps():
 @pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
 def test_the_banner_shows_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)
-    assert choice.window == 4096
+    assert choice.layer_scores == (ScoreConfig(window=4096),)
     line = attention.describe(choice, make_model((32, 8, 128)))
     assert_names(line, "4,096")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.hybrid import Hybrid
 from jaxsp.attention.kernels import blockwise_rows
@@ -62,7 +63,9 @@ def send_bytes(strategy, H, G):
 
 
 def chosen(seq, H, G, *, window=None, **attention_fields):
-    model = types.SimpleNamespace(num_heads=H, num_kv_heads=G, head_dim=128, sliding_window=window)
+    model = types.SimpleNamespace(
+        num_heads=H, num_kv_heads=G, head_dim=128, layer_scores=[ScoreConfig(window=window)]
+    )
     config = batches.make_config()
     update = {
         "model": config.model.model_copy(update={"compute_dtype": "bfloat16"}),
@@ -285,7 +288,7 @@ def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
 def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
     """JAX would compute what depends only on the segments in a loop of 6 ring steps before it."""
     attend = batches.attend_on_shards(
-        attention.make_attend(strategy=Ring(seq=8), kernel="blockwise", window=None)
+        attention.make_attend(strategy=Ring(seq=8), kernel="blockwise")
     )
     starts = jnp.zeros((1, 1), jnp.int32)
     lengths = jnp.full((1, 1), 160, jnp.int32)
@@ -310,11 +313,9 @@ def merge_errors(kernel, degree=8, tokens=512):
     ]
     starts = np.int32([[0, 0], [0, 100]])
     lengths = np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.attend_on_shards(
-        attention.make_attend(strategy=Ring(seq=degree), kernel=kernel, window=None)
-    )
-    single = attention.make_attend(kernel=kernel, window=None)
-    exact = attention.make_attend(kernel=oracle.attention, window=None)
+    ring = batches.attend_on_shards(attention.make_attend(strategy=Ring(seq=degree), kernel=kernel))
+    single = attention.make_attend(kernel=kernel)
+    exact = attention.make_attend(kernel=oracle.attention)
     right = results(exact, [*(np.asarray(x, np.float32) for x in inputs), starts, lengths])
     errors = []
     for attend in (ring, single):

@@ -28,7 +28,7 @@ jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_p
 coordinator = f"127.0.0.1:{port}"
 distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
 sharding.MIN_SHARDED_SIZE = 100
-attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
+attend = attention.make_attend(seq=1, kernel="blockwise")
 program = Program(
     config=batches.make_config(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),

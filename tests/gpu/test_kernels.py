@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import Attend, KernelSettings
+from jaxsp.attention import Attend, KernelSettings, ScoreConfig
 from jaxsp.attention.hybrid import OUTER_STRATEGIES
-from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, cudnn_slots, segments
+from jaxsp.attention.kernels import cudnn, cudnn_limits, cudnn_slots, segments
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from tests import batches, tolerances
 from tests.attention import oracle
@@ -76,7 +76,7 @@ def arrays(B, tokens, h, g, K):
 def results(kernel, dtype, q, k, v, dout, starts, lengths):
     """Output, dq, dk and dv, in float32."""
     is_attend = isinstance(kernel, Attend)
-    attend = kernel if is_attend else attention.make_attend(seq=1, kernel=kernel, window=None)
+    attend = kernel if is_attend else attention.make_attend(seq=1, kernel=kernel)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
     return {
@@ -92,7 +92,9 @@ def run(kernel, dtype, *inputs):
 kernels = functools.cache(
     # By name, as in training: padding in q, k and v is not set to 0.
     lambda head_chunks, window=None: attention.make_attend(
-        kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks), window=window
+        kernel="cudnn",
+        settings=KernelSettings(head_chunks=head_chunks),
+        layer_scores=[ScoreConfig(window=window)],
     )
 )
 
@@ -129,7 +131,11 @@ def test_cudnn_differs_from_the_oracle_by_bfloat16_rounding_only(
     require_support(slots, K, window)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
-        expected = run(functools.partial(oracle.attention, window=window), jnp.float32, *inputs)
+        expected = run(
+            functools.partial(oracle.attention, score=ScoreConfig(window=window)),
+            jnp.float32,
+            *inputs,
+        )
     actual = run(kernels(head_chunks, window), jnp.bfloat16, *inputs)
     for name in expected:
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
@@ -167,8 +173,16 @@ def test_two_chunks_of_rows_differ_by_bfloat16_rounding_only(
 def test_the_blockwise_kernel_differs_by_bfloat16_rounding_only(K, window, require_support):
     inputs = [*arrays(2, L, 8, 2, K), *rows(30, [0, 1])]
     with jax.default_matmul_precision("highest"):
-        expected = run(functools.partial(oracle.attention, window=window), jnp.float32, *inputs)
-    actual = run(functools.partial(blockwise.attention, window=window), jnp.bfloat16, *inputs)
+        expected = run(
+            functools.partial(oracle.attention, score=ScoreConfig(window=window)),
+            jnp.float32,
+            *inputs,
+        )
+    actual = run(
+        attention.make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)]),
+        jnp.bfloat16,
+        *inputs,
+    )
     for name in expected:
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
 
@@ -180,7 +194,7 @@ def test_the_softmax_statistics_are_log_sum_exps_in_the_expected_layout(slots, r
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     bf16_inputs = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, actual_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(
+    _, actual_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1))(
         *bf16_inputs, starts, lengths
     )
     segment_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))

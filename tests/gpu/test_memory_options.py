@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -261,9 +260,11 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
 
 
 def test_the_check_detects_attention_that_ignores_segments(gpu):
+    attend = attention.make_attend(kernel="blockwise")
+
     def ignore_segments(q, k, v, starts, lengths):
         one = jnp.zeros((len(starts), 1), jnp.int32)
-        return blockwise.attention(q, k, v, one, jnp.full_like(one, q.shape[1]))
+        return attend(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     actual = selfcheck.measure_attention_error(
         ignore_segments,
@@ -271,7 +272,7 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         num_kv_heads=2,
         head_dim=64,
         max_segments=64,
-        window=None,
+        score=attention.ScoreConfig(),
         dtype=jnp.dtype("bfloat16"),
         device=gpu,
     )

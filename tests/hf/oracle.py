@@ -143,7 +143,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
     table = decoder.param_table(config)
     dtype = jnp.dtype("float32")
     gather = unsharded.UnshardedGather()
-    attend = attention.make_attend(seq=1, kernel="blockwise", window=config.sliding_window)
+    attend = attention.make_attend(seq=1, kernel="blockwise", layer_scores=config.layer_scores)
 
     @jax.jit
     def run(weights: layers.Weights, batch: Batch) -> Result:

@@ -38,7 +38,7 @@ def small_blocks():
 
 
 def hidden_states(weights, batch, seq):
-    attend = attention.make_attend(seq=seq, kernel="blockwise", window=None)
+    attend = attention.make_attend(seq=seq, kernel="blockwise")
     return decoder.hidden_states(
         weights,
         batch,

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import mesh_sweep, planning
@@ -117,7 +118,7 @@ def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
 
 def list_options(config, *, seq, num_heads):
     model = types.SimpleNamespace(
-        num_heads=num_heads, num_kv_heads=4, head_dim=64, sliding_window=None
+        num_heads=num_heads, num_kv_heads=4, head_dim=64, layer_scores=[ScoreConfig()]
     )
     return attention.list_options(config, model, seq=seq)
 
@@ -138,7 +139,9 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     config = programs.settings(
         "attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=2"
     )
-    model = types.SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=64, sliding_window=None)
+    model = types.SimpleNamespace(
+        num_heads=32, num_kv_heads=8, head_dim=64, layer_scores=[ScoreConfig()]
+    )
     options = attention.list_options(config, model, seq=8)
     assert [option.label for option in options] == [
         "ulysses",

@@ -141,10 +141,13 @@ def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq,
         kernel=BlockwiseKernel(),
         settings=KernelSettings(),
         fallback_reason="",
-        window=None,
+        layer_scores=(attention.ScoreConfig(),),
     )
     model = types.SimpleNamespace(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, sliding_window=None
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=64,
+        layer_scores=choice.layer_scores,
     )
     lines = attention.describe(choice, model)
     assert re.search(messages.containing(*heads), lines)

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from jaxsp import benchmark
+from jaxsp.attention import ScoreConfig
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import mesh_benchmark
@@ -27,7 +28,9 @@ OVERRIDES = (
     "mesh.virtual_cpu_devices=2",
 )
 
-MODEL = types.SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=None)
+MODEL = types.SimpleNamespace(
+    num_heads=4, num_kv_heads=2, head_dim=16, layer_scores=[ScoreConfig()]
+)
 
 
 def result(**changes):

@@ -49,7 +49,7 @@ def program(
         config=base.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
         num_steps=1,
     )
 
@@ -90,7 +90,7 @@ def compile_reference(model: ModelConfig = MODEL):
 
     It has no mesh, microbatches or tiles, and uses reference attention.
     """
-    attend = attention.make_attend(seq=1, kernel=oracle.attention, window=None)
+    attend = attention.make_attend(seq=1, kernel=oracle.attention)
 
     def mean_loss(weights, rows):
         hidden = decoder.hidden_states(
@@ -211,9 +211,7 @@ def compile_in_thread(
     """
 
     def make() -> Run:
-        attend = attention.make_attend(
-            seq=sizes[-1], strategy=strategy, kernel="blockwise", window=None
-        )
+        attend = attention.make_attend(seq=sizes[-1], strategy=strategy, kernel="blockwise")
         mesh = batches.mesh(*sizes)
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         uncompiled = Run(program, rows_per_microbatch, None, None)

@@ -222,7 +222,7 @@ def residuals(memory, *, seq=4):
         config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
         mesh=batches.mesh(1, 8 // seq, seq),
-        attend=attention.make_attend(seq=seq, kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=seq, kernel="blockwise"),
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)

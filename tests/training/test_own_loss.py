@@ -50,7 +50,7 @@ def program(sizes, *, config=runs.SGD, **changes):
         config=config,
         model=MODEL,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
         num_steps=1,
         **changes,
     )

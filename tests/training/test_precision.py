@@ -111,7 +111,7 @@ def traced(grad_reduce_dtype):
         ),
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
-        attend=attention.make_attend(seq=4, kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=4, kernel="blockwise"),
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)

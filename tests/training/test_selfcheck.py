@@ -1,7 +1,6 @@
 """The self-check passes correct kernels and gradients, and refuses errors that releases have
 had."""
 
-import functools
 import re
 import shlex
 
@@ -9,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels import blockwise, cudnn_calls, segments
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.ring import Ring
 from jaxsp.core.errors import UserError
@@ -30,7 +31,7 @@ def differences(kernel, **changes):
         "num_kv_heads": 2,
         "head_dim": 16,
         "max_segments": 64,
-        "window": None,
+        "score": ScoreConfig(),
         "dtype": jnp.dtype("bfloat16"),
     }
     return selfcheck.measure_attention_error(kernel, **arguments | changes, device=jax.devices()[0])
@@ -116,14 +117,14 @@ def test_a_wrong_kernel_is_refused(kernel):
     ],
 )
 def test_a_correct_kernel_has_at_most_half_the_tolerated_error(max_segments, window):
-    kernel = functools.partial(blockwise.attention, window=window and 100)
-    actual = differences(kernel, max_segments=max_segments, window=window, heads_per_kv_head=1)
+    changes = {"score": ScoreConfig(window=window), "heads_per_kv_head": 1}
+    actual = differences("blockwise", max_segments=max_segments, **changes)
     selfcheck.raise_on_attention_error(actual, jax.devices()[0])
     assert max(actual.values()) < selfcheck.ATTENTION_TOLERANCE / 2
 
 
 def test_a_kernel_without_the_window_is_refused():
-    actual = differences(blockwise.attention, window=4096)
+    actual = differences(attention.make_attend(kernel="blockwise"), score=ScoreConfig(window=4096))
     assert min(actual.values()) > selfcheck.ATTENTION_TOLERANCE
 
 
@@ -155,11 +156,13 @@ def test_free_memory_is_filled_with_nan_before_a_kernel_runs(monkeypatch):
         fills.append(wait(array))
         return array
 
+    attend = attention.make_attend(kernel="blockwise")
+
     def kernel(q, k, v, starts, lengths):
         jax.debug.callback(
             lambda: seen.append([(fill.nbytes, fill.is_deleted()) for fill in fills])
         )
-        return blockwise.attention(q, k, v, starts, lengths)
+        return attend(q, k, v, starts, lengths)
 
     monkeypatch.setattr(selfcheck, "choose_fill_bytes", lambda stats: 2**20)
     monkeypatch.setattr(jax, "block_until_ready", watch)
@@ -266,7 +269,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "head_dim": 64,
         "max_segments": 5,
         "head_chunks": 1,
-        "window": None,
+        "score": ScoreConfig(),
         "dtype": program.dtype,
         "device": gpu,
         "strategy": None,

@@ -202,7 +202,7 @@ def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
         config=runs.SGD,
         model=runs.MODEL,
         mesh=batches.mesh(1, 1, 4),
-        attend=attention.make_attend(seq=1, kernel="blockwise", window=None),
+        attend=attention.make_attend(seq=1, kernel="blockwise"),
         num_steps=runs.NUM_STEPS,
     )
     with pytest.raises(RuntimeError, match=messages.containing("mesh.seq = 4", "mesh.seq=1")):

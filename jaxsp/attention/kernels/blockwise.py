@@ -33,37 +33,14 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.blockwise_rows import BlockedRow
-from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
-from jaxsp.attention.kernels.residuals import with_saved_residuals
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 _FLOAT32 = jnp.dtype("float32")
 
 _MASKED_SCORE = -1e30
 """Maximum of no scores: finite, so that exp(x - maximum) is never NaN."""
-
-
-def attention(
-    q_BLhK: Float[Array, "B L h K"],
-    k_BLgK: Float[Array, "B L g K"],
-    v_BLgK: Float[Array, "B L g K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    window: int | None = None,
-) -> Float[Array, "B L h K"]:
-    """Causal softmax attention inside each segment, scores and sums in float32; 0 at padding.
-
-    Units: memory grows with L. Time grows with the sum of the squares of the segments' lengths, or
-        with length times window for segments longer than the window.
-    Args:
-        window: a token attends to itself and the window - 1 tokens before it; None: no limit.
-    """
-    options: dict[str, Any] = {"window": window, "dtype": q_BLhK.dtype}
-    attend = with_saved_residuals(
-        functools.partial(forward, **options), functools.partial(backward, **options)
-    )
-    return attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
 
 
 def forward(
@@ -73,12 +50,18 @@ def forward(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    window: int | None = None,
-    dtype: jnp.dtype = _FLOAT32,
+    score: ScoreConfig,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    """Output, of `dtype`, and log-sum-exp; both 0 at padding."""
-    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, window)
-    return _forward(make_row, q_BLhK, k_BLgK, v_BLgK, segment_BL, dtype=dtype)
+    """Causal softmax attention inside each segment: output and log-sum-exp, both 0 at padding.
+
+    Units: memory grows with L. Time grows with the sum of the squares of the segments' lengths, or
+        with length times window for segments longer than the window.
+    Args: dtype: of the output; None: that of q. Scores and sums are float32.
+    """
+    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, score.window)
+    inputs = q_BLhK, k_BLgK, v_BLgK, segment_BL
+    return _forward(make_row, score, *inputs, dtype=dtype or q_BLhK.dtype)
 
 
 def backward(
@@ -91,20 +74,22 @@ def backward(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    window: int | None = None,
-    dtype: jnp.dtype = _FLOAT32,
+    score: ScoreConfig,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
-    """dq, dk and dv, of `dtype`. The output and log-sum-exp may include keys that are not in
-    `k`."""
-    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, window)
+    """dq, dk and dv. The output and log-sum-exp may include keys that are not in `k`.
+
+    Args: dtype: of the gradients; None: that of q.
+    """
+    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, score.window)
     arrays = q_BLhK, k_BLgK, v_BLgK, segment_BL, out_BLhK, lse_BhL, dout_BLhK
-    return _backward(make_row, *arrays, dtype=dtype)
+    return _backward(make_row, score, *arrays, dtype=dtype or q_BLhK.dtype)
 
 
 def _find_rows(
     q_BLhK: Array, starts_BM: Array, lengths_BM: Array, window: int | None
 ) -> tuple[Callable[..., BlockedRow], Int32[Array, "B L"]]:
-    """First and fifth argument of `_forward` and `_backward` for rows of segments."""
+    """First and sixth argument of `_forward` and `_backward` for rows of segments."""
     L = q_BLhK.shape[1]
     window = L if window is None else min(window, L)
     make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
@@ -116,13 +101,15 @@ def off_diagonal_forward(
     k_BDgK: Float[Array, "B D g K"],
     v_BDgK: Float[Array, "B D g K"],
     block: OffDiagonalBlock,
+    *,
+    score: ScoreConfig,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
     """Output and log-sum-exp of the block's queries over its keys, without a mask.
 
     Both are 0 for other queries.
     """
     make_row = blockwise_rows.make_off_diagonal_row
-    return _forward(make_row, q_BChK, k_BDgK, v_BDgK, block, dtype=_FLOAT32)
+    return _forward(make_row, score, q_BChK, k_BDgK, v_BDgK, block, dtype=_FLOAT32)
 
 
 def off_diagonal_backward(
@@ -133,14 +120,17 @@ def off_diagonal_backward(
     lse_BhC: Float32[Array, "B h C"],
     dout_BChK: Float[Array, "B C h K"],
     block: OffDiagonalBlock,
+    *,
+    score: ScoreConfig,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
     """dq, dk and dv. The output and log-sum-exp may include keys that are not in the block."""
     arrays = q_BChK, k_BDgK, v_BDgK, block, out_BChK, lse_BhC, dout_BChK
-    return _backward(blockwise_rows.make_off_diagonal_row, *arrays, dtype=_FLOAT32)
+    return _backward(blockwise_rows.make_off_diagonal_row, score, *arrays, dtype=_FLOAT32)
 
 
 def _forward(
     make_row: Callable[..., BlockedRow],
+    score: ScoreConfig,
     q_BLhK: Array,
     k_BLgK: Array,
     v_BLgK: Array,
@@ -154,7 +144,7 @@ def _forward(
     def compute_row(arrays: tuple[Array, Array, Array, Any]) -> tuple[Array, Array]:
         row = make_row(*arrays)
         blocks = jnp.arange(len(row.q))
-        out, lse = jax.lax.map(lambda i: _forward_block(row, i, dtype), blocks)
+        out, lse = jax.lax.map(lambda i: _forward_block(row, score, i, dtype), blocks)
         out = blockwise_rows.join_blocks(out, L, h)
         return out, blockwise_rows.join_blocks(lse[..., None], L, h)[..., 0]
 
@@ -164,6 +154,7 @@ def _forward(
 
 def _backward(
     make_row: Callable[..., BlockedRow],
+    score: ScoreConfig,
     q_BLhK: Array,
     k_BLgK: Array,
     v_BLgK: Array,
@@ -189,7 +180,7 @@ def _backward(
         )
 
         def add_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
-            dk, dv, dq = _backward_block(row, i, dout[i], lse[i], delta[i], *sums)
+            dk, dv, dq = _backward_block(row, score, i, dout[i], lse[i], delta[i], *sums)
             return (dk, dv), dq.astype(dtype)
 
         zeros = jnp.zeros(row.k.shape, jnp.float32)
@@ -206,14 +197,14 @@ def _backward(
 
 
 def _forward_block(
-    row: BlockedRow, i: Array, dtype: jnp.dtype
+    row: BlockedRow, score: ScoreConfig, i: Array, dtype: jnp.dtype
 ) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
     """Output and log-sum-exp of block i of the queries."""
     q = row.q[i]
 
     def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, total, maximum = sums
-        scores = _scores(row, q, j)
+        scores, _ = _scores(row, score, q, j)
         mask = row.block_mask(i, j)
         scores = jnp.where(mask, scores, _MASKED_SCORE)
         new_maximum = jnp.maximum(maximum, scores.max(-1))
@@ -233,7 +224,14 @@ def _forward_block(
 
 
 def _backward_block(
-    row: BlockedRow, i: Array, dout: Array, lse: Array, delta: Array, dk: Array, dv: Array
+    row: BlockedRow,
+    score: ScoreConfig,
+    i: Array,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    dk: Array,
+    dv: Array,
 ) -> tuple[Array, Array, Array]:
     """dk and dv plus the terms of block i of the queries, and the block's dq, all float32."""
     q = row.q[i]
@@ -241,9 +239,10 @@ def _backward_block(
     def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dk, dv, dq = sums
         mask = row.block_mask(i, j)
-        weights = jnp.where(mask, jnp.exp(_scores(row, q, j) - lse), 0.0)
+        scores, slopes = _scores(row, score, q, j)
+        weights = jnp.where(mask, jnp.exp(scores - lse), 0.0)
         dweights = _dot("gqK,gkK->gqk", dout, row.v[j])
-        dscores = jnp.where(mask, weights * (dweights - delta), 0.0) * q.shape[-1] ** -0.5
+        dscores = jnp.where(mask, weights * (dweights - delta), 0.0) * slopes
         weights = weights.astype(q.dtype)
         dscores = dscores.astype(q.dtype)
         dq += _dot("gqk,gkK->gqK", dscores, row.k[j])
@@ -256,8 +255,16 @@ def _backward_block(
     return jax.lax.fori_loop(first, end, visit, (dk, dv, jnp.zeros(q.shape, jnp.float32)))
 
 
-def _scores(row: BlockedRow, q: Array, j: Array) -> Float32[Array, "g rC D"]:
-    return _dot("gqK,gkK->gqk", q, row.k[j]) * q.shape[-1] ** -0.5
+def _scores(
+    row: BlockedRow, score: ScoreConfig, q: Array, j: Array
+) -> tuple[Float32[Array, "g rC D"], Float32[Array, "g rC D"] | float]:
+    """Scores of block j of the keys, and their derivatives with respect to the products q k."""
+    scale = score.find_scale(q.shape[-1])
+    scores = _dot("gqK,gkK->gqk", q, row.k[j]) * scale
+    if score.softcap is None:
+        return scores, scale
+    tanh = jnp.tanh(scores / score.softcap)
+    return score.softcap * tanh, scale * (1 - tanh**2)
 
 
 def _dot(dims: str, a: Array, b: Array) -> Float32[Array, "..."]:
@@ -271,13 +278,17 @@ class BlockwiseKernel(Kernel):
 
     name = "blockwise"
 
-    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        return functools.partial(attention, window=window)
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        return AttentionFunctions(
+            functools.partial(forward, score=score), functools.partial(backward, score=score)
+        )
 
-    def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
+    def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel:
         return ChunkKernel(
-            forward=forward,
-            backward=backward,
-            off_diagonal_forward=off_diagonal_forward,
-            off_diagonal_backward=off_diagonal_backward,
+            forward=functools.partial(forward, score=score, dtype=_FLOAT32),
+            backward=functools.partial(backward, score=score, dtype=_FLOAT32),
+            off_diagonal_forward=functools.partial(off_diagonal_forward, score=score),
+            off_diagonal_backward=functools.partial(off_diagonal_backward, score=score),
         )

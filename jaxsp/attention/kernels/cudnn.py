@@ -1,7 +1,7 @@
 """cuDNN's flash attention, forward and backward: packed rows, whole rows and off-diagonal blocks.
 
-The library's calls are wrapped in jaxsp's own custom_vjp, which names the output and the
-log-sum-exp, so that a remat policy can keep or offload them. Heads are processed in chunks
+The library's calls are wrapped in jaxsp's own custom_vjp (residuals.py), which names the output and
+the log-sum-exp, so that a remat policy can keep or offload them. Heads are processed in chunks
 (cudnn_chunked.py), and segments of different lengths in separate calls (cudnn_masks.py,
 cudnn_slots.py).
 """
@@ -31,55 +31,12 @@ from jaxsp.attention.kernels.kernel import (
     Kernel,
     KernelSettings,
     KernelWorkload,
-    RowKernel,
+    ScoreConfig,
     UnsupportedReason,
 )
-from jaxsp.attention.kernels.residuals import with_saved_residuals
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.core.errors import UserError
-
-
-def attention(
-    q_BLhK: Float[Array, "B L h K"],
-    k_BLgK: Float[Array, "B L g K"],
-    v_BLgK: Float[Array, "B L g K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    head_chunks: int = 1,
-    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
-    window: int | None = None,
-    tables: SegmentTables | None = None,
-) -> Float[Array, "B L h K"]:
-    """Causal softmax attention inside each segment; output and gradients are 0 at padding.
-
-    Padding in the inputs must be finite: cuDNN reads beyond a segment and multiplies by 0.
-
-    Rows with one slot (M = 1) are computed as a whole. Their segment must begin at the row's first
-    token; otherwise the output is NaN.
-
-    Args:
-        head_chunks: number of chunks of the heads, computed one after another; one of
-            `cudnn_limits.legal_head_chunks`.
-        capacity_factor: one of `cudnn_slots.CAPACITY_FACTORS`.
-        window: a token attends to itself and the window - 1 tokens before it; None: no limit.
-        tables: result of `cudnn_slots.make_tables` for these segments; None: computed here.
-    Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
-    Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
-    """
-    if tables is None:
-        tables = cudnn_slots.make_tables(
-            starts_BM, lengths_BM, row_tokens=q_BLhK.shape[1], capacity_factor=capacity_factor
-        )
-    options: dict[str, Any] = {
-        "head_chunks": head_chunks,
-        "capacity_factor": capacity_factor,
-        "window": window,
-    }
-    attend = with_saved_residuals(
-        functools.partial(forward, **options), functools.partial(backward, **options)
-    )
-    return attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, tables)
 
 
 def forward(
@@ -90,13 +47,29 @@ def forward(
     lengths_BM: Int32[Array, "B M"],
     tables: SegmentTables | None = None,
     *,
+    score: ScoreConfig,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
-    window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    """Output, 0 at padding, and log-sum-exp, undefined at padding. Args: as for `attention`."""
+    """Causal softmax attention inside each segment: output, 0 at padding, and log-sum-exp,
+    undefined at padding.
+
+    Padding in the inputs must be finite: cuDNN reads beyond a segment and multiplies by 0.
+
+    Rows with one slot (M = 1) are computed as a whole. Their segment must begin at the row's first
+    token; otherwise the output is NaN.
+
+    Args:
+        tables: result of `cudnn_slots.make_tables` for these segments; None: computed here.
+        score: without a softcap.
+        head_chunks: number of chunks of the heads, computed one after another; one of
+            `cudnn_memory.legal_head_chunks`.
+        capacity_factor: one of `cudnn_slots.CAPACITY_FACTORS`.
+    Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
+    Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
+    """
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, window=window
+        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, score=score
     )
     return cudnn_chunked.forward(calls, inside_BL, q, k, v, head_chunks)
 
@@ -112,16 +85,16 @@ def backward(
     lengths_BM: Int32[Array, "B M"],
     tables: SegmentTables | None = None,
     *,
+    score: ScoreConfig,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
-    window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include keys that are not in `k`.
 
-    Args: as for `attention`.
+    Args: as for `forward`.
     """
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, window=window
+        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, score=score
     )
     return cudnn_chunked.backward(calls, inside_BL, q, k, v, out, lse, dout, head_chunks)
 
@@ -132,6 +105,7 @@ def off_diagonal_forward(
     v: Float[Array, "R D g K"],
     block: OffDiagonalBlock,
     *,
+    score: ScoreConfig,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float32[Array, "R h C"]]:
     """Output and log-sum-exp of the block's queries over its keys, without a mask.
@@ -140,7 +114,7 @@ def off_diagonal_forward(
     """
     k = _roll_tokens(k, block.first_key_B)
     v = _roll_tokens(v, block.first_key_B)
-    return cudnn_chunked.forward([OffDiagonalCall(block)], None, q, k, v, head_chunks)
+    return cudnn_chunked.forward([OffDiagonalCall(block, score)], None, q, k, v, head_chunks)
 
 
 def off_diagonal_backward(
@@ -152,6 +126,7 @@ def off_diagonal_backward(
     dout: Float[Array, "R C h K"],
     block: OffDiagonalBlock,
     *,
+    score: ScoreConfig,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float[Array, "R D g K"], Float[Array, "R D g K"]]:
     """dq, dk and dv of the block's queries and keys, undefined elsewhere.
@@ -161,7 +136,7 @@ def off_diagonal_backward(
     k = _roll_tokens(k, block.first_key_B)
     v = _roll_tokens(v, block.first_key_B)
     dq, dk, dv = cudnn_chunked.backward(
-        [OffDiagonalCall(block)], None, q, k, v, out, lse, dout, head_chunks
+        [OffDiagonalCall(block, score)], None, q, k, v, out, lse, dout, head_chunks
     )
     dk = _roll_tokens(dk, -block.first_key_B)
     dv = _roll_tokens(dv, -block.first_key_B)
@@ -193,20 +168,24 @@ class CudnnKernel(Kernel):
     def describe(self) -> str:
         return cudnn_calls.describe_version()
 
-    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        return functools.partial(
-            attention,
-            window=window,
-            head_chunks=settings.head_chunks,
-            capacity_factor=settings.capacity_factor,
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        options: dict[str, Any] = {
+            "score": score,
+            "head_chunks": settings.head_chunks,
+            "capacity_factor": settings.capacity_factor,
+        }
+        return AttentionFunctions(
+            functools.partial(forward, **options), functools.partial(backward, **options)
         )
 
-    def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
-        chunks: dict[str, Any] = {"head_chunks": settings.head_chunks}
-        split = chunks | {"capacity_factor": settings.capacity_factor}
+    def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel:
+        chunks: dict[str, Any] = {"score": score, "head_chunks": settings.head_chunks}
+        packed = self.make_row_functions(settings, score)
         return ChunkKernel(
-            forward=functools.partial(forward, **split),
-            backward=functools.partial(backward, **split),
+            forward=packed.forward,
+            backward=packed.backward,
             off_diagonal_forward=functools.partial(off_diagonal_forward, **chunks),
             off_diagonal_backward=functools.partial(off_diagonal_backward, **chunks),
         )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxsp.attention.kernels.cudnn_slots import CallSlots
+from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 CUSTOM_CALL_PREFIX = "__cudnn$fmha"
@@ -81,7 +82,7 @@ def describe_version() -> str:
 
 
 def forward(
-    call_mask: CallMask, q: Array, k: Array, v: Array, *, window: int | None
+    call_mask: CallMask, score: ScoreConfig, q: Array, k: Array, v: Array
 ) -> tuple[Array, Array]:
     """Output and log-sum-exp.
 
@@ -89,25 +90,24 @@ def forward(
         for slots, undefined after the end of each segment.
     """
     operands = _operands(q, k, v, call_mask)
-    params = _primitive_params(q, call_mask, window)
+    params = _primitive_params(q, call_mask, score)
     out, lse = _library()._dot_product_attention_fwd_p.bind(*operands, **params, is_training=True)
     return out, lse
 
 
 def backward(
     call_mask: CallMask,
+    score: ScoreConfig,
     lse: Array,
     q: Array,
     k: Array,
     v: Array,
     out: Array,
     dout: Array,
-    *,
-    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv; undefined at tokens of no slot if the call has slots."""
     operands = _operands(q, k, v, call_mask)
-    params = _primitive_params(q, call_mask, window)
+    params = _primitive_params(q, call_mask, score)
     dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(*operands, lse, out, dout, **params)
     return dq, dk, dv
 
@@ -165,7 +165,7 @@ def _slot_offsets(slots: CallSlots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]
     return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
 
 
-def _primitive_params(q: Array, call_mask: CallMask, window: int | None) -> dict[str, Any]:
+def _primitive_params(q: Array, call_mask: CallMask, score: ScoreConfig) -> dict[str, Any]:
     """Static parameters of a call.
 
     cuDNN keeps the scores where key + window > query and, as it is causal, key <= query. Both are
@@ -177,10 +177,13 @@ def _primitive_params(q: Array, call_mask: CallMask, window: int | None) -> dict
     """
     library = _library()
     masks = {type(None): "CAUSAL", CallSlots: "PADDING_CAUSAL", OffDiagonalBlock: "PADDING"}
+    window = score.window
     if window is not None and window >= q.shape[1]:
         window = None
+    assert window is None or not isinstance(call_mask, OffDiagonalBlock), "it has no window"
+    assert score.softcap is None, "cudnn_limits.unsupported_reasons refuses it"
     params = {
-        "scale": q.shape[-1] ** -0.5,
+        "scale": score.find_scale(q.shape[-1]),
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),

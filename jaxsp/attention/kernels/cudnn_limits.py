@@ -76,6 +76,11 @@ def _check_workload(
             f"{workload.head_dim}",
             _OTHER_KERNEL,
         )
+    if workload.softcap is not None:
+        yield UnsupportedReason(
+            f"computes no softcap, and the model caps attention scores at {workload.softcap:g}",
+            _OTHER_KERNEL,
+        )
     if workload.row_tokens % ROW_MULTIPLE:
         yield _row_multiple_reason(workload)
     if not cudnn_memory.legal_head_chunks(workload):

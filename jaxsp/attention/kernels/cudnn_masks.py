@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from jaxsp.attention.kernels import cudnn_calls, cudnn_slots
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
+from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 
@@ -33,15 +34,16 @@ class OffDiagonalCall:
     """Queries of each row over keys before them."""
 
     block: OffDiagonalBlock
+    score: ScoreConfig
     inside_BL: None = None
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return cudnn_calls.forward(self.block, q, k, v, window=None)
+        return cudnn_calls.forward(self.block, self.score, q, k, v)
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
-        return cudnn_calls.backward(self.block, lse_BhL, q, k, v, out, dout, window=None)
+        return cudnn_calls.backward(self.block, self.score, lse_BhL, q, k, v, out, dout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,10 @@ class WholeRowCall:
 
     inside_BL: Array
     starts_at_0_B: Array
-    window: int | None
+    score: ScoreConfig
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse_BhL = cudnn_calls.forward(None, q, k, v, window=self.window)
+        out, lse_BhL = cudnn_calls.forward(None, self.score, q, k, v)
         starts_at_0_B111 = self.starts_at_0_B[:, None, None, None]
         nan_B111 = jnp.where(starts_at_0_B111, 0.0, jnp.nan).astype(out.dtype)
         return jnp.where(starts_at_0_B111, out, nan_B111), lse_BhL
@@ -63,7 +65,7 @@ class WholeRowCall:
     ) -> tuple[Array, Array, Array]:
         # Queries at padding attend to the segment before them, and must add 0 to its gradients.
         lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_slots.MASKED_LSE)
-        return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=self.window)
+        return cudnn_calls.backward(None, self.score, lse_BhL, q, k, v, out, dout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +74,13 @@ class SlotCall:
 
     call: PackedCall
     slots: CallSlots
-    window: int | None
+    score: ScoreConfig
     inside_BL: Array
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         B, L, h, _ = q.shape
         arrays = map(self._as_slot_rows, (q, k, v))
-        out, lse_ShT = cudnn_calls.forward(self.slots, *arrays, window=self.window)
+        out, lse_ShT = cudnn_calls.forward(self.slots, self.score, *arrays)
         lse_Nh = cudnn_slots.compress_lse(lse_ShT, self.slots)
         return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
 
@@ -88,7 +90,7 @@ class SlotCall:
         lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
         lse_ShT = cudnn_slots.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
         arrays = map(self._as_slot_rows, (q, k, v, out, dout))
-        dq, dk, dv = cudnn_calls.backward(self.slots, lse_ShT, *arrays, window=self.window)
+        dq, dk, dv = cudnn_calls.backward(self.slots, self.score, lse_ShT, *arrays)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
     def _as_slot_rows(self, x_BLXK: Array) -> Array:
@@ -103,13 +105,13 @@ def make_row_calls(
     row_tokens: int,
     *,
     capacity_factor: int,
-    window: int | None,
+    score: ScoreConfig,
 ) -> tuple[list[MaskedCall], Bool[Array, "B L"]]:
     """The calls that compute rows of segments, and a mask of the tokens that are in a segment."""
     B, M = starts_BM.shape
     if M == 1:
         inside_BL = jnp.arange(row_tokens, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
-        return [WholeRowCall(inside_BL, starts_BM[:, 0] == 0, window)], inside_BL
+        return [WholeRowCall(inside_BL, starts_BM[:, 0] == 0, score)], inside_BL
     split = {"row_tokens": row_tokens, "capacity_factor": capacity_factor}
     if tables is None:
         tables = cudnn_slots.make_tables(starts_BM, lengths_BM, **split)
@@ -120,5 +122,5 @@ def make_row_calls(
     ):
         slots = tables.get_slots(index)
         inside_BL = (slots.slot_N >= 0).reshape(B, row_tokens)
-        calls.append(SlotCall(packed_call, slots, window, inside_BL))
+        calls.append(SlotCall(packed_call, slots, score, inside_BL))
     return calls, (tables.segment_N >= 0).reshape(B, row_tokens)

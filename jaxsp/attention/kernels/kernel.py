@@ -13,12 +13,32 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Int32
 
+from jaxsp.attention.kernels import residuals, segments
+from jaxsp.attention.kernels.residuals import AttentionFunctions
+
 RowKernel = Callable[..., Array]
 """Attention over rows: `(q, k, v, starts, lengths) -> out`, with an argument `tables` if
-`Kernel.make_tables` returns any.
+`Kernel.make_tables` returns any, `kind` for several kinds of layers, and `sinks_H` if the model has
+sinks: see `Attend.__call__`.
 
 Shapes: q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM -> out_BLhK; h is a multiple of g.
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Scores of a layer's attention. Layers with equal fields are of one kind."""
+
+    scale: float | None = None
+    """Factor of the scores; None: head_dim**-0.5."""
+    window: int | None = None
+    """Number of tokens that a token sees, including itself; None: all before it."""
+    softcap: float | None = None
+    """A cap c turns a score into c * tanh(score / c), before the mask; None: no cap."""
+
+    def find_scale(self, head_dim: int) -> float:
+        """Returns the factor of the scores of heads of this size."""
+        return head_dim**-0.5 if self.scale is None else self.scale
 
 
 @runtime_checkable
@@ -43,6 +63,8 @@ class KernelWorkload:
     window: int | None
     """Number of tokens that a token sees, including itself; None: all before it."""
     dtype: str
+    softcap: float | None = None
+    """Cap of the scores: see `ScoreConfig`."""
     chunks_per_row: int = 1
     """Number of chunks that a whole row is cut into. Each chunk counts as a row here."""
     num_earlier_keys: int = 0
@@ -114,7 +136,10 @@ class KernelSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKernel:
-    """A kernel's functions for chunks of rows: see `kernels.blockwise`, which has all four."""
+    """A kernel's functions for chunks of rows: see `kernels.blockwise`, which has all four.
+
+    `forward` and `backward` are for packed rows, as `AttentionFunctions`.
+    """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
@@ -124,10 +149,11 @@ class ChunkKernel:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A way to compute attention on one device. Only `name` and `make_row_kernel` are required.
+    """A way to compute attention on one device. Only `name` and `make_row_functions` are required.
 
-    Residuals of the backward pass have the names of `residuals.CHECKPOINT_NAMES`, so that a remat
-    policy can save or offload them. Without the names they are recomputed.
+    A kernel gives forward and backward functions for the scores of one kind of layer. The kinds of
+    a model, sinks, and the names of residuals, with which a remat policy can save or offload them,
+    are added around them: see `residuals.with_saved_residuals`.
     Implementations are frozen dataclasses without fields: processes compare their `repr`.
     """
 
@@ -143,16 +169,31 @@ class Kernel(Protocol):
     custom_call_prefix: ClassVar[str] = ""
     """Prefix of the custom call targets in a compiled program; empty if XLA compiles the kernel."""
 
-    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        """Returns the function that computes whole rows.
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        """Returns the functions that compute whole rows with these scores.
 
-        Args: window: number of tokens that a token sees, including itself; None: all before it.
+        The backward pass uses only the output and log-sum-exp that it is given: with sinks, they
+        are not those of the forward pass. Both get `tables` last if `make_tables` returns any.
         """
 
-    def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel | None:
-        """Returns the functions that compute chunks of rows; None if there are none, so that rows
-        must be whole."""
+    def make_chunk_kernel(self, settings: KernelSettings, score: ScoreConfig) -> ChunkKernel | None:
+        """Returns the functions that compute chunks of rows with these scores; None if there are
+        none, so that rows must be whole."""
         return None
+
+    def make_row_kernel(
+        self, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
+        """Returns the function that computes whole rows for layers of these kinds."""
+        functions = [self.make_row_functions(settings, score) for score in kinds]
+        attend = residuals.with_saved_residuals(functions, segments.segment_mask)
+
+        def attend_rows(*inputs: Array, tables: Any = None, **options: Any) -> Array:
+            return attend(*inputs, *(() if tables is None else (tables,)), **options)
+
+        return attend_rows
 
     def make_tables(
         self,
@@ -209,15 +250,31 @@ class Kernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionKernel(Kernel):
-    """A function for whole rows as a kernel, for tests and experiments. It must apply a sliding
-    window itself."""
+    """A differentiable function for whole rows as a kernel, for tests and experiments.
+
+    All layers are of one kind, without sinks, and the function must apply their window, scale and
+    softcap.
+    """
 
     name = "function"
 
     function: RowKernel
 
-    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        return self.function
+    def make_row_functions(
+        self, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        raise AssertionError("make_row_kernel, which needs them, is replaced")
+
+    def make_row_kernel(
+        self, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
+    ) -> RowKernel:
+        assert len(kinds) == 1, f"a function computes one kind of layer, and there are {len(kinds)}"
+
+        def attend_rows(*inputs: Array, sinks_H: Array | None = None) -> Array:
+            assert sinks_H is None, "a function has no log-sum-exp, which sinks need"
+            return self.function(*inputs)
+
+        return attend_rows
 
 
 def divisors(number: int) -> list[int]:

@@ -1,38 +1,130 @@
-"""Residuals of attention's backward pass, named so that a remat policy can keep or offload them."""
+"""Differentiable attention from a kernel's forward and backward pass.
 
-from collections.abc import Callable
-from typing import Any
+Residuals of the backward pass have names, so that a remat policy can keep or offload them. Layers
+of several kinds share the residuals: the kind only selects the functions that compute them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Float32
 
 CHECKPOINT_NAMES = ("attention_out", "attention_lse")
 """Names to keep so that the backward pass does not recompute attention."""
 
 
+class AttentionFunctions(NamedTuple):
+    """Forward and backward pass of attention for one kind of layer."""
+
+    forward: Callable[..., tuple[Array, Array]]
+    """`(q, k, v, *segments) -> out, lse`. Shapes: q_BLhK, k_BLgK, v_BLgK -> out_BLhK, lse_BhL."""
+    backward: Callable[..., tuple[Array, Array, Array]]
+    """`(q, k, v, out, lse, dout, *segments) -> dq, dk, dv`. The output and the log-sum-exp may
+    include keys that are not in `k`."""
+
+
 def with_saved_residuals(
-    forward: Callable[..., tuple[Array, Array]],
-    backward: Callable[..., tuple[Array, Array, Array]],
+    kinds: Sequence[AttentionFunctions], segment_mask: Callable[..., Bool[Array, "B L"]]
 ) -> Callable[..., Array]:
     """Attention whose backward pass starts from the output and the log-sum-exp.
 
     Args:
-        forward: `(q, k, v, *segments) -> out, lse`.
-        backward: `(q, k, v, out, lse, dout, *segments) -> dq, dk, dv`.
-    Returns: `(q, k, v, *segments) -> out`.
+        kinds: functions of each kind of layer.
+        segment_mask: `(starts, lengths, L)` -> mask of the tokens that are in a segment.
+    Returns: `(q, k, v, *segments, kind=0, sinks_H=None) -> out`. Segments begin with their starts
+        and lengths. `kind` is an index into `kinds`; it may be traced. `sinks_H`: see `add_sinks`.
     """
 
-    def save(q: Array, k: Array, v: Array, *segments: Any) -> tuple[Array, tuple[Any, ...]]:
-        results = forward(q, k, v, *segments)
-        out, lse = map(checkpoint_name, results, CHECKPOINT_NAMES)
-        return out, (q, k, v, segments, out, lse)
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        *segments: Any,
+        kind: Array | int = 0,
+        sinks_H: Array | None = None,
+    ) -> Array:
+        branches = [kinds[kind]] if isinstance(kind, int) else kinds
+        return _attend(branches, segment_mask, kind, sinks_H, q, k, v, *segments)
+
+    return attend
+
+
+def _attend(
+    kinds: Sequence[AttentionFunctions],
+    segment_mask: Callable[..., Array],
+    kind: Array | int,
+    sinks_H: Array | None,
+    *inputs: Any,
+) -> Array:
+    """Attention of the kind with an index. Args: inputs: q, k, v and the segments."""
+
+    def compute(functions: Sequence[Callable[..., Any]], kind: Any, *arrays: Any) -> Any:
+        if len(functions) == 1:
+            return functions[0](*arrays)
+        branches = [lambda *arrays, f=f: tuple(f(*arrays)) for f in functions]
+        return jax.lax.switch(kind, branches, *arrays)
+
+    def save(
+        q: Array, k: Array, v: Array, segments: tuple[Any, ...], kind: Any, sinks_H: Array | None
+    ) -> tuple[Array, tuple[Any, ...]]:
+        out, lse = compute([pair.forward for pair in kinds], kind, q, k, v, *segments)
+        if sinks_H is not None:
+            mask_BL = segment_mask(*segments[:2], q.shape[1])
+            out, lse = add_sinks(out, lse, sinks_H, mask_BL)
+        out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
+        return out, (q, k, v, segments, kind, sinks_H, out, lse)
 
     def differentiate(residuals: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
-        q, k, v, segments, out, lse = residuals
-        gradients = backward(q, k, v, out, lse, dout, *segments)
-        return *gradients, *(None for _ in segments)
+        q, k, v, segments, kind, sinks_H, out, lse = residuals
+        backward = [pair.backward for pair in kinds]
+        gradients = compute(backward, kind, q, k, v, out, lse, dout, *segments)
+        dsinks_H = None
+        if sinks_H is not None:
+            mask_BL = segment_mask(*segments[:2], q.shape[1])
+            dsinks_H = differentiate_sinks(out, lse, dout, sinks_H, mask_BL)
+        return *gradients, None, None, dsinks_H
 
     attend = jax.custom_vjp(lambda *inputs: save(*inputs)[0])
     attend.defvjp(save, differentiate)
-    return attend
+    q, k, v, *segments = inputs
+    return attend(q, k, v, tuple(segments), None if len(kinds) == 1 else kind, sinks_H)
+
+
+def add_sinks(
+    out_BLhK: Float[Array, "B L h K"],
+    lse_BhL: Float32[Array, "B h L"],
+    sinks_h: Float[Array, "h"],
+    mask_BL: Bool[Array, "B L"],
+) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+    """Output and log-sum-exp with one more score for each head, whose value is 0.
+
+    With these, a kernel's backward pass is right as it is: its weights are exp(score - lse).
+
+    Args: mask_BL: tokens in a segment; results of the others are 0, whatever the inputs are there.
+    Source: gpt-oss (`sinks` of eager_attention_forward in transformers).
+    """
+    mask_B1L = mask_BL[:, None]
+    new_lse_BhL = jnp.logaddexp(lse_BhL, sinks_h.astype(jnp.float32)[None, :, None])
+    weight_BhL = jnp.where(mask_B1L, jnp.exp(lse_BhL - new_lse_BhL), 0.0)
+    scaled_BLhK = out_BLhK.astype(jnp.float32) * weight_BhL.swapaxes(1, 2)[..., None]
+    scaled_BLhK = jnp.where(mask_BL[..., None, None], scaled_BLhK, 0.0)
+    return scaled_BLhK.astype(out_BLhK.dtype), jnp.where(mask_B1L, new_lse_BhL, 0.0)
+
+
+def differentiate_sinks(
+    out_BLhK: Float[Array, "B L h K"],
+    lse_BhL: Float32[Array, "B h L"],
+    dout_BLhK: Float[Array, "B L h K"],
+    sinks_h: Float[Array, "h"],
+    mask_BL: Bool[Array, "B L"],
+) -> Float[Array, "h"]:
+    """Gradient of the sinks, summed over these tokens in float32. Args: results of `add_sinks`."""
+    delta_BhL = jnp.einsum(
+        "BLhK,BLhK->BhL", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32
+    )
+    weight_BhL = jnp.exp(sinks_h.astype(jnp.float32)[None, :, None] - lse_BhL)
+    terms_BhL = jnp.where(mask_BL[:, None], weight_BhL * delta_BhL, 0.0)
+    return -terms_BhL.sum((0, 2)).astype(sinks_h.dtype)

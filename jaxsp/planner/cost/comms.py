@@ -119,15 +119,16 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
         num_replicas=program.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
     )
-    layer = attention.LayerWorkload.from_config(config, model, remat=program.remat_policy.remat)
-    layer_bytes = program.attend.strategy.sent_bytes(layer)
+    layers = attention.count_workloads(config, model, remat=program.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
-    totals.update(
-        {
-            operation: num_microbatches * model.num_layers * size
-            for operation, size in layer_bytes.items()
-        }
-    )
+    for layer, num_layers in layers.items():
+        layer_bytes = program.attend.strategy.sent_bytes(layer)
+        totals.update(
+            {
+                operation: num_microbatches * num_layers * size
+                for operation, size in layer_bytes.items()
+            }
+        )
     return dict(totals)
 
 
