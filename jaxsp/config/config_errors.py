@@ -61,7 +61,8 @@ def _describe_section(section: Section, prefix: str) -> list[str]:
         lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})")
         lines.append(f"      {_join_lines(field.description)}")
         for entry in _inner_sections(field.annotation):
-            lines += _describe_section(entry, f"{prefix}{name}[].")
+            suffix = "[]" if _is_list(field.annotation) else ""
+            lines += _describe_section(entry, f"{prefix}{name}{suffix}.")
     return lines
 
 
@@ -73,6 +74,8 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(get_args(annotation))
     if (origin or annotation) in _TYPE_NAMES:
         return _TYPE_NAMES[origin or annotation]
+    if _inner_sections(annotation) == [annotation]:
+        return "mapping"
     return " | ".join(map(_type_name, get_args(annotation))) or annotation.__name__
 
 
@@ -230,6 +233,10 @@ def _inner_sections(annotation: Any) -> list[Section]:
     return [kind for kind in types if isinstance(kind, type) and issubclass(kind, ConfigSection)]
 
 
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
+
+
 def _find_section(path: list[str]) -> Section | None:
     """The class that declares the last field of a path and its neighbors."""
     section: Section = Config
@@ -249,7 +256,8 @@ def _find_fields(name: str) -> list[str]:
     for section_name, section in SECTIONS.items():
         owners[section] = section_name
         for field_name, field in section.model_fields.items():
-            for entry in _inner_sections(field.annotation):
+            # names of model.rope are too general: the table of foreign names has those that fit
+            for entry in _inner_sections(field.annotation) if _is_list(field.annotation) else []:
                 # data.eval has the fields of data.train
                 owners.setdefault(entry, f"{section_name}.{field_name}.0")
     return [f"{owner}.{name}" for section, owner in owners.items() if name in section.model_fields]

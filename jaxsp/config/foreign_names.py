@@ -130,8 +130,16 @@ model.config=...: hidden_size num_layers num_hidden_layers num_attention_heads f
 not offered: model_revision (hf download MODEL --revision REVISION --local-dir
     FOLDER, then set model.source=FOLDER)
 not offered: trust_remote_code (code from a model's folder is never run)
-not offered: rope_scaling rope_theta rope_type overrides_of_model_config overrides_of_model_kwargs
-    (edit config.json in a copy of the folder; set model.source to it)
+model.rope=...: rope_scaling rope_parameters overrides_of_model_config overrides_of_model_kwargs
+    (such as {type: yarn, factor: 4}; for fields that model does not have, edit config.json in a
+    copy of the folder)
+model.rope.theta: rope_theta rope_base rotary_base rope_max_timescale rope_freq_base
+model.rope.type: rope_type rope_scaling_type rope_scaling.rope_type rope_scaling.type
+    (default, linear, llama3, yarn or longrope)
+model.rope.factor: rope_scaling.factor rope_factor rope_scaling_factor
+    yarn_scaling_factor rotary_scaling_factor
+model.rope.original_max_position_embeddings: rope_scaling.original_max_position_embeddings
+    original_max_position_embeddings
 not offered: special_tokens add_special_tokens new_special_tokens added_tokens_overrides
     resize_token_embeddings_to_32x (prepare the model's folder with
     transformers first; set model.source to it)

@@ -17,6 +17,7 @@ from jaxsp.config.fields import (
     PositiveFloat,
     with_examples,
 )
+from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
 
 
@@ -37,6 +38,15 @@ class ModelSourceConfig(ConfigSection):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, and of weights when they are sent and gathered. Master weights are
     float32."""
+    rope: Annotated[RopeConfig | None, with_examples("{type: yarn, factor: 4}")] = None
+    """Changes of the rotary position embedding, to extend the context. They replace fields of the
+    model's config.json, also in checkpoints and in the export. In models whose layers have
+    different embeddings (Gemma 3, OLMo 3), they change the layers that attend to whole documents.
+    null: the model's own."""
+    max_position_embeddings: Annotated[PositiveCount | None, with_examples(131072)] = None
+    """Number of positions that the model has after training, which replaces that of its
+    config.json. null: factor times the original range if model.rope extends it; otherwise the
+    model's own. Longer documents are trained on too; the banner has a note."""
 
     _expand_home = pydantic.field_validator("source", "tokenizer")(fields.expand_home)
 

@@ -12,6 +12,9 @@ from typing import Any
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope
 from jaxsp.hf.json_values import format_value
+from jaxsp.hf.rope import RopeSupport
+
+_PLAIN_ROPE = RopeSupport(types=("default", "llama3"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class Family:
     qkv_bias: bool = False
     """True if q, k and v always have a bias, whatever the config has."""
     qk_norm: bool = False
+    rope: RopeSupport = _PLAIN_ROPE
     window_fields: tuple[str, ...] = ()
     """Fields of this family for sliding windows.
 
@@ -112,7 +116,7 @@ def find_problems(
         *_missing_fields(fields, family, path),
         *_type_problems(fields, path),
         *_feature_problems(fields, family, defaults, path),
-        *rope.find_problems(fields, path, rope.RopeSupport(types=("default", "llama3"))),
+        *rope.find_problems(fields, path, family.rope),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or _size_problems(fields, path)

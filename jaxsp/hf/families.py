@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rope
+from jaxsp.hf import config_checks, folder, rope, rope_override
 from jaxsp.hf.config_checks import LAYER_TYPES, WINDOW_FIELDS, Family
 from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import ModelConfig
@@ -54,9 +54,31 @@ def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = No
     """
     if model.source is not None:
         source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
-        return parse_model_config(source.config_fields, field=str(source.path / "config.json"))
-    assert model.config is not None, "the config's schema requires one of them"
-    return parse_model_config(model.config, field="model.config")
+        fields = source.config_fields
+        field = str(source.path / "config.json")
+    else:
+        assert model.config is not None, "the config's schema requires one of them"
+        fields = model.config
+        field = "model.config"
+    return parse_model_config(override_fields(fields, model, field=field), field=field)
+
+
+def override_fields(
+    fields: dict[str, Any], model: ModelSourceConfig, *, field: str
+) -> dict[str, Any]:
+    """Returns the fields of a config.json with the changes of model.rope and
+    model.max_position_embeddings.
+
+    Args:
+        field: name of the config.json in error messages.
+    Raises: UserError if the fields are invalid, or the changes do not fit them.
+    """
+    if model.rope is None and model.max_position_embeddings is None:
+        return fields
+    _, resolved = _parse_fields(fields, field)
+    return rope_override.apply(
+        fields, model, resolved=resolved.to_dict(), support=_find_family(fields, field).rope
+    )
 
 
 def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:

@@ -203,7 +203,9 @@ def read_sizes(model: ModelSourceConfig) -> ModelSizes:
         f"PUBLISHED SIZES of {name}, because {reason}; "
         f"read on {READ_DATE} from {published.source_url}"
     )
-    sizes = families.parse_model_config(published.fields, field=f"published sizes of {name}")
+    field = f"published sizes of {name}"
+    fields = families.override_fields(published.fields, model, field=field)
+    sizes = families.parse_model_config(fields, field=field)
     return ModelSizes(model=sizes, published=published, note=note)
 
 

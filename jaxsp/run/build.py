@@ -13,6 +13,7 @@ from jaxsp import attention
 from jaxsp.attention import AttentionChoice
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -118,7 +119,7 @@ def _find_checkpoint(
         return None
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
-    if meta.config["model"] == config.model.model_dump(mode="json"):
+    if config_file.parse(meta.config).model == config.model:
         # the run's own copy is enough: the model's source may be gone or out of reach
         model_dir = resume.find_model_dir(path)
     return RunCheckpoint(path=path, meta=meta, model_dir=model_dir)

@@ -35,7 +35,7 @@ class ModelFiles:
 def read_model(
     config: Config, hf_config: dict[str, Any] | None, problems: ProblemCollector
 ) -> ModelFiles:
-    """Reads the model's config.json and checks local weight files."""
+    """Reads the model's config.json, changes its RoPE, and checks local weight files."""
     files = ModelFiles()
     with problems.collect():
         source = None
@@ -46,6 +46,8 @@ def read_model(
         assert hf_config is not None, "the schema requires one of them"
         files = ModelFiles(folder=source, hf_config=hf_config)
         field = str(source.path / "config.json") if source else "model.config"
+        hf_config = families.override_fields(hf_config, config.model, field=field)
+        files = dataclasses.replace(files, hf_config=hf_config)
         model = families.parse_model_config(hf_config, field=field)
         files = dataclasses.replace(files, config=model)
         if source is not None and not source.is_on_hub:

@@ -171,7 +171,7 @@ MESSAGES = {
     "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
     "model.learning_rat=1": (
         "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, "
-        "compute_dtype."
+        "compute_dtype, rope, max_position_embeddings."
     ),
     "memory.xyz=1": (
         "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_optimizer, "
@@ -274,7 +274,7 @@ def test_missing_fields_are_reported_with_their_meaning_and_a_value(file):
         assert "missing" in line
         assert f" {name}=" in line
     (line,) = [line for line in messages if line.startswith("model: ")]
-    assert "source, config, tokenizer, compute_dtype" in line
+    assert "source, config, tokenizer, compute_dtype, rope, max_position_embeddings" in line
     assert len(messages) == len(names) + 4, messages  # steps or epochs; model, batch, optimizer
 
 
