@@ -138,26 +138,31 @@ def make_ragged_rows(*, num_rows: int, num_tokens: int, vocab_size: int, seed: i
 
 def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
     """The same attention on whole rows: each device of a group gets its shard, in attend's
-    layout."""
+    layout. The sinks' gradient is summed over the group."""
     shard = PartitionSpec(None, axes.SEQ)
     whole = PartitionSpec()
     sharded_attend = jax.shard_map(
-        attend,
+        lambda *inputs: attend(*inputs[:5], **inputs[5]),
         mesh=mesh(1, 1, attend.strategy.seq),
-        in_specs=(shard, shard, shard, whole, whole),
+        in_specs=(shard, shard, shard, whole, whole, whole),
         out_specs=shard,
         check_vma=False,
     )
-    if attend.layout_degree == 1:
-        return sharded_attend
 
     def attend_in_layout(
-        q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        **options: jax.Array,
     ) -> jax.Array:
+        if attend.layout_degree == 1:
+            return sharded_attend(q, k, v, starts, lengths, options)
         order = layout.token_order(q.shape[1], attend.layout_degree)
         inverse = layout.place_of_token(q.shape[1], attend.layout_degree)
         inputs = [x[:, order] for x in (q, k, v)]
-        return sharded_attend(*inputs, starts, lengths)[:, inverse]
+        return sharded_attend(*inputs, starts, lengths, options)[:, inverse]
 
     return attend_in_layout
 

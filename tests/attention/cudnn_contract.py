@@ -23,10 +23,10 @@ from jaxsp.attention.kernels import cudnn_calls
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
-def attend(q, k, v, mask):
+def attend(q, k, v, mask, scale):
     """Output [T, h, K] and log-sum-exp [h, T] of one slot."""
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    scores = _einsum("qhK,khK->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = _einsum("qhK,khK->hqk", q, k) * scale
     scores = jnp.where(mask[None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(mask[None], jnp.exp(scores - lse[..., None]), 0)
@@ -75,19 +75,21 @@ def off_diagonal_masks(q, k, q_lengths, kv_lengths):
     return inside_q, inside_k, inside_q[:, :, None] & inside_k[:, None]
 
 
-def off_diagonal_forward(q, k, v, q_lengths, kv_lengths):
+def off_diagonal_forward(q, k, v, q_lengths, kv_lengths, scale):
     inside_q, _, mask = off_diagonal_masks(q, k, q_lengths, kv_lengths)
-    out, lse = jax.vmap(attend)(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    inputs = (x.astype(jnp.float32) for x in (q, k, v))
+    out, lse = jax.vmap(functools.partial(attend, scale=scale))(*inputs, mask)
     out = where_inside(inside_q, out, jnp.nan, q.dtype)
     return out, jnp.where(inside_q[:, None], lse, jnp.nan)
 
 
-def off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout):
+def off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout, scale):
     inside_q, inside_k, mask = off_diagonal_masks(q, k, q_lengths, kv_lengths)
     q32, k32, v32, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
     q32, out, dout = (where_inside(inside_q, x, 0) for x in (q32, out, dout))
     k32, v32 = (where_inside(inside_k, x, 0) for x in (k32, v32))
-    dq, dk, dv = jax.vmap(gradients)(q32, k32, v32, out, dout, lse, mask)
+    pull = jax.vmap(functools.partial(gradients, scale=scale))
+    dq, dk, dv = pull(q32, k32, v32, out, dout, lse, mask)
     return (
         where_inside(inside_q, dq, jnp.nan, q.dtype),
         where_inside(inside_k, dk, jnp.nan, k.dtype),
@@ -95,12 +97,11 @@ def off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout):
     )
 
 
-def gradients(q, k, v, out, dout, lse, mask):
+def gradients(q, k, v, out, dout, lse, mask, scale):
     """dq, dk and dv of one slot, from q of [T, h, K] and lse of [h, T]."""
     num_kv_heads = k.shape[1]
     repeats = q.shape[1] // num_kv_heads
     k, v = (jnp.repeat(x, repeats, axis=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5
     scores = _einsum("qhK,khK->hqk", q, k) * scale
     weights = jnp.where(mask[None], jnp.exp(scores - lse[..., None]), 0)
     delta = _einsum("qhK,qhK->hq", dout, out)[..., None]
@@ -133,12 +134,13 @@ def forward(
     q_offsets,
     kv_offsets,
     *_page_tables,
+    scale,
     sliding_window_length,
     mask_type,
     **_params,
 ):
     if mask_type.name == "PADDING":
-        return off_diagonal_forward(q, k, v, q_lengths, kv_lengths)
+        return off_diagonal_forward(q, k, v, q_lengths, kv_lengths, scale)
     tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
     causal = causal_mask(q.shape[1], sliding_window_length)
@@ -147,7 +149,7 @@ def forward(
         tokens_q = jnp.minimum(tokens_q, last)
         tokens_k = jnp.minimum(tokens_k, last)
         mask = causal & inside[:, None] & inside[None]
-        return attend(flat(q)[tokens_q], flat(k)[tokens_k], flat(v)[tokens_k], mask)
+        return attend(flat(q)[tokens_q], flat(k)[tokens_k], flat(v)[tokens_k], mask, scale)
 
     out, lse = jax.vmap(slot)(tokens_q, tokens_k, inside)
     return scatter(out, tokens_q, inside, q), jnp.where(inside[:, None], lse, jnp.nan)
@@ -168,12 +170,13 @@ def backward(
     out,
     dout,
     *_more,
+    scale,
     sliding_window_length,
     mask_type,
     **_params,
 ):
     if mask_type.name == "PADDING":
-        return off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout)
+        return off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout, scale)
     tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
     causal = causal_mask(q.shape[1], sliding_window_length)
@@ -184,7 +187,7 @@ def backward(
         mask = causal & inside[:, None] & inside[None]
         slot_q, slot_out, slot_dout = (flat(x)[tokens_q] for x in (q, out, dout))
         slot_k, slot_v = (flat(x)[tokens_k] for x in (k, v))
-        return gradients(slot_q, slot_k, slot_v, slot_out, slot_dout, lse, mask)
+        return gradients(slot_q, slot_k, slot_v, slot_out, slot_dout, lse, mask, scale)
 
     dq, dk, dv = jax.vmap(slot)(tokens_q, tokens_k, inside, lse)
     return (

@@ -11,8 +11,10 @@ from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
+from tests import batches
 from tests.messages import assert_names, numbers
 
 
@@ -42,6 +44,7 @@ def choose(
     *,
     heads=(32, 8, 128),
     window=None,
+    layer_scores=None,
     device_bytes=None,
     seq=1,
     row_tokens=131072,
@@ -69,13 +72,16 @@ def choose(
         }
     )
     return attention.choose(
-        config, make_model(heads, window=window), devices=[device], device_bytes=device_bytes
+        config,
+        make_model(heads, window=window, layer_scores=layer_scores),
+        devices=[device],
+        device_bytes=device_bytes,
     )
 
 
-def make_model(heads, *, window=None):
+def make_model(heads, *, window=None, layer_scores=None):
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
-    return types.SimpleNamespace(**sizes, layer_scores=[ScoreConfig(window=window)])
+    return types.SimpleNamespace(**sizes, layer_scores=layer_scores or [ScoreConfig(window=window)])
 
 
 def refused(*arguments, **fields):
@@ -491,7 +497,66 @@ def test_the_banner_shows_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)
     assert choice.layer_scores == (ScoreConfig(window=4096),)
     line = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(line, "4,096")
+    assert_names(line, "each token sees the last 4,096 of its document")
+    assert "layers" not in line, "all have the window"
+
+
+GEMMA = [*[ScoreConfig(window=1024)] * 5, ScoreConfig()]
+"""A period of layers, as in Gemma 3."""
+
+
+def test_the_banner_shows_the_number_of_layers_with_a_window():
+    choice = choose(layer_scores=[*GEMMA * 10, *GEMMA[:2]])
+    line = attention.describe(choice, make_model((32, 8, 128)))
+    assert_names(line, "52 of 62 layers: each token sees the last 1,024 of its document")
+    choice = choose(layer_scores=GEMMA, seq=8)
+    line = attention.describe(choice, make_model((32, 8, 128)))
+    assert_names(line, "5 of 6 layers", "per layer and microbatch on average")
+
+
+def test_a_window_as_long_as_the_longest_row_is_none():
+    choice = choose(row_tokens=[512, 1024], layer_scores=GEMMA)
+    assert choice.layer_scores == (ScoreConfig(),) * 6
+    choice = choose(row_tokens=[512, 2048], layer_scores=GEMMA)
+    assert choice.layer_scores == tuple(GEMMA)
+
+
+def test_a_kernel_must_support_every_kind_of_layer(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 14, 0))
+    monkeypatch.setattr(jax, "local_devices", lambda: [B200])
+    assert choose(B200, layer_scores=[ScoreConfig()]).kernel.name == "cudnn"
+    assert choose(B200, layer_scores=GEMMA).kernel.name == "blockwise"
+
+
+def test_cudnn_is_refused_for_softcaps_and_auto_takes_blockwise():
+    layer_scores = [ScoreConfig(softcap=50.0), ScoreConfig(softcap=50.0, window=4096)]
+    (problem,) = refused(layer_scores=layer_scores, kernel="cudnn")
+    parts = ["softcap", "50", "attention.kernel=auto", "attention.kernel=blockwise"]
+    assert_names(problem, *parts, start="attention.kernel = cudnn: ")
+    choice = choose(layer_scores=layer_scores)
+    assert choice.kernel.name == "blockwise"
+    line = attention.describe(choice, make_model((32, 8, 128)))
+    assert_names(line, "softcap", "1 of 2 layers: each token sees the last 4,096")
+    assert "scores are capped at 50" in line
+    assert choose(layer_scores=layer_scores, kernel="blockwise").fallback_reason == ""
+
+
+def test_layers_are_counted_by_workload():
+    """Kinds that differ only in what their rows hide or in the scale have the same workload."""
+    model = make_model((32, 8, 128), layer_scores=[*GEMMA, ScoreConfig(scale=1.0)])
+    config = batches.make_config()
+    config = config.model_copy(update={"data": config.data.model_copy(update={"row_tokens": 2048})})
+    counts = attention.count_workloads(config, model)
+    assert {layer.window: number for layer, number in counts.items()} == {1024: 5, None: 2}
+    assert list(attention.count_workloads(config.with_row_tokens(1024), model).values()) == [7]
+
+
+def test_sent_bytes_are_the_mean_of_all_layers(monkeypatch):
+    def sent_bytes(self, workload):
+        return {"all-to-all": 100 if workload.has_window else 1000}
+
+    monkeypatch.setattr(Ulysses, "sent_bytes", sent_bytes)
+    assert choose(seq=8, layer_scores=GEMMA).sent_bytes == (5 * 100 + 1000) // 6
 
 
 def test_the_banner_shows_what_each_strategy_sends():
