@@ -1,6 +1,7 @@
 """Layers of several kinds and sinks: every strategy and kernel, residuals, and the choice."""
 
 import collections
+import dataclasses
 import functools
 import types
 
@@ -13,6 +14,8 @@ from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.ring import Ring
 from jaxsp.attention.strategy import mask_padding
 from jaxsp.attention.ulysses import Ulysses
@@ -146,7 +149,30 @@ def test_cudnn_scales_scores_and_has_kinds_and_sinks(strategy, max_segments):
             assert difference < tolerances.STRATEGIES, (name, kind)
 
 
-@pytest.mark.parametrize("kernel", ["blockwise", "cudnn"])
+@dataclasses.dataclass(frozen=True)
+class NanAtPadding(Kernel):
+    """The oracle, with NaN wherever a token is in no segment."""
+
+    name = "nan_at_padding"
+
+    def make_row_functions(self, settings, score):
+        def poison(x, starts, lengths, token_axis=1):
+            mask = segments.segment_mask(starts, lengths, x.shape[token_axis])
+            other_axes = [axis for axis in range(1, x.ndim) if axis != token_axis]
+            return jnp.where(jnp.expand_dims(mask, other_axes), x, jnp.nan)
+
+        def forward(q, k, v, *slots):
+            out, lse = oracle.forward(q, k, v, *slots, score=score)
+            return poison(out, *slots), poison(lse, *slots, token_axis=2)
+
+        def backward(q, k, v, out, lse, dout, *slots):
+            gradients = oracle.backward(q, k, v, out, lse, dout, *slots, score=score)
+            return tuple(poison(x, *slots) for x in gradients)
+
+        return AttentionFunctions(forward, backward)
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "cudnn", NanAtPadding()])
 def test_results_at_padding_are_zero_with_sinks(kernel):
     cudnn_contract.on_cpu()
     rng = np.random.default_rng(0)

@@ -103,14 +103,14 @@ def add_sinks(
 
     With these, a kernel's backward pass is right as it is: its weights are exp(score - lse).
 
-    Args: mask_BL: tokens in a segment; results of the others are 0, whatever the inputs are there.
+    Args: mask_BL: tokens in a segment. At the others, the log-sum-exp is ignored, and an output of
+        0 stays 0.
     Source: gpt-oss (`sinks` of eager_attention_forward in transformers).
     """
     mask_B1L = mask_BL[:, None]
     new_lse_BhL = jnp.logaddexp(lse_BhL, sinks_h.astype(jnp.float32)[None, :, None])
     weight_BhL = jnp.where(mask_B1L, jnp.exp(lse_BhL - new_lse_BhL), 0.0)
     scaled_BLhK = out_BLhK.astype(jnp.float32) * weight_BhL.swapaxes(1, 2)[..., None]
-    scaled_BLhK = jnp.where(mask_BL[..., None, None], scaled_BLhK, 0.0)
     return scaled_BLhK.astype(out_BLhK.dtype), jnp.where(mask_B1L, new_lse_BhL, 0.0)
 
 
