@@ -1,32 +1,54 @@
 """Configuration of a decoder: the fields in which model families differ."""
 
 import dataclasses
+from typing import Literal
 
 from jaxsp.attention import ScoreConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Rope:
-    """Llama 3.1's scaling of low RoPE frequencies (rope_type llama3).
-
-    The fields are those of a Hugging Face config.json.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding of a layer."""
 
-    frequencies: tuple[float, ...]
-    """Radians per position of each rotated pair of a head's elements."""
+    frequencies: tuple[float, ...] = dataclasses.field(repr=False)
+    """Radians per position of each rotated pair of a head's elements, computed in float64. Fewer
+    than head_dim / 2: only the first elements are rotated. All 0: none."""
     scale: float = 1.0
-    """Factor of cosine and sine (attention factor of YaRN and LongRoPE)."""
+    """Factor on cosines and sines (the attention factor of YaRN and LongRoPE)."""
     description: str
+    """For messages. Example: `yarn, theta 1,000,000, factor 4 over 32,768 positions`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """The fields in which layers of one model differ."""
+
+    window: int | None
+    """Number of tokens that a token attends to, including itself; None: all before it in its
+    segment."""
+    rope: Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormNames:
+    """Names of a layer's norms in Hugging Face's files; None: there is no norm at this place."""
+
+    pre_attention: str | None = "input_layernorm"
+    post_attention: str | None = None
+    """Norm of attention's output, before it is added to the residual."""
+    pre_mlp: str | None = "post_attention_layernorm"
+    post_mlp: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries grow with their position in the segment: 1 + beta * log(1 + position // original).
+
+    Source: Ministral 3's published code (`llama_4_scaling_beta`).
+    """
+
+    beta: float
+    original_max_position_embeddings: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,32 +57,67 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_llama3: Llama3Rope | None
-    qkv_bias: bool
-    output_bias: bool
+    layers: tuple[LayerConfig, ...]
+    """One entry for each layer. All layers have the same weights."""
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """Norm: x / rms(x) * w, the same with 1 + w (Gemma), or with the mean subtracted (Cohere)."""
+    norm_eps: float
+    norm_names: NormNames = NormNames()
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """Norm of q and k before RoPE: none, of each head (Qwen3), or of all heads together (OLMo)."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of the MLP's gate; gelu_tanh is the approximation by tanh."""
+    is_parallel: bool = False
+    """True if attention and MLP have the same input, and their outputs are added (Cohere)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
     """True if attention's output projection has a bias."""
-    mlp_bias: bool
-    qk_norm: bool
-    """True if each head of q and k has an RMS norm before RoPE (Qwen3)."""
-    sliding_window: int | None
-    """Number of tokens that a token attends to in every layer, including itself (Mistral 7B v0.1:
-    4096).
-
-    None: all tokens before it in its segment.
-    """
+    mlp_bias: bool = False
+    has_fused_qkv: bool = False
+    """True if q, k and v are one tensor in Hugging Face's files (Phi-3)."""
+    has_fused_gate_up: bool = False
+    """True if gate and up are one tensor in Hugging Face's files (Phi-3, GLM-4)."""
+    rope_interleaved: bool = False
+    """True if RoPE rotates the pairs (2i, 2i + 1) instead of (i, i + half) (GLM-4, Cohere)."""
+    query_scale: QueryScale | None = None
+    attention_scale: float | None = None
+    """Factor on products of q and k; None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    """Limit c of attention scores, c * tanh(score / c); None: no limit (Gemma 2: 50)."""
+    has_sinks: bool = False
+    """True if each head has a learned score of a key with value 0 (gpt-oss)."""
+    embedding_scale: float = 1.0
+    """Factor on embeddings, rounded to the compute dtype (Gemma: hidden_size ** 0.5)."""
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and MLP before they are added (Granite)."""
+    logit_scale: float = 1.0
+    """Factor on logits (Cohere, Granite)."""
+    logit_softcap: float | None = None
+    """Limit c of logits, c * tanh(logit / c); None: no limit (Gemma 2: 30)."""
     tie_embeddings: bool
     """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float
     """Standard deviation of randomly initialized matrices."""
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
     def layer_scores(self) -> tuple[ScoreConfig, ...]:
-        """Attention scores of each layer."""
-        return (ScoreConfig(window=self.sliding_window),) * self.num_layers
+        """How attention computes its scores, for each layer."""
+        return tuple(
+            ScoreConfig(
+                scale=self.attention_scale, window=layer.window, softcap=self.attention_softcap
+            )
+            for layer in self.layers
+        )
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct RoPEs of the layers, in order of first use."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers))

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import Attend
 from jaxsp.core.batch import Batch
@@ -41,6 +41,14 @@ def lm_head(weights: layers.Weights) -> Any:
     return weights["head"] if "head" in weights else weights["embedding"]
 
 
+def transform_logits(config: ModelConfig, logits: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Logits from products of hidden states and head: the model's factor and soft limit."""
+    logits = layers.scale(logits, config.logit_scale)
+    if config.logit_softcap is None:
+        return logits
+    return config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+
+
 def hidden_states(
     shards: layers.Weights,
     batch: Batch,
@@ -64,31 +72,68 @@ def hidden_states(
     """
     params = param_table(config)
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
+    x_BlD = layers.scale(x_BlD, config.embedding_scale)
     apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
     pre_attention, post_attention, last_norm = _graphdefs(config)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
 
-    def layer(x_BlD: Array, shards: layers.Weights) -> tuple[Array, None]:
+    def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
+        shards, indices = inputs
         x_BlD = remat.name_layer_input(x_BlD)
-        q_BlHK, k_BlGK, v_BlGK = apply(
+        q_BlHK, k_BlGK, v_BlGK, mlp_input_BlD = apply(
             lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
             params["layers"]["pre_attention"],
             shards["pre_attention"],
             (x_BlD, batch.positions_BL),
+            shared=() if indices.rope is None else (indices.rope,),
         )
-        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, batch.starts_BM, batch.lengths_BM, tables)
+        sinks_H = None
+        if config.has_sinks:
+            sinks_H = gather(params["layers"]["sinks"], shards["sinks"])
+        out_BlHK = attend(
+            q_BlHK,
+            k_BlGK,
+            v_BlGK,
+            batch.starts_BM,
+            batch.lengths_BM,
+            tables,
+            kind=0 if indices.attention is None else indices.attention,
+            sinks_H=sinks_H,
+        )
         x_BlD = apply(
             lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
             params["layers"]["post_attention"],
             shards["post_attention"],
-            (x_BlD, out_BlHK),
+            (x_BlD, out_BlHK, *([mlp_input_BlD] if config.is_parallel else [])),
         )
         return x_BlD, None
 
-    x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, shards["layers"])
+    inputs = shards["layers"], _layer_indices(config, attend)
+    x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
     return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
+
+
+class LayerIndices(NamedTuple):
+    """Indices of what differs between layers, one per layer; None if the layers are alike."""
+
+    rope: Int32[Array, "N"] | None
+    """Index into `ModelConfig.ropes`."""
+    attention: Int32[Array, "N"] | None
+    """Index into `Attend.kinds`."""
+
+
+def _layer_indices(config: ModelConfig, attend: Attend) -> LayerIndices:
+    ropes = [config.ropes.index(layer.rope) for layer in config.layers]
+    indices = LayerIndices(
+        rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
+        attention=None,
+    )
+    if len(attend.kinds) == 1:
+        return indices
+    assert len(attend.layer_kinds) == config.num_layers, "attention was made for another model"
+    return indices._replace(attention=jnp.asarray(attend.layer_kinds, jnp.int32))
 
 
 def embed_tokens(

@@ -1,5 +1,7 @@
 """Floating-point operations of a training step, and peak rates of GPUs."""
 
+from collections import Counter
+
 import jax
 import numpy as np
 
@@ -38,9 +40,11 @@ def step_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
 def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     """Floating-point operations of attention in the forward pass."""
     lengths = segment_lengths.astype(np.float64)
-    near = lengths if model.sliding_window is None else np.minimum(lengths, model.sliding_window)
-    pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
-    return 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+    pairs = 0.0
+    for window, num_layers in Counter(layer.window for layer in model.layers).items():
+        near = lengths if window is None else np.minimum(lengths, window)
+        pairs += num_layers * float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
+    return 4 * model.num_heads * model.head_dim * pairs
 
 
 def num_parameters(table: layers.Weights) -> int:

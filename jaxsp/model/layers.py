@@ -8,16 +8,15 @@ export copy bytes.
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
-from jaxsp.core.batch import POSITION_LIMIT
+from jaxsp.model import rope
 from jaxsp.model.config import ModelConfig
 
 Weights = dict[str, Any]
@@ -32,6 +31,9 @@ class Parameter:
     """Shape of one layer's tensor, in Hugging Face's layout."""
     hf_name: str
     """The tensor's name in a safetensors file; `{layer}` stands for the layer's number."""
+    hf_rows: tuple[int, int] | None = None
+    """First row of this parameter in that tensor, and number of rows of the tensor; None: this
+    parameter is the whole tensor."""
     num_layers: int | None = None
     """Size of the layer dimension in front of `shape`; None for a tensor outside the layers."""
     mean: float = 0.0
@@ -81,12 +83,24 @@ def _declare_param(param: Parameter) -> nnx.Param:
 class Linear(nnx.Module):
     """x -> x W^T + b."""
 
-    def __init__(self, dim_in: int, dim_out: int, *, hf_name: str, bias: bool, config: ModelConfig):
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        *,
+        hf_name: str,
+        bias: bool,
+        config: ModelConfig,
+        hf_rows: tuple[int, int] | None = None,
+    ):
         matrix = Parameter(
-            shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range
+            shape=(dim_out, dim_in),
+            hf_name=f"{hf_name}.weight",
+            hf_rows=hf_rows,
+            std=config.initializer_range,
         )
         self.weight = _declare_param(matrix)
-        vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")
+        vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = _declare_param(vector) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
@@ -99,50 +113,106 @@ class Linear(nnx.Module):
         return (y32 + bias).astype(y.dtype)
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * w over the last dim, in float32."""
+class Norm(nnx.Module):
+    """Normalization over the last dim, in float32: see `ModelConfig.norm`."""
 
-    def __init__(self, dim: int, *, hf_name: str, eps: float):
-        self.weight = _declare_param(Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=1.0))
-        self.eps = eps
+    def __init__(self, dim: int, *, hf_name: str, config: ModelConfig):
+        mean = 0.0 if config.norm == "rms_plus_one" else 1.0
+        self.weight = _declare_param(
+            Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=mean)
+        )
+        self.kind = config.norm
+        self.eps = config.norm_eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         x32 = x.astype(jnp.float32)
+        if self.kind == "layer":
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         weight = jnp.broadcast_to(self.weight[...].astype(jnp.float32), x32.shape)
+        if self.kind == "rms_plus_one":
+            weight = 1 + weight
         return (x32 * weight).astype(x.dtype)
+
+
+def _declare_norm(dim: int, hf_name: str | None, config: ModelConfig) -> Norm | None:
+    return None if hf_name is None else Norm(dim, hf_name=hf_name, config=config)
+
+
+def _apply_norm(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
+
+
+class AttentionInputs(NamedTuple):
+    """What a layer computes before attention."""
+
+    q: Float[Array, "B l H K"]
+    k: Float[Array, "B l G K"]
+    v: Float[Array, "B l G K"]
+    mlp_input: Float[Array, "B l D"] | None
+    """Input of the MLP, if it is that of attention (`ModelConfig.is_parallel`)."""
 
 
 class PreAttention(nnx.Module):
     """Part of a layer before attention: norm, projections to q, k and v, and RoPE."""
 
     def __init__(self, config: ModelConfig):
-        D = config.hidden_size
         K = config.head_dim
-        linear = functools.partial(Linear, bias=config.qkv_bias, config=config)
-        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps)
-        self.norm = norm(D, hf_name="input_layernorm")
-        self.q = linear(D, config.num_heads * K, hf_name="self_attn.q_proj")
-        self.k = linear(D, config.num_kv_heads * K, hf_name="self_attn.k_proj")
-        self.v = linear(D, config.num_kv_heads * K, hf_name="self_attn.v_proj")
-        self.q_norm = norm(K, hf_name="self_attn.q_norm") if config.qk_norm else None
-        self.k_norm = norm(K, hf_name="self_attn.k_norm") if config.qk_norm else None
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        self.norm = _declare_norm(config.hidden_size, config.norm_names.pre_attention, config)
+        for name, linear in zip(heads, self._declare_projections(heads, config), strict=True):
+            setattr(self, name, linear)
+        for name in ("q", "k"):
+            dim = {"none": None, "head": K, "projection": heads[name] * K}[config.qk_norm]
+            hf_name = f"self_attn.{name}_norm"
+            norm = None if dim is None else Norm(dim, hf_name=hf_name, config=config)
+            setattr(self, f"{name}_norm", norm)
         self.config = config
 
+    def _declare_projections(self, heads: dict[str, int], config: ModelConfig) -> list[Linear]:
+        linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
+        rows = [num_heads * config.head_dim for num_heads in heads.values()]
+        if not config.has_fused_qkv:
+            return [
+                linear(size, hf_name=f"self_attn.{name}_proj")
+                for name, size in zip(heads, rows, strict=True)
+            ]
+        return _declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
+
     def __call__(
-        self, x_BlD: Float[Array, "B l D"], positions_Bl: Int32[Array, "B l"]
-    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-        heads = (*x_BlD.shape[:2], -1, self.config.head_dim)
-        x_BlD = self.norm(x_BlD)
-        angles = rope_angles(positions_Bl, self.config)
-        q = self.q(x_BlD).reshape(heads)
-        k = self.k(x_BlD).reshape(heads)
-        v = self.v(x_BlD).reshape(heads)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return apply_rope(q, angles), apply_rope(k, angles), v
+        self,
+        x_BlD: Float[Array, "B l D"],
+        positions_Bl: Int32[Array, "B l"],
+        rope_index: Int32[Array, ""] | int = 0,
+    ) -> AttentionInputs:
+        """Args: rope_index: index into `ModelConfig.ropes`."""
+        config = self.config
+        x_BlD = _apply_norm(self.norm, x_BlD)
+        angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
+        q = self._split_heads(self.q(x_BlD), self.q_norm)
+        k = self._split_heads(self.k(x_BlD), self.k_norm)
+        v = self._split_heads(self.v(x_BlD), None)
+        q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
+        k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
+        if config.query_scale is not None:
+            q = rope.scale_queries(q, positions_Bl, config.query_scale)
+        return AttentionInputs(q, k, v, x_BlD if config.is_parallel else None)
+
+    def _split_heads(self, x_BlX: Array, norm: Norm | None) -> Float[Array, "B l heads K"]:
+        """Splits a projection into heads; applies the norm to all heads together or to each."""
+        heads = (*x_BlX.shape[:2], -1, self.config.head_dim)
+        if self.config.qk_norm == "projection":
+            return _apply_norm(norm, x_BlX).reshape(heads)
+        return _apply_norm(norm, x_BlX.reshape(heads))
+
+
+def _declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -> list[Linear]:
+    """Matrices that are parts of one tensor in Hugging Face's files, below each other."""
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    return [
+        linear(size, hf_name=hf_name, hf_rows=(first, sum(rows)))
+        for first, size in zip(firsts, rows, strict=True)
+    ]
 
 
 MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
@@ -150,22 +220,32 @@ MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
         F = config.intermediate_size
         linear = functools.partial(Linear, bias=config.mlp_bias, config=config)
-        self.gate = linear(D, F, hf_name="mlp.gate_proj")
-        self.up = linear(D, F, hf_name="mlp.up_proj")
+        if config.has_fused_gate_up:
+            fused = functools.partial(linear, D)
+            self.gate, self.up = _declare_fused(fused, [F, F], hf_name="mlp.gate_up_proj")
+        else:
+            self.gate = linear(D, F, hf_name="mlp.gate_proj")
+            self.up = linear(D, F, hf_name="mlp.up_proj")
         self.down = linear(F, D, hf_name="mlp.down_proj")
+        self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
         gate, up = (
             checkpoint_name(y, name)
             for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True)
         )
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(self._activate(gate) * up)
+
+    def _activate(self, gate: Array) -> Array:
+        if self.activation == "silu":
+            return jax.nn.silu(gate)
+        return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
 
 
 class PostAttention(nnx.Module):
@@ -174,17 +254,34 @@ class PostAttention(nnx.Module):
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
         q_dim = config.num_heads * config.head_dim
+        names = config.norm_names
         self.o = Linear(
             q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias, config=config
         )
-        self.norm = RMSNorm(D, hf_name="post_attention_layernorm", eps=config.rms_norm_eps)
+        self.output_norm = _declare_norm(D, names.post_attention, config)
+        self.norm = _declare_norm(D, names.pre_mlp, config)
         self.mlp = MLP(config)
+        self.mlp_norm = _declare_norm(D, names.post_mlp, config)
+        self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x_BlD: Float[Array, "B l D"], out_BlHK: Float[Array, "B l H K"]
+        self,
+        x_BlD: Float[Array, "B l D"],
+        out_BlHK: Float[Array, "B l H K"],
+        mlp_input: Float[Array, "B l D"] | None = None,
     ) -> Float[Array, "B l D"]:
-        x_BlD = x_BlD + self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
-        return x_BlD + self.mlp(self.norm(x_BlD))
+        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention."""
+        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
+        x_BlD = x_BlD + scale(_apply_norm(self.output_norm, out_BlD), self.residual_scale)
+        if mlp_input is None:
+            mlp_input = _apply_norm(self.norm, x_BlD)
+        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input))
+        return x_BlD + scale(mlp_out_BlD, self.residual_scale)
+
+
+def scale(x: Array, factor: float) -> Array:
+    """x times a factor rounded to the dtype of x, as in torch; x itself if the factor is 1."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 class DecoderLayer(nnx.Module):
@@ -192,6 +289,8 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         self.pre_attention = PreAttention(config)
+        sinks = Parameter(shape=(config.num_heads,), hf_name="self_attn.sinks")
+        self.sinks = _declare_param(sinks) if config.has_sinks else None
         self.post_attention = PostAttention(config)
 
 
@@ -209,79 +308,6 @@ class Decoder(nnx.Module):
         )
         self.embedding = _declare_param(matrix)
         self.layers = DecoderLayer(config)
-        self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, hf_name="model.norm", config=config)
         head = dataclasses.replace(matrix, hf_name="lm_head.weight")
         self.head = None if config.tie_embeddings else _declare_param(head)
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeAngles:
-    """Cosine and sine of each token's RoPE angles, one angle for each pair of a head's elements."""
-
-    cos: Float32[Array, "B l pairs"]
-    sin: Float32[Array, "B l pairs"]
-
-
-ROPE_TABLE_STRIDE = 4096
-"""Stride of the coarse table: position = stride * a + b, with one table for a and one for b."""
-
-
-def rope_angles(positions_Bl: Int32[Array, "B l"], config: ModelConfig) -> RopeAngles:
-    """RoPE angles, accurate to 1e-6 at any position below `batch.POSITION_LIMIT`.
-
-    A float32 product position * frequency is off by 0.06 rad at position 1,000,000 and by 0.31 at
-    5,000,000. So both tables are computed in float64 and combined by the angle-sum formula.
-    """
-    tables = _rope_tables(config)
-    coarse, fine = jnp.divmod(positions_Bl, jnp.int32(ROPE_TABLE_STRIDE))
-    indices = (coarse, coarse, fine, fine)
-    cos_a, sin_a, cos_b, sin_b = (
-        jnp.asarray(table)[index] for table, index in zip(tables, indices, strict=True)
-    )
-    return RopeAngles(cos=cos_a * cos_b - sin_a * sin_b, sin=sin_a * cos_b + cos_a * sin_b)
-
-
-@functools.lru_cache(maxsize=4)
-def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cosines and sines of the coarse table, and those of the fine one, [entries, K/2]."""
-    frequencies = rope_frequencies(config)[None]
-    coarse_positions = np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None] * ROPE_TABLE_STRIDE
-    coarse = coarse_positions * frequencies
-    fine = np.arange(ROPE_TABLE_STRIDE)[:, None] * frequencies
-    cos_a, sin_a, cos_b, sin_b = (
-        function(angles).astype(np.float32)
-        for angles in (coarse, fine)
-        for function in (np.cos, np.sin)
-    )
-    return cos_a, sin_a, cos_b, sin_b
-
-
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair of a head's elements, float64 [K/2].
-
-    Llama 3.1 scales them. Let original = original_max_position_embeddings. Wavelengths above
-    original / low_freq_factor become `factor` times longer; those below original / high_freq_factor
-    stay the same. Between them, frequencies are interpolated linearly in original / wavelength.
-
-    Source: Su et al. 2021, arXiv:2104.09864; scaling: Llama 3.1's published code.
-    """
-    K = config.head_dim
-    frequencies = config.rope_theta ** (-np.arange(0, K, 2, dtype=np.float64) / K)
-    scaling = config.rope_llama3
-    if scaling is None:
-        return frequencies
-    periods = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    factor_range = scaling.high_freq_factor - scaling.low_freq_factor
-    unscaled = np.clip((periods - scaling.low_freq_factor) / factor_range, 0.0, 1.0)
-    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
-
-
-def apply_rope(
-    x_BlHK: Float[Array, "B l heads K"], angles: RopeAngles
-) -> Float[Array, "B l heads K"]:
-    """Rotates the pairs (i, i + K/2) of each head, as in Hugging Face, in float32."""
-    cos = angles.cos[:, :, None]
-    sin = angles.sin[:, :, None]
-    a, b = jnp.split(x_BlHK.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return rotated.astype(x_BlHK.dtype)

@@ -58,42 +58,44 @@ def apply_in_tiles(
     *,
     gather: Gather,
     tile_tokens: int,
+    shared: tuple[Any, ...] = (),
 ) -> Any:
-    """Computes function(whole weights, *arrays) for `tile_tokens` tokens at a time.
+    """Computes function(whole weights, *arrays, *shared) for `tile_tokens` tokens at a time.
 
     Shapes: arrays and results are [B, l, ...]. The function treats each token independently. It is
-        called with [1, tile_tokens, ...], or with all tokens if there is one tile.
+        called with [1, tile_tokens, ...], or with all tokens if there is one tile. Every call gets
+        all of `shared`, integers without gradients.
     Precision: a weight's gradient is summed over tiles in float32, and reduced over devices once.
     Memory: the backward pass recomputes each tile. Only shards and arrays are kept for it.
     """
     lead = arrays[0].shape[:2]
     if math.prod(lead) <= tile_tokens:
-        return function(gather(params, shards), *arrays)
+        return function(gather(params, shards), *arrays, *shared)
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
     split = functools.partial(split_tiles, tile_shape=(1, tile_tokens))
     join = functools.partial(join_tiles, tile_ndim=2, lead=lead)
 
     @jax.custom_vjp
-    def apply(shards: Any, arrays: tuple[Array, ...]) -> Any:
+    def apply(shards: Any, arrays: tuple[Array, ...], shared: tuple[Any, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
 
         def compute_tile(_: None, tile: tuple[Array, ...]) -> tuple[None, Any]:
-            return None, function(weights, *tile)
+            return None, function(weights, *tile, *shared)
 
         _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
         return jax.tree.map(join, results)
 
     def backward(
-        residuals: tuple[Any, tuple[Array, ...]], dresults: Any
-    ) -> tuple[Any, tuple[Array | None, ...]]:
-        shards, arrays = residuals
+        residuals: tuple[Any, tuple[Array, ...], tuple[Any, ...]], dresults: Any
+    ) -> tuple[Any, tuple[Array | None, ...], None]:
+        shards, arrays, shared = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
 
         def add_tile(
             sums: layers.Weights, tile: tuple[Any, Any]
         ) -> tuple[layers.Weights, list[Array]]:
             inputs, dresults = tile
-            _, pull = jax.vjp(function, weights, *inputs)
+            _, pull = jax.vjp(lambda *values: function(*values, *shared), weights, *inputs)
             dweights, *dinputs = pull(dresults)
             sums = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
@@ -103,10 +105,10 @@ def apply_in_tiles(
         sums, dtiles = _scan_tiles(add_tile, zeros, tiles)
         dfloats = map(join, dtiles)
         dshards = jax.tree.map(gather.reduce_scatter, params, sums)
-        return dshards, tuple(next(dfloats) if floating else None for floating in is_float)
+        return dshards, tuple(next(dfloats) if floating else None for floating in is_float), None
 
-    apply.defvjp(lambda shards, arrays: (apply(shards, arrays), (shards, arrays)), backward)
-    return apply(shards, arrays)
+    apply.defvjp(lambda *inputs: (apply(*inputs), inputs), backward)
+    return apply(shards, arrays, shared)
 
 
 def split_tiles(x_Bl: Array, *, tile_shape: tuple[int, ...], pad_value: int = 0) -> Array:

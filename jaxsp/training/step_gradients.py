@@ -159,6 +159,7 @@ def _sum_microbatch_loss(
         shard=decoder.lm_head(shards),
         tile=min(program.loss_tile, batch.tokens_BL.size),
         token_loss=program.loss,
+        transform_logits=functools.partial(decoder.transform_logits, program.model),
     )
     return sums.loss, sums.num_correct
 
