@@ -13,7 +13,8 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, layout
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
-from jaxsp.model.config import ModelConfig
+from jaxsp.hf import rope_types
+from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 from jaxsp.runtime import device_mesh
 
 Arrays = dict[str, np.ndarray]
@@ -55,28 +56,39 @@ def mesh(replica: int, data: int, seq: int) -> Mesh:
     return device_mesh.make_mesh(sizes, jax.devices()[: replica * data * seq])
 
 
-def model(**changes: Any) -> ModelConfig:
+def model(
+    *, num_layers: int = 2, window: int | None = None, rope: Rope | None = None, **changes: Any
+) -> ModelConfig:
     """A small decoder with biases, q and k norms, 2 K/V heads, and sizes that do not divide."""
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": 131,
         "hidden_size": 60,
-        "num_layers": 2,
         "num_heads": 8,
         "num_kv_heads": 2,
         "head_dim": 8,
         "intermediate_size": 101,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "rope_llama3": None,
+        "norm_eps": 1e-5,
         "qkv_bias": True,
         "output_bias": True,
         "mlp_bias": True,
-        "qk_norm": True,
-        "sliding_window": None,
+        "qk_norm": "head",
         "tie_embeddings": False,
         "initializer_range": 0.08,
     }
-    return ModelConfig(**fields | changes)
+    fields |= changes
+    layer = LayerConfig(window=window, rope=rope or make_rope(fields["head_dim"]))
+    return ModelConfig(**{"layers": (layer,) * num_layers, **fields})
+
+
+def make_rope(head_dim: int, **group: Any) -> Rope:
+    """RoPE of a group of rope_parameters."""
+    return rope_types.parse(
+        {"rope_type": "default", "rope_theta": 1e4, **group},
+        head_dim=head_dim,
+        max_position_embeddings=None,
+        row_tokens=None,
+        field="rope_parameters",
+    )
 
 
 def make_config(

@@ -14,8 +14,6 @@ from jaxsp.hf import json_values, rope
 from jaxsp.hf.json_values import format_value
 from jaxsp.hf.rope import RopeSupport
 
-_PLAIN_ROPE = RopeSupport(types=("default", "llama3"))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -26,20 +24,40 @@ class Family:
     bias_fields: tuple[str, ...] = ()
     required_fields: tuple[str, ...] = ()
     """Fields whose default is one published size, which a smaller model would silently get."""
-    qkv_bias: bool = False
-    """True if q, k and v always have a bias, whatever the config has."""
-    qk_norm: bool = False
-    rope: RopeSupport = _PLAIN_ROPE
+    has_output_bias: bool = True
+    """False if attention_bias is for q, k and v only."""
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ModelConfig that the family fixes."""
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
+    """Fields of ModelConfig from those of a config.json with transformers' defaults."""
+    fields: tuple[str, ...] = ()
+    """Fields of a config.json that only this family has."""
+    values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """Fields with a fixed meaning in this family, and the values that match it."""
+    norm_eps_field: str = "rms_norm_eps"
+    activation_field: str = "hidden_act"
+    rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
+    has_rope: Callable[[dict[str, Any], int], bool] = lambda given, layer: True
+    """Whether a layer, by its number, has RoPE."""
     window_fields: tuple[str, ...] = ()
     """Fields of this family for sliding windows.
 
-    With `sliding_window` only, every layer has the window. Otherwise the layers from
-    `max_window_layers` on have it, or those that `layer_types` names, and none unless
-    `use_sliding_window` is true.
+    Without `layer_types` among them, every layer has the window. Otherwise those that `layer_types`
+    names, which transformers derives from the other fields if it is missing.
     """
 
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """Fields that this family reads in addition to those of all families."""
+        return (*self.fields, self.norm_eps_field, self.activation_field)
 
-WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+QWEN_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types")
+_WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Activations of the MLP's gate: names in config.json, and in ModelConfig."""
 
 _SIZE_EXAMPLES = {
     "vocab_size": 32000,
@@ -63,7 +81,6 @@ PASSED_FIELDS = (
     *_SWITCH_FIELDS,
     *TOKEN_ID_FIELDS,
     *rope.FIELDS,
-    "rms_norm_eps",
     "initializer_range",
     "max_position_embeddings",
 )
@@ -72,10 +89,10 @@ _WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
 _DECODER_ONLY = "jaxsp trains decoder-only models"
 
 _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), "the MLP's gate is silu"),
     "attention_dropout": ((0,), "jaxsp has no dropout"),
     "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
     "sliding_window": ((), _WHOLE_DOCUMENTS),
+    "sliding_window_pattern": ((), _WHOLE_DOCUMENTS),
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
@@ -90,7 +107,7 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 _IGNORED_FIELDS = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path
-    layer_types max_window_layers use_cache return_dict output_attentions output_hidden_states
+    max_window_layers use_cache return_dict output_attentions output_hidden_states
     attn_implementation _attn_implementation _attn_implementation_autoset chunk_size_feed_forward
     id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
     min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
@@ -159,6 +176,25 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(TOKEN_ID_FIELDS, (_is_token_id, "a token id, a list of them, or null")),
     "sliding_window": (lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
     "max_window_layers": (json_values.is_integer, "a whole number"),
+    **dict.fromkeys(
+        ("sliding_window_pattern", "no_rope_layer_interval"), (_is_size, "a whole number from 1")
+    ),
+    "no_rope_layers": (
+        lambda x: isinstance(x, list) and all(item in (0, 1) for item in x),
+        "a list of 0 and 1",
+    ),
+    **dict.fromkeys(
+        ("hidden_act", "hidden_activation"),
+        (lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS)),
+    ),
+    **dict.fromkeys(
+        (
+            *("layer_norm_eps", "query_pre_attn_scalar", "logit_scale", "logits_scaling"),
+            *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
+            *("attention_multiplier", "residual_multiplier"),
+        ),
+        _POSITIVE,
+    ),
 }
 
 
@@ -175,15 +211,18 @@ def _feature_problems(
     fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
 ) -> list[str]:
     """Fields that require what is not implemented, and unknown fields."""
-    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, "tie_word_embeddings"}
+    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
+    accepted |= {*family.values, "layer_types"}
+    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, *family.values, "tie_word_embeddings"}
     if family.window_fields:
-        accepted -= {*WINDOW_FIELDS} - {*family.window_fields, "layer_types"}
+        accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     problems = []
     for name, value in fields.items():
         problem = None
-        if name in _SUPPORTED_VALUES and not (family.window_fields and name in WINDOW_FIELDS):
-            problem = _value_problem(name, value)
+        if name in family.values:
+            problem = _value_problem(name, value, family.values[name], f"for {family.architecture}")
+        elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
+            problem = _value_problem(name, value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
             if not isinstance(value, list) or not {*map(str, value)} <= {*LAYER_TYPES}:
@@ -198,9 +237,8 @@ def _feature_problems(
     return problems
 
 
-def _value_problem(name: str, value: Any) -> str | None:
+def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
     """Problem of a field with a fixed meaning, or None."""
-    supported, reason = _SUPPORTED_VALUES[name]
     if value in supported:
         return None
     suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]

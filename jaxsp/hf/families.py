@@ -1,16 +1,17 @@
 """Model families: conversion between Hugging Face's config.json and ModelConfig, both ways."""
 
-import dataclasses
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rope, rope_override
-from jaxsp.hf.config_checks import LAYER_TYPES, WINDOW_FIELDS, Family
+from jaxsp.hf import config_checks, folder, rope, rope_override, rope_types
+from jaxsp.hf.config_checks import LAYER_TYPES, QWEN_WINDOW_FIELDS, TYPED_WINDOW_FIELDS, Family
 from jaxsp.hf.json_values import format_value
-from jaxsp.model.config import ModelConfig
+from jaxsp.hf.rope import RopeSupport
+from jaxsp.model.config import LayerConfig, ModelConfig, NormNames, QueryScale, Rope
 
 if TYPE_CHECKING:
     import transformers
@@ -18,8 +19,69 @@ if TYPE_CHECKING:
 # On import, transformers prints that PyTorch was not found; jaxsp does not need it.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+_BIASES = ("attention_bias", "mlp_bias")
+_NORMS_AFTER = NormNames(
+    pre_attention=None,
+    post_attention="post_attention_layernorm",
+    pre_mlp=None,
+    post_mlp="post_feedforward_layernorm",
+)
+_GEMMA_NORMS = NormNames(
+    pre_attention="input_layernorm",
+    post_attention="post_attention_layernorm",
+    pre_mlp="pre_feedforward_layernorm",
+    post_mlp="post_feedforward_layernorm",
+)
+_ROPE_BY_TYPE = RopeSupport(layer_types=LAYER_TYPES)
+_GEMMA: dict[str, Any] = {
+    "bias_fields": ("attention_bias",),
+    "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
+    "window_fields": TYPED_WINDOW_FIELDS,
+    "activation_field": "hidden_activation",
+    "fields": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+    "values": {
+        "use_bidirectional_attention": (False,),
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "cache_implementation": ("hybrid",),
+    },
+}
+
+
+def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_scale": given["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": given.get("attn_logit_softcapping"),
+        "logit_softcap": given.get("final_logit_softcapping"),
+        "embedding_scale": given["hidden_size"] ** 0.5,
+    }
+
+
+def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
+    # The softcaps of Gemma 3's configs are not read by its code in transformers
+    return _read_gemma(given) | {"attention_softcap": None, "logit_softcap": None}
+
+
+def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_scale": float(given["attention_multiplier"]),
+        "embedding_scale": float(given["embedding_multiplier"]),
+        "residual_scale": float(given["residual_multiplier"]),
+        "logit_scale": 1 / given["logits_scaling"],
+    }
+
+
+def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
+    group = given["rope_parameters"]
+    return {
+        "query_scale": QueryScale(
+            beta=float(group["llama_4_scaling_beta"]),
+            original_max_position_embeddings=group["original_max_position_embeddings"],
+        )
+    }
+
+
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
+    "llama": Family(architecture="LlamaForCausalLM", bias_fields=_BIASES),
     "mistral": Family(
         architecture="MistralForCausalLM",
         required_fields=("num_key_value_heads",),
@@ -28,15 +90,111 @@ FAMILIES = {
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         required_fields=("num_key_value_heads",),
-        qkv_bias=True,
-        window_fields=WINDOW_FIELDS,
+        model={"qkv_bias": True},
+        window_fields=QWEN_WINDOW_FIELDS,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
         bias_fields=("attention_bias",),
         required_fields=("num_key_value_heads", "head_dim"),
-        qk_norm=True,
-        window_fields=WINDOW_FIELDS,
+        model={"qk_norm": "head"},
+        window_fields=QWEN_WINDOW_FIELDS,
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        **_GEMMA,
+        model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS},
+        read=_read_gemma,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        **_GEMMA,
+        model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS, "qk_norm": "head"},
+        rope=_ROPE_BY_TYPE,
+        read=_read_gemma3,
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        bias_fields=("attention_bias",),
+        model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        bias_fields=("attention_bias",),
+        model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
+        window_fields=("sliding_window", "layer_types"),
+        rope=_ROPE_BY_TYPE,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        bias_fields=_BIASES,
+        required_fields=("num_key_value_heads",),
+        window_fields=QWEN_WINDOW_FIELDS,
+        fields=("no_rope_layers", "no_rope_layer_interval"),
+        has_rope=lambda given, layer: bool(given["no_rope_layers"][layer]),
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        model={"has_fused_qkv": True, "has_fused_gate_up": True},
+        window_fields=("sliding_window",),
+        rope=RopeSupport(
+            types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
+        ),
+        values={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,)},
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        bias_fields=_BIASES,
+        fields=(
+            *("embedding_multiplier", "attention_multiplier"),
+            *("residual_multiplier", "logits_scaling"),
+        ),
+        read=_read_granite,
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        bias_fields=("attention_bias",),
+        has_output_bias=False,
+        required_fields=("num_key_value_heads", "head_dim"),
+        model={
+            "norm_names": NormNames(
+                post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"
+            ),
+            "has_fused_gate_up": True,
+            "rope_interleaved": True,
+        },
+        rope=RopeSupport(has_partial_rotary=True),
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        required_fields=("num_key_value_heads", "head_dim"),
+        window_fields=("sliding_window",),
+        rope=RopeSupport(
+            types=("yarn",), extra_fields=("llama_4_scaling_beta", "max_position_embeddings")
+        ),
+        read=_read_ministral3,
+    ),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        bias_fields=("attention_bias",),
+        model={
+            "norm": "layer",
+            "norm_names": NormNames(pre_mlp=None),
+            "is_parallel": True,
+            "rope_interleaved": True,
+        },
+        norm_eps_field="layer_norm_eps",
+        window_fields=TYPED_WINDOW_FIELDS,
+        fields=("logit_scale",),
+        read=lambda given: {"logit_scale": given["logit_scale"]},
+        has_rope=lambda given, layer: given["layer_types"][layer] == LAYER_TYPES[1],
+        values={
+            **dict.fromkeys(("use_gated_activation", "use_parallel_block"), (True,)),
+            **dict.fromkeys(("use_embedding_sharing", "use_parallel_embedding"), (True, False)),
+            "use_qk_norm": (False,),
+            "position_embedding_type": ("rope_gptj",),
+            "rotary_pct": (1,),
+        },
     ),
 }
 
@@ -81,16 +239,20 @@ def override_fields(
     )
 
 
-def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
+def parse_model_config(
+    fields: dict[str, Any], *, field: str, row_tokens: int | None = None
+) -> ModelConfig:
     """Converts the fields of a config.json, with transformers' defaults for those that are missing.
 
     Args:
         field: name of the config in error messages, for example `model.config`.
+        row_tokens: length of the longest rows, by which longrope chooses its factors; None: no
+            longer than the model's original range.
     Raises:
         UserError with a line for every field that is missing, unknown, of the wrong type or not
         implemented.
     """
-    return _parse_fields(fields, field)[0]
+    return _parse_fields(fields, field, row_tokens)[0]
 
 
 def make_config_json(
@@ -105,20 +267,24 @@ def make_config_json(
         fields: the fields that `parse_model_config` was called with.
         token_ids: result of `choose_token_ids`.
     """
-    config, resolved = _parse_fields(fields, "config.json")
-    scaling = None
-    if config.rope_llama3 is not None:
-        scaling = {"rope_type": "llama3", **dataclasses.asdict(config.rope_llama3)}
-    rope_group = scaling or {"rope_type": "default"}
+    _, resolved = _parse_fields(fields, "config.json")
+    groups = resolved.rope_parameters
+    old_form: dict[str, Any] = {}
+    if "rope_theta" in groups:
+        scaling = {name: value for name, value in groups.items() if name != "rope_theta"}
+        is_default = scaling.get("rope_type") == "default"
+        old_form = {
+            "rope_theta": groups["rope_theta"],
+            "rope_scaling": None if is_default else scaling,
+        }
     return {
         **resolved.to_diff_dict(),
         **token_ids,
         "architectures": [FAMILIES[fields["model_type"]].architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
-        "rope_parameters": {"rope_theta": config.rope_theta, **rope_group},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_parameters": groups,
+        **old_form,
     }
 
 
@@ -140,7 +306,7 @@ def choose_token_ids(
 
 
 def _parse_fields(
-    fields: dict[str, Any], path: str
+    fields: dict[str, Any], path: str, row_tokens: int | None = None
 ) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
     """Returns jaxsp's model config, and transformers' config, which has the defaults."""
     import huggingface_hub.errors
@@ -155,7 +321,7 @@ def _parse_fields(
     problems = config_checks.find_problems(fields, family, defaults, path)
     if problems:
         raise UserError(problems)
-    names = (*config_checks.PASSED_FIELDS, *family.window_fields)
+    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
     passed = {name: fields[name] for name in names if name in fields}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
@@ -163,28 +329,81 @@ def _parse_fields(
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
     given = resolved.to_dict()
-    rope_fields = given["rope_parameters"]
-    attention_bias = given.get("attention_bias", False)
-    config = ModelConfig(
-        vocab_size=given["vocab_size"],
-        hidden_size=given["hidden_size"],
-        num_layers=given["num_hidden_layers"],
-        num_heads=given["num_attention_heads"],
-        num_kv_heads=given["num_key_value_heads"],
-        head_dim=given.get("head_dim", given["hidden_size"] // given["num_attention_heads"]),
-        intermediate_size=given["intermediate_size"],
-        rms_norm_eps=given["rms_norm_eps"],
-        rope_theta=float(rope_fields["rope_theta"]),
-        rope_llama3=rope.parse_llama3(rope_fields),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=given.get("mlp_bias", False),
-        qk_norm=family.qk_norm,
-        sliding_window=_parse_window(fields, family, given, path),
-        tie_embeddings=given["tie_word_embeddings"],
-        initializer_range=float(given["initializer_range"]),
-    )
-    return config, resolved
+    has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
+    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    model = {
+        "vocab_size": given["vocab_size"],
+        "hidden_size": given["hidden_size"],
+        "num_heads": given["num_attention_heads"],
+        "num_kv_heads": given["num_key_value_heads"],
+        "head_dim": head_dim,
+        "intermediate_size": given["intermediate_size"],
+        "layers": _parse_layers(given, family, head_dim, path, row_tokens),
+        "norm_eps": given[family.norm_eps_field],
+        "activation": config_checks.ACTIVATIONS[given[family.activation_field]],
+        "qkv_bias": has_bias,
+        "output_bias": has_bias and family.has_output_bias,
+        "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
+        "tie_embeddings": given["tie_word_embeddings"],
+        "initializer_range": float(given["initializer_range"]),
+    }
+    return ModelConfig(**model | family.model | family.read(given)), resolved
+
+
+def _parse_layers(
+    given: dict[str, Any], family: Family, head_dim: int, path: str, row_tokens: int | None
+) -> tuple[LayerConfig, ...]:
+    """What differs between layers. Args: given: the fields with transformers' defaults."""
+    groups = given["rope_parameters"]
+    is_nested = rope.is_nested(groups, family.rope)
+    windows = _parse_windows(given, family, path)
+    types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
+
+    @functools.cache
+    def parse_rope(layer_type: str) -> Rope:
+        return rope_types.parse(
+            groups[layer_type] if is_nested else groups,
+            head_dim=head_dim,
+            max_position_embeddings=given.get("max_position_embeddings"),
+            row_tokens=row_tokens,
+            field=f"{path}.rope_parameters" + (f".{layer_type}" if is_nested else ""),
+        )
+
+    layers = []
+    for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
+        layer_rope = parse_rope(layer_type)
+        if not family.has_rope(given, layer):
+            frequencies = (0.0,) * len(layer_rope.frequencies)
+            layer_rope = Rope(frequencies=frequencies, description="none")
+        layers.append(LayerConfig(window=window, rope=layer_rope))
+    return tuple(layers)
+
+
+def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int | None]:
+    """Window of each layer; None for full attention."""
+    num_layers = given["num_hidden_layers"]
+    window = given.get("sliding_window")
+    types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
+    if len(types) != num_layers:
+        raise UserError(
+            f"{path}.layer_types: has {len(types)} entries, but there are {num_layers} layers. "
+            "Give one for each layer, or leave it out."
+        )
+    if "layer_types" in family.window_fields:
+        is_used = window is not None and given.get("use_sliding_window") is not False
+        if not is_used and LAYER_TYPES[1] in types:
+            raise UserError(
+                f"{path}.layer_types: has layers with a window, but sliding_window is "
+                "null or use_sliding_window is false. Leave layer_types out, or set the window."
+            )
+        return [window if layer_type == LAYER_TYPES[1] else None for layer_type in types]
+    expected = LAYER_TYPES[bool(family.window_fields) and window is not None]
+    if set(types) != {expected}:
+        raise UserError(
+            f"{path}.layer_types = {format_value(types)}: must agree with the other fields, by "
+            f"which every layer has {expected}. Leave it out."
+        )
+    return [window if family.window_fields else None] * num_layers
 
 
 def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -212,38 +431,3 @@ def _find_family(fields: dict[str, Any], path: str) -> Family:
             f"{path}.model_type = {format_value(name)}: is not implemented. {implemented}{hint}"
         )
     return FAMILIES[name]
-
-
-def _parse_window(
-    fields: dict[str, Any], family: Family, given: dict[str, Any], path: str
-) -> int | None:
-    """Returns the sliding window, which all layers share; None for full attention.
-
-    Args:
-        given: the fields with transformers' defaults.
-    Raises: UserError if layers differ, or if `layer_types` disagrees with the window.
-    """
-    window = given.get("sliding_window")
-    own_type = LAYER_TYPES[window is not None]
-    types = fields.get("layer_types", given.get("layer_types")) or [own_type]
-    if len({*types}) > 1:
-        name = "layer_types" if "layer_types" in fields else "max_window_layers"
-        without = " and no layer_types" if name == "layer_types" else ""
-        full, sliding = (types.index(layer_type) for layer_type in LAYER_TYPES)
-        raise UserError(
-            f"{path}.{name} = {format_value(given[name])}: is not implemented: all layers must be "
-            f"alike, but layer {full} would attend to whole documents, and layer {sliding} to the "
-            f"last {window} tokens. Use use_sliding_window=false{without}, which is the same for "
-            f"documents of at most {window} tokens."
-        )
-    if types[0] == own_type:
-        return window
-    if "use_sliding_window" in family.window_fields and types[0] == LAYER_TYPES[0]:
-        return None
-    expected = "no layer has a window"
-    if window is not None:
-        expected = f"every layer has a window of {window}"
-    raise UserError(
-        f"{path}.layer_types = {format_value(types)}: must agree with the other fields, "
-        f"by which {expected}. Leave it out."
-    )

@@ -11,7 +11,6 @@ from typing import Any
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_fields, rope_types
 from jaxsp.hf.json_values import format_value
-from jaxsp.model.config import Llama3Rope
 
 GROUPS = ("rope_parameters", "rope_scaling")
 
@@ -24,13 +23,6 @@ OUTSIDE_FIELDS = (
 FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
 
 FULL_ROTARY_FACTORS = (1,)
-
-
-def parse_llama3(group: dict[str, Any]) -> Llama3Rope | None:
-    """Llama 3's frequency scaling in transformers' `rope_parameters`; None for another type."""
-    if group["rope_type"] != "llama3":
-        return None
-    return Llama3Rope(**{field.name: group[field.name] for field in dataclasses.fields(Llama3Rope)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,12 @@ class WeightReader:
         Raises: UserError if the file has changed since it was checked.
         """
         name = param.hf_name if layer is None else param.hf_name.format(layer=layer)
+        if param.hf_rows is not None:
+            first = param.hf_rows[0]
+            rows, *rest = index
+            # bounds within this parameter, not within the tensor
+            start, stop, _ = rows.indices(param.shape[0])
+            index = (slice(first + start, first + stop), *rest)
         return self.read_slice(self.tensors[name], index)
 
     def read_slice(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -176,10 +182,10 @@ def _no_weights_problem(source: ModelFolder) -> str:
 def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor by name; those that exist once come first."""
     params = jax.tree.leaves(table)
-    shapes = {param.hf_name: param.shape for param in params if param.num_layers is None}
+    shapes = {param.hf_name: param.hf_shape for param in params if param.num_layers is None}
     for param in params:
         for layer in range(param.num_layers or 0):
-            shapes[param.hf_name.format(layer=layer)] = param.shape
+            shapes[param.hf_name.format(layer=layer)] = param.hf_shape
     return shapes
 
 

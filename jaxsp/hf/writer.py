@@ -97,31 +97,39 @@ def export_model(
 class _ExportTensor(NamedTuple):
     """A tensor of the export that is not yet copied to the host."""
 
-    param: Parameter
-    array: Any
+    parts: list[tuple[Parameter, Any]]
+    """Parameters below each other in the tensor, with their arrays."""
     layer: int | None
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(param.size for param, _ in self.parts)
+
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
-        stored = self.array if self.layer is None else self.array[self.layer]
-        unpadded = tuple(slice(size) for size in self.param.shape)
-        array = np.asarray(stored.astype(dtype))[unpadded]
-        assert array.shape == self.param.shape, (self.param.hf_name, array.shape)
-        # safetensors ignores the strides of a view
-        return np.ascontiguousarray(array)
+        return np.concatenate([self._part_to_numpy(*part, dtype) for part in self.parts])
+
+    def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
+        stored = array if self.layer is None else array[self.layer]
+        unpadded = tuple(slice(size) for size in param.shape)
+        part = np.asarray(stored.astype(dtype))[unpadded]
+        assert part.shape == param.shape, (param.hf_name, part.shape)
+        return part
 
 
 def _list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _ExportTensor]:
     """All tensors by name, layer by layer, so that a layer is mostly in one file."""
-    tensors = {}
-    stacked = []
-    for param, array in zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True):
+    tensors: dict[str, _ExportTensor] = {}
+    parts = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
+    parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
+    for param, array in parts:
         if param.num_layers is None:
-            tensors[param.hf_name] = _ExportTensor(param, array, None)
-        else:
-            stacked.append((param, array))
+            tensors[param.hf_name] = _ExportTensor([(param, array)], None)
+    stacked = [part for part in parts if part[0].num_layers is not None]
     for layer in range(stacked[0][0].num_layers):
         for param, array in stacked:
-            tensors[param.hf_name.format(layer=layer)] = _ExportTensor(param, array, layer)
+            name = param.hf_name.format(layer=layer)
+            tensors.setdefault(name, _ExportTensor([], layer)).parts.append((param, array))
     return tensors
 
 
@@ -134,7 +142,7 @@ def _write_weights(
 ) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.param.size * dtype.itemsize,
+        get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )

@@ -52,6 +52,11 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in a safetensors file."""
+        return self.shape if self.hf_rows is None else (self.hf_rows[1], *self.shape[1:])
+
+    @property
     def stacked_shape(self) -> tuple[int, ...]:
         """Shape of the array that stacks all layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
@@ -157,27 +162,29 @@ class PreAttention(nnx.Module):
     """Part of a layer before attention: norm, projections to q, k and v, and RoPE."""
 
     def __init__(self, config: ModelConfig):
-        K = config.head_dim
-        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         self.norm = _declare_norm(config.hidden_size, config.norm_names.pre_attention, config)
-        for name, linear in zip(heads, self._declare_projections(heads, config), strict=True):
-            setattr(self, name, linear)
-        for name in ("q", "k"):
-            dim = {"none": None, "head": K, "projection": heads[name] * K}[config.qk_norm]
-            hf_name = f"self_attn.{name}_norm"
-            norm = None if dim is None else Norm(dim, hf_name=hf_name, config=config)
-            setattr(self, f"{name}_norm", norm)
+        self.q, self.k, self.v = self._declare_projections(config)
+        self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
+        self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
         self.config = config
 
-    def _declare_projections(self, heads: dict[str, int], config: ModelConfig) -> list[Linear]:
+    def _declare_projections(self, config: ModelConfig) -> list[Linear]:
         linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
-        rows = [num_heads * config.head_dim for num_heads in heads.values()]
-        if not config.has_fused_qkv:
-            return [
-                linear(size, hf_name=f"self_attn.{name}_proj")
-                for name, size in zip(heads, rows, strict=True)
-            ]
-        return _declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
+        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        rows = [heads * config.head_dim for heads in num_heads]
+        if config.has_fused_qkv:
+            return _declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
+        return [
+            linear(size, hf_name=f"self_attn.{name}_proj")
+            for name, size in zip("qkv", rows, strict=True)
+        ]
+
+    def _declare_qk_norm(self, name: str, num_heads: int, config: ModelConfig) -> Norm | None:
+        if config.qk_norm == "none":
+            return None
+        num_normalized = 1 if config.qk_norm == "head" else num_heads
+        dim = num_normalized * config.head_dim
+        return Norm(dim, hf_name=f"self_attn.{name}_norm", config=config)
 
     def __call__(
         self,

@@ -39,11 +39,10 @@ def compute_angles(
     Args:
         index: number of the rope among `ropes`. All have equally many pairs.
     """
-    tables = _make_tables(ropes)
     if isinstance(index, int):
-        tables = [jnp.asarray(table[index]) for table in tables]
+        tables = [jnp.asarray(table[index]) for table in _make_tables(ropes)]
     else:
-        tables = [jnp.asarray(table)[index] for table in tables]
+        tables = [jnp.asarray(table)[index] for table in _make_tables(ropes)]
     coarse, fine = jnp.divmod(positions_Bl, jnp.int32(TABLE_STRIDE))
     indices = (coarse, coarse, fine, fine)
     cos_a, sin_a, cos_b, sin_b = (

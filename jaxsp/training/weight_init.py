@@ -34,6 +34,8 @@ def random_weights(
     def draw(param: Parameter) -> Array:
         # A checksum of the name, so that a weight does not change when another one is added
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(param.hf_name.encode()))
+        if param.hf_rows is not None:  # gate and up of one tensor have the same name
+            key = jax.random.fold_in(key, param.hf_rows[0])
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
         place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)

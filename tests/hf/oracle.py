@@ -41,6 +41,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama3": {
@@ -76,6 +78,108 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
         "max_window_layers": 0,
     },
+    "gemma2": {
+        **SIZES,
+        "model_type": "gemma2",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        **SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "rope_local_base_freq": 100.0,
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "olmo2": {**SIZES, "model_type": "olmo2"},
+    "olmo3": {
+        **SIZES,
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 5,
+        "max_position_embeddings": 128,
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "smollm3": {
+        **SIZES,
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+        "attention_bias": True,
+        "no_rope_layer_interval": 2,
+        "pad_token_id": 0,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 2e6},
+    },
+    "phi3": {
+        **SIZES,
+        "model_type": "phi3",
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.0, 2.0, 3.0],
+        },
+        "pad_token_id": 0,
+    },
+    "granite": {
+        **SIZES,
+        "model_type": "granite",
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 4.0,
+        "mlp_bias": True,
+    },
+    "glm4": {
+        **SIZES,
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "ministral3": {
+        **SIZES,
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "max_position_embeddings": 32,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "cohere2": {
+        **SIZES,
+        "model_type": "cohere2",
+        "num_hidden_layers": 5,
+        "sliding_window": 5,
+        "logit_scale": 0.5,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
 }
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
@@ -95,15 +199,21 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     """Tensors by their Hugging Face name, as jaxsp's nested dict; each is used exactly once."""
     left = {name: tensor.detach().numpy() for name, tensor in named.items()}
 
+    used = set()
+
+    def take_one(param: Parameter, name: str) -> np.ndarray:
+        used.add(name)
+        first, _ = param.hf_rows or (0, 0)
+        return left[name][first : first + param.shape[0]]
+
     def take(param: Parameter) -> np.ndarray:
         if param.num_layers is None:
-            return left.pop(param.hf_name)
-        return np.stack(
-            [left.pop(param.hf_name.format(layer=layer)) for layer in range(param.num_layers)]
-        )
+            return take_one(param, param.hf_name)
+        names = [param.hf_name.format(layer=layer) for layer in range(param.num_layers)]
+        return np.stack([take_one(param, name) for name in names])
 
     weights = jax.tree.map(take, table)
-    assert not left, f"jaxsp has no parameter for {sorted(left)}"
+    assert used == left.keys(), f"jaxsp has no parameter for {sorted(left.keys() - used)}"
     return weights
 
 
@@ -159,6 +269,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
                 tile_tokens=4096,
             )
             head = decoder.lm_head(weights)
+            transform = functools.partial(decoder.transform_logits, config)
             sums = loss.sum_token_losses(
                 hidden,
                 batch.labels_BL,
@@ -166,9 +277,10 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
                 head=decoder.lm_head(table),
                 shard=head,
                 tile=7,
+                transform_logits=transform,
             )
             count = (batch.labels_BL != NO_LABEL).sum().astype(dtype)
-            return sums.loss / count, hidden @ head.T
+            return sums.loss / count, transform(hidden @ head.T)
 
         (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)
         return Result(mean, logits, grads)

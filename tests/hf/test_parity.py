@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import Batch
 from jaxsp.hf import families
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder
 from tests import batches, tolerances
 from tests.hf import oracle
 
@@ -55,23 +55,3 @@ def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
         f"{name}, {layout}: logits {errors['logits']:.1e}, worst of all {worst} {errors[worst]:.1e}"
     )
     assert errors[worst] < tolerances.FP32_PARITY, worst
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen2"])
-def test_angles_are_right_at_the_end_of_five_million_tokens(name):
-    config = families.parse_model_config(oracle.MODELS[name], field="model.config")
-    position = 5 * 2**20 - 1
-    angles = layers.rope_angles(jnp.array([[position]], jnp.int32), config)
-    exact = position * layers.rope_frequencies(config)
-    np.testing.assert_allclose(angles.cos[0, 0], np.cos(exact), rtol=0, atol=tolerances.ANGLES)
-    np.testing.assert_allclose(angles.sin[0, 0], np.sin(exact), rtol=0, atol=tolerances.ANGLES)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2"])
-def test_rotation_frequencies_equal_transformers(name):
-    fields = oracle.MODELS[name] | {"head_dim": 128, "rope_theta": 5e5}
-    model = oracle.torch_model(fields)
-    frequencies = layers.rope_frequencies(families.parse_model_config(fields, field="model.config"))
-    np.testing.assert_allclose(
-        frequencies, model.model.rotary_emb.inv_freq.numpy(), rtol=tolerances.FREQUENCIES
-    )
