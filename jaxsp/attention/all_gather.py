@@ -65,16 +65,16 @@ class AllGather(ZigzagStrategy):
             "kv_heads_per_gather": self.kv_heads_per_gather,
         }
 
-    def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
+    def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
         heads_per_kv_head = workload.num_heads // workload.num_kv_heads
         return dataclasses.replace(
-            super().kernel_workload(workload),
+            super().chunk_workload(workload),
             num_heads=heads_per_kv_head * self.kv_heads_per_gather,
             num_kv_heads=self.kv_heads_per_gather,
             num_earlier_keys=workload.row_tokens,
         )
 
-    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         tokens = workload.num_rows * workload.tokens_per_device
         head_elements = (self.seq - 1) * tokens * 2 * workload.head_dim
         kv_heads = workload.num_kv_heads

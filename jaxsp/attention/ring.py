@@ -43,7 +43,7 @@ class Ring(ZigzagStrategy):
 
     name = "ring"
 
-    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         tokens = workload.num_rows * workload.tokens_per_device
         kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
         hops = 2 * (self.seq - 1)

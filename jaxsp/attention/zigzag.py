@@ -4,7 +4,7 @@ Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2
 chunks attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk,
 they see one block: the part of the one segment that reaches from there into the chunk. Partial
 results are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp,
-so its partial results are only added.
+so its partial results are only added. Layers with a sliding window do none of this: see halo.py.
 """
 
 import abc
@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsp.attention import halo, halo_exchange
+from jaxsp.attention.chunk_group import ChunkGroup
+from jaxsp.attention.halo_exchange import Halo
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import (
     ChunkKernel,
@@ -30,22 +33,14 @@ from jaxsp.attention.kernels.residuals import AttentionFunctions, with_saved_res
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
-from jaxsp.core import axes
 
 _EMPTY_LSE = -1e30
 """Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZigzagStrategy(Strategy, abc.ABC):
+class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     """Base class of strategies whose devices keep their queries."""
-
-    seq: int
-    """Number of devices in a group: they hold different chunks of the same rows, for the same
-    heads."""
-    stride: int = 1
-    """Distance along `seq` between two devices of a group. In a hybrid, the neighbors between them
-    hold the same chunks for other heads."""
 
     @abc.abstractmethod
     def forward(
@@ -85,6 +80,18 @@ class ZigzagStrategy(Strategy, abc.ABC):
         return self.seq
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        chunks = self.chunk_workload(workload)
+        if not workload.has_window:
+            return chunks
+        return dataclasses.replace(
+            workload.to_kernel_workload(),
+            num_rows=chunks.num_rows,
+            row_tokens=Halo.from_workload(workload, seq=self.seq).row_tokens,
+            chunks_per_row=chunks.chunks_per_row,
+        )
+
+    def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        """The workload of layers without a window."""
         chunks_per_row = 2 * self.seq
         chunk_tokens = workload.row_tokens // chunks_per_row
         return dataclasses.replace(
@@ -93,13 +100,26 @@ class ZigzagStrategy(Strategy, abc.ABC):
             row_tokens=chunk_tokens,
             chunks_per_row=chunks_per_row,
             num_earlier_keys=chunk_tokens,
-            window=None,  # windows shorter than a row are refused
+            window=None,
         )
+
+    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        if workload.has_window:
+            return halo_exchange.sent_bytes(workload, seq=self.seq)
+        return self.chunk_sent_bytes(workload)
+
+    @abc.abstractmethod
+    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        """`sent_bytes` of layers without a window."""
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
         q, kv = workload.qkv_bytes
         inputs = 3 * q + kv  # with the output and its gradient
-        return inputs + 4 * (q + kv)  # float32 sums, and what travels
+        if not workload.has_window:
+            return inputs + 4 * (q + kv)  # float32 sums, and what travels
+        halo = Halo.from_workload(workload, seq=self.seq)
+        rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
+        return inputs + rows
 
     def communicators(self) -> list[list[int]]:
         return self.axis_index_groups[:1]
@@ -115,33 +135,37 @@ class ZigzagStrategy(Strategy, abc.ABC):
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
         """Returns the forward and backward pass of one kind of layer, inside shard_map."""
-        assert score.window is None, "selection refuses windows"
+        chunks = self._make_chunk_kernel(kernel, settings, dataclasses.replace(score, window=None))
+        whole_rows = AttentionFunctions(
+            functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
+        )
+        window = score.window
+        if window is None:
+            return whole_rows
+        windowed_chunks = self._make_chunk_kernel(kernel, settings, score)
+        arguments = self, windowed_chunks, window
+        windowed = AttentionFunctions(
+            functools.partial(halo.forward, *arguments),
+            functools.partial(halo.backward, *arguments),
+        )
+
+        def select(q: Array) -> AttentionFunctions:
+            return windowed if window < self.seq * q.shape[1] else whole_rows
+
+        return AttentionFunctions(
+            lambda q, *inputs: select(q).forward(q, *inputs),
+            lambda q, *inputs: select(q).backward(q, *inputs),
+        )
+
+    def _make_chunk_kernel(
+        self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
+    ) -> ChunkKernel:
         chunk_kernel = kernel.make_chunk_kernel(settings, score)
         assert chunk_kernel is not None, "selection.raise_if_whole_rows_only refuses it"
-        return AttentionFunctions(
-            functools.partial(self.forward, chunk_kernel),
-            functools.partial(self.backward, chunk_kernel),
-        )
+        return chunk_kernel
 
     def on_one_device(self) -> Strategy:
         return type(self)(seq=1)
-
-    @property
-    def index(self) -> Array:
-        """Position of this device in its group."""
-        if self.seq == 1:
-            return jnp.int32(0)
-        return jax.lax.axis_index(axes.SEQ) // self.stride
-
-    @property
-    def axis_index_groups(self) -> list[list[int]]:
-        """All groups, as positions along the mesh's `seq`."""
-        size = self.seq * self.stride
-        return [list(range(first, size, self.stride)) for first in range(self.stride)]
-
-    def chunk_numbers(self, device: Array) -> tuple[Array, Array]:
-        """Numbers of the two chunks of a device."""
-        return device, 2 * self.seq - 1 - device
 
     def find_local_segments(
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
+from jaxsp.attention import ScoreConfig
 from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
@@ -26,12 +27,14 @@ POLICIES = {
 """Policy of what the backward pass of a layer keeps; None: everything."""
 
 
-def compiled(strategy, H, G, remat):
+def compiled(strategy, H, G, remat, window):
     """Text of a compiled scan over layers, forward and backward.
 
     A layer has projections around attention. What is in the loops counts for each layer.
     """
-    attend = attention.make_attend(strategy=strategy, kernel="blockwise")
+    attend = attention.make_attend(
+        strategy=strategy, kernel="blockwise", layer_scores=[ScoreConfig(window=window)]
+    )
     starts = jnp.zeros((B, 1), jnp.int32)
     lengths = jnp.full((B, 1), L, jnp.int32)
 
@@ -63,7 +66,7 @@ def compiled(strategy, H, G, remat):
     return jax.jit(gradients).lower(x, weights).compile().as_text()
 
 
-def layer(strategy, H, G, remat):
+def layer(strategy, H, G, remat, window=None):
     return LayerWorkload(
         num_rows=B,
         tokens_per_device=L // strategy.seq,
@@ -74,8 +77,11 @@ def layer(strategy, H, G, remat):
         row_tokens=L,
         max_segments=1,
         remat=remat,
+        window=window,
     )
 
+
+WINDOW = L // 8
 
 CASES = [
     (make_strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
@@ -99,6 +105,29 @@ TIERS = {
 }
 
 
+WINDOWED_CASES = [
+    (make_strategy(seq=4, ulysses_degree=1), 6, 3, WINDOW),
+    (make_strategy(seq=4, ulysses_degree=1), 6, 3, 14),  # 2 hops of a chunk, and one of a token
+    (make_strategy(seq=2, ulysses_degree=1), 6, 3, 13),
+    (make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather"), 8, 4, WINDOW),
+    (make_strategy(seq=6, ulysses_degree=3), 6, 2, WINDOW),
+    (make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3, WINDOW),
+]
+"""With sliding windows, in tokens."""
+
+WINDOWED_TIERS = {("ring", "full"): (), ("hybrid", "save_attention"): pytest.mark.e2e}
+
+
+def check_cost(strategy, H, G, remat, window):
+    sent = comms.parse_collectives(compiled(strategy, H, G, remat, window))
+    by_operation = {
+        operation: comms.sum_bytes(sent, operation=operation) / NUM_LAYERS
+        for operation in comms.COLLECTIVES
+    }
+    formula = strategy.sent_bytes(layer(strategy, H, G, remat, window))
+    assert {operation: size for operation, size in by_operation.items() if size} == formula
+
+
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "remat"),
     [
@@ -109,13 +138,22 @@ TIERS = {
     ids=lambda value: getattr(value, "description", None),
 )
 def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
-    sent = comms.parse_collectives(compiled(strategy, H, G, remat))
-    by_operation = {
-        operation: comms.sum_bytes(sent, operation=operation) / NUM_LAYERS
-        for operation in comms.COLLECTIVES
-    }
-    formula = strategy.sent_bytes(layer(strategy, H, G, remat))
-    assert {operation: size for operation, size in by_operation.items() if size} == formula
+    check_cost(strategy, H, G, remat, None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "H", "G", "window", "remat"),
+    [
+        pytest.param(
+            *case, remat, marks=WINDOWED_TIERS.get((case[0].name, remat), pytest.mark.slow)
+        )
+        for case in WINDOWED_CASES
+        for remat in POLICIES
+    ],
+    ids=lambda value: getattr(value, "description", None),
+)
+def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, window, remat):
+    check_cost(strategy, H, G, remat, window)
 
 
 def test_a_single_device_sends_nothing():

@@ -36,7 +36,7 @@ def clip_to_chunk(
     lengths_BM: Int32[Array, "B M"],
     *,
     first_token: Array,
-    num_tokens: int,
+    num_tokens: Array | int,
 ) -> tuple[Int32[Array, "B M"], Int32[Array, "B M"]]:
     """Starts and lengths of the parts of segments that lie in a chunk, counted from its first
     token.

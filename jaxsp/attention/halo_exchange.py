@@ -1,0 +1,157 @@
+"""Exchange of halos between devices that hold two chunks of rows each: see halo.py."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsp.attention.chunk_group import ChunkGroup
+from jaxsp.attention.strategy import LayerWorkload
+from jaxsp.core import axes
+
+_ROW_MULTIPLES = (2048, 512)
+"""Preferred divisors of a row. cuDNN divides rows of several segments by 4 and by 16, into slots of
+a multiple of 128 tokens: see `cudnn_slots.plan_calls`."""
+
+Pair = tuple[Array, Array]
+"""Arrays of a device's first and of its last chunk."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Halo:
+    """Sizes of the halos and of the rows that a kernel computes."""
+
+    window: int
+    """Number of tokens that a token sees, including itself."""
+    chunk_tokens: int
+    seq: int
+    """Number of devices in a group."""
+
+    @classmethod
+    def from_workload(cls, workload: LayerWorkload, *, seq: int) -> "Halo":
+        """The halo of layers with a window."""
+        assert workload.window is not None
+        return cls(window=workload.window, chunk_tokens=workload.row_tokens // (2 * seq), seq=seq)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens before a chunk that its queries may see; the last chunk has most before it."""
+        return min(self.window - 1, (2 * self.seq - 1) * self.chunk_tokens)
+
+    @property
+    def hop_tokens(self) -> list[int]:
+        """Tokens that a chunk sends in each hop."""
+        whole_chunks, rest = divmod(self.num_tokens, self.chunk_tokens)
+        return [self.chunk_tokens] * whole_chunks + [rest] * (rest > 0)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a halo and its chunk, and padding.
+
+        With padding, the row divides as evenly as the chunk, if that costs at most an eighth.
+        """
+        tokens = self.num_tokens + self.chunk_tokens
+        for preferred in _ROW_MULTIPLES:
+            padded = _round_up(tokens, preferred)
+            if self.chunk_tokens % preferred == 0 and 8 * (padded - tokens) <= tokens:
+                return padded
+        return _round_up(tokens, math.gcd(self.chunk_tokens, 128))
+
+
+def sent_bytes(workload: LayerWorkload, *, seq: int) -> dict[str, int]:
+    """Bytes that a device sends per layer and microbatch: see `Strategy.sent_bytes`.
+
+    Args: seq: number of devices in a group.
+    """
+    hop_tokens = Halo.from_workload(workload, seq=seq).hop_tokens
+    if seq == 1 or not hop_tokens:
+        return {}
+    # k and v forward and backward, and their gradients: float32, and in the last hop as k and v
+    kv_elements = 2 * workload.num_rows * 2 * workload.num_kv_heads * workload.head_dim
+    passes = 2 * sum(hop_tokens) + hop_tokens[0]
+    size = passes * workload.itemsize + sum(hop_tokens[1:]) * 4
+    return {"collective-permute": kv_elements * size}
+
+
+def receive_halos(group: ChunkGroup, halo: Halo, kv: Pair) -> Pair:
+    """k and v of the tokens before both chunks. Shapes: [2, B, C, G, K] to [2, B, num_tokens, G,
+    K]."""
+    parts = [tuple(x[:, :, :0] for x in kv)]
+    for tokens in halo.hop_tokens:
+        first, last = (x[:, :, -tokens:] for x in kv)
+        kv = _send_to_next(group, first, last)
+        parts.append(kv)
+    first, last = (jnp.concatenate(x[::-1], axis=2) for x in zip(*parts, strict=True))
+    return first, last
+
+
+def return_halos(group: ChunkGroup, halo: Halo, dkv: Pair, dtype: jnp.dtype) -> Pair:
+    """Sums of the gradients of this device's chunks over the halos that they belong to.
+
+    Gradients travel as k and v did, the other way: in float32, and in the last hop in `dtype`.
+    Shapes: [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G, K].
+    """
+    returned = dkv[0][:, :, :0], dkv[1][:, :, :0]
+    begin = 0
+    for hop, tokens in reversed(list(enumerate(halo.hop_tokens))):
+        first, last = (
+            add_to_last(x[:, :, begin : begin + tokens], y, axis=2)
+            for x, y in zip(dkv, returned, strict=True)
+        )
+        if hop == 0:
+            first, last = first.astype(dtype), last.astype(dtype)
+        returned = _send_to_previous(group, first, last)
+        begin += tokens
+    return returned
+
+
+def _send_to_next(group: ChunkGroup, first: Array, last: Array) -> Pair:
+    """Sends arrays of all chunks to the next chunk, and returns those of the previous chunks.
+
+    The row's first chunk receives 0.
+    """
+    if group.seq == 1:
+        return jnp.zeros_like(first), first
+    up, down = _find_pairs(group)
+    is_last_device = group.index == group.seq - 1
+    from_later_device = jax.lax.ppermute(last, axes.SEQ, down)
+    return (
+        jax.lax.ppermute(first, axes.SEQ, up),
+        jnp.where(is_last_device, first, from_later_device),
+    )
+
+
+def _send_to_previous(group: ChunkGroup, first: Array, last: Array) -> Pair:
+    """Sends arrays of all chunks to the previous chunk, and returns those of the next chunks.
+
+    Those of the row's first chunk are dropped. The row's last chunk receives 0.
+    """
+    if group.seq == 1:
+        return last, jnp.zeros_like(last)
+    up, down = _find_pairs(group)
+    is_last_device = group.index == group.seq - 1
+    from_later_device = jax.lax.ppermute(first, axes.SEQ, down)
+    return (
+        jnp.where(is_last_device, last, from_later_device),
+        jax.lax.ppermute(last, axes.SEQ, up),
+    )
+
+
+def _find_pairs(group: ChunkGroup) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pairs of neighbors: from each device to the one after it, and the other way."""
+    up = [pair for devices in group.axis_index_groups for pair in itertools.pairwise(devices)]
+    return up, [(target, source) for source, target in up]
+
+
+def add_to_last(x: Array, term: Array, *, axis: int = 1) -> Array:
+    """Adds an array to the last tokens of a float32 array."""
+    begin = x.shape[axis] - term.shape[axis]
+    kept, changed = jnp.split(x, [begin], axis)
+    return jnp.concatenate([kept, changed + term.astype(x.dtype)], axis)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
