@@ -45,7 +45,8 @@ class Halo:
     def hop_tokens(self) -> list[int]:
         """Tokens that a chunk sends in each hop."""
         whole_chunks, rest = divmod(self.num_tokens, self.chunk_tokens)
-        return [self.chunk_tokens] * whole_chunks + [rest] * (rest > 0)
+        tokens = [self.chunk_tokens] * whole_chunks
+        return [*tokens, rest] if rest else tokens
 
     @property
     def row_tokens(self) -> int:

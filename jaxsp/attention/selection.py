@@ -1,6 +1,7 @@
 """Choice of the strategy and the kernel of a run."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from jaxsp.attention.kernels.kernel import (
     KernelWorkload,
     ScoreConfig,
     UnsupportedReason,
-    divisors,
     min_device_bytes,
 )
 from jaxsp.attention.strategy import (
@@ -72,21 +72,25 @@ def choose(
     strategy = choose_strategy(config, model)
     device_bytes = device_bytes or min_device_bytes(devices)
     workloads = [
-        strategy.kernel_workload(layer)
+        [
+            strategy.kernel_workload(layer)
+            for layer in count_workloads(config.with_row_tokens(row_tokens), model)
+        ]
         for row_tokens in reversed(config.data.row_lengths)
-        for layer in count_workloads(config.with_row_tokens(row_tokens), model)
     ]
-    kernel, fallback_reason = _choose_kernel(config, workloads, devices, device_bytes)
+    kernel, fallback_reason = _choose_kernel(
+        config, [*itertools.chain(*workloads)], devices, device_bytes
+    )
     raise_if_whole_rows_only(kernel, strategy)
     settings = [
-        _configure(kernel, workload, config, fallback_reason, devices, device_bytes)
-        for workload in workloads
+        _configure_together(kernel, kinds, config, fallback_reason, devices, device_bytes)
+        for kinds in workloads
     ]
     layers = _layers_to_compare(config, model)
-    others = _auto_candidates(config.attention, _strictest(layers), seq=config.mesh.seq)
+    others = _auto_candidates(config.attention, _any_layer(layers), seq=config.mesh.seq)
     sent_bytes = {
         candidate: _mean_sent_bytes(candidate, layers)
-        for candidate in (strategy, *_without_problems(others, _strictest(layers)))
+        for candidate in (strategy, *_without_problems(others, _any_layer(layers)))
     }
     return AttentionChoice(
         strategy=strategy,
@@ -108,15 +112,14 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
 
     A group of one device shares nothing, whatever is requested, so that a config works on any mesh.
 
-    Raises: UserError for heads that cannot be shared as requested, and for a sliding window that
-        the strategy does not support.
+    Raises: UserError for heads that cannot be shared as requested.
     """
     seq = config.mesh.seq
     if seq == 1:
         return Ulysses(seq=1)
     requested = config.attention
     layers = _layers_to_compare(config, model)
-    layer = _strictest(layers)
+    layer = _any_layer(layers)
     candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
     best = min(candidates, key=lambda c: (_mean_sent_bytes(c, layers), -c.all_to_all_size))
     _raise_if_options_unused(requested, best)
@@ -134,7 +137,7 @@ def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyO
         return [StrategyOption("none shared", {})]
     if requested.strategy in registry.STRATEGIES:
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
-    layer = _strictest(_layers_to_compare(config, model))
+    layer = _any_layer(_layers_to_compare(config, model))
     unused = {
         field: AttentionConfig.model_fields[field].default
         for strategy_class in registry.STRATEGIES.values()
@@ -168,9 +171,9 @@ def _layers_to_compare(config: Config, model: HasHeads) -> dict[LayerWorkload, i
     return count_workloads(config, model, remat="save_attention")
 
 
-def _strictest(layers: Mapping[LayerWorkload, int]) -> LayerWorkload:
-    """The workload that decides which strategies are possible: one with a window, if any has."""
-    return max(layers, key=lambda layer: layer.has_window)
+def _any_layer(layers: Mapping[LayerWorkload, int]) -> LayerWorkload:
+    """One of the workloads: the heads, which decide whether a strategy is possible, are equal."""
+    return next(iter(layers))
 
 
 def _mean_sent_bytes(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> int:
@@ -192,16 +195,6 @@ def _candidates(
         candidates = _auto_candidates(requested, layer, seq=seq)
     else:
         candidates = strategy_class.candidates(requested, layer, seq=seq)
-    if layer.has_window:
-        candidates = [candidate for candidate in candidates if candidate.supports_windows]
-        if not candidates and (strategy_class is None or not strategy_class.supports_windows):
-            names = [name for name, cls in registry.STRATEGIES.items() if cls.supports_windows]
-            raise UserError(
-                f"attention.strategy = {requested.strategy}: must be one that supports sliding "
-                f"windows, because the model's tokens see only the last {layer.window:,}. Use "
-                f"attention.strategy={errors.format_choices(names)} with "
-                f"mesh.seq={errors.format_choices(divisors(layer.num_heads))}."
-            )
     if strategy_class is not None:
         strategy_class.raise_if_impossible(requested, layer, seq=seq)
         return candidates
@@ -296,15 +289,51 @@ def _choose_kernel(
     raise AssertionError("one kernel supports everything")
 
 
-def _configure(
+def _configure_together(
     kernel: Kernel,
-    workload: KernelWorkload,
+    workloads: Sequence[KernelWorkload],
     config: Config,
     fallback_reason: str,
     devices: Sequence[Device],
     device_bytes: int | None,
 ) -> KernelSettings:
-    chunks = config.attention.head_chunks
+    """Settings of layers of several kinds, with the memory of those that need most."""
+
+    def configure(head_chunks: int | None) -> list[KernelSettings]:
+        return [
+            _configure(kernel, workload, head_chunks, fallback_reason, devices, device_bytes)
+            for workload in workloads
+        ]
+
+    settings = configure(config.attention.head_chunks)
+    most_chunks = max(x.head_chunks for x in settings)
+    if any(x.head_chunks != most_chunks for x in settings):
+        legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))
+        enough = [n for n in sorted(legal) if n >= most_chunks]
+        if not enough:
+            kv_heads = max(x.num_kv_heads for x in workloads)
+            raise UserError(
+                f"attention.head_chunks = null: {most_chunks} chunks are needed, and do not divide "
+                "the heads of layers with windows, which are not gathered. Use "
+                f"attention.kv_heads_per_gather={kv_heads}."
+            )
+        settings = configure(enough[0])
+    return KernelSettings(
+        head_chunks=settings[0].head_chunks,
+        capacity_factor=min(x.capacity_factor for x in settings),
+        workspace_bytes=max(x.workspace_bytes for x in settings),
+        lse_bytes=max(x.lse_bytes for x in settings),
+    )
+
+
+def _configure(
+    kernel: Kernel,
+    workload: KernelWorkload,
+    chunks: int | None,
+    fallback_reason: str,
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> KernelSettings:
     if chunks is not None and not kernel.supports_head_chunks:
         supporting = [k.name for k in registry.KERNELS.values() if k.supports_head_chunks]
         because = f", because {fallback_reason}" if fallback_reason else ""

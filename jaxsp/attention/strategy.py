@@ -165,8 +165,6 @@ class Strategy(Protocol):
     """Value of attention.strategy."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Fields of the config's attention that only strategies with them use."""
-    supports_windows: ClassVar[bool] = False
-    """True if sliding windows shorter than a row work."""
 
     seq: int
     """Number of devices in a group."""

@@ -31,7 +31,6 @@ class Ulysses(Strategy):
     """Each device attends over whole rows for some of the heads. With seq = 1, nothing is sent."""
 
     name = "ulysses"
-    supports_windows = True
 
     seq: int
 
@@ -48,12 +47,10 @@ class Ulysses(Strategy):
         heads = workload.num_heads
         if heads % seq == 0:
             return
-        suggestion = f"Use mesh.seq={errors.format_choices(divisors(heads))}"
-        if not workload.has_window:
-            suggestion += ", or attention.strategy=auto"
         raise UserError(
             f"mesh.seq = {seq}: must divide the {heads} query heads, because attention.strategy is "
-            f"ulysses. {suggestion}."
+            f"ulysses. Use mesh.seq={errors.format_choices(divisors(heads))}, or "
+            "attention.strategy=auto."
         )
 
     @property

@@ -87,7 +87,7 @@ def expected(H, G, score):
 def test_kinds_softcap_scale_and_sinks_equal_one_device(name, record_property):
     """The kind is traced, as in a scan over layers."""
     strategy, H, G = test_strategies.CASES[name]
-    kinds = (CAPPED, NEAR if strategy.supports_windows else PLAIN)
+    kinds = (CAPPED, NEAR)
     attend = batches.attend_on_shards(
         attention.make_attend(strategy=strategy, kernel="blockwise", layer_scores=kinds)
     )
@@ -132,7 +132,7 @@ def test_cudnn_scales_scores_and_has_kinds_and_sinks(strategy, max_segments):
     lengths[1, 0] = CUDNN_L - 5
     inputs = [*arrays, starts, lengths]
     far = ScoreConfig(scale=0.1)
-    near = ScoreConfig(scale=0.4, window=31 if strategy.supports_windows else None)
+    near = ScoreConfig(scale=0.4, window=31)
     attend = attention.make_attend(
         strategy=strategy,
         kernel="cudnn",

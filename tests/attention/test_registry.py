@@ -33,7 +33,6 @@ class GatherAll(Strategy):
     """Every device computes all queries of the row, and keeps its shard of the output."""
 
     name = "gather_all"
-    supports_windows = True
 
     seq: int
 
