@@ -39,7 +39,9 @@ _LLAMA_3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LLAMA_3_0 = _LLAMA_3 | {"max_position_embeddings": 8192}
 _LLAMA_3_1 = _LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": _LLAMA_3_SCALING}
+_SMOLLM_2 = _LLAMA | {"vocab_size": 49152, "max_position_embeddings": 8192} | _TIED
 _MISTRAL = {
     "model_type": "mistral",
     "vocab_size": 32768,
@@ -52,14 +54,15 @@ _MISTRAL_131K = _MISTRAL | {"vocab_size": 131072, "head_dim": 128}
 _QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
 _QWEN_2_5 = _QWEN | {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 _QWEN_3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
+_QWEN_3 |= {"max_position_embeddings": 40960}
 
 _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama-2": _LLAMA | {"vocab_size": 32000, "rope_theta": 10000.0},
-    "llama-3": _LLAMA_3,
+    "llama-3": _LLAMA_3_0,
     "llama-3.1": _LLAMA_3_1,
     "llama-3.2": _LLAMA_3_1 | {"rope_scaling": _LLAMA_3_SCALING | {"factor": 32.0}} | _TIED,
-    "smollm2": _LLAMA | {"vocab_size": 49152, "rope_theta": 100000.0} | _TIED,
-    "smollm2-1.7b": _LLAMA | {"vocab_size": 49152, "rope_theta": 130000.0} | _TIED,
+    "smollm2": _SMOLLM_2 | {"rope_theta": 100000.0},
+    "smollm2-1.7b": _SMOLLM_2 | {"rope_theta": 130000.0},
     "mistral-0.1": _MISTRAL | {"vocab_size": 32000, "rope_theta": 1e4, "sliding_window": 4096},
     "mistral-0.2": _MISTRAL | {"vocab_size": 32000},
     "mistral": _MISTRAL,
@@ -70,7 +73,7 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2.5": _QWEN_2_5 | {"rms_norm_eps": 1e-5},
     "qwen3-small": _QWEN_3 | _TIED,
     "qwen3": _QWEN_3,
-    "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6} | _TIED,
+    "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6, "max_position_embeddings": 262144} | _TIED,
 }
 """Fields that models share; the others are in the lines of the table."""
 
