@@ -12,11 +12,9 @@ from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import rope, rope_fields, rope_types
+from jaxsp.hf.context_range import FULL_ATTENTION
 from jaxsp.hf.json_values import format_value
 from jaxsp.hf.rope import RopeSupport
-
-FULL_ATTENTION = "full_attention"
-"""Layer type whose group is changed if layer types have different groups."""
 
 _EXTENDING = ("type", "factor", "original_max_position_embeddings")
 """Fields of model.rope that determine how many positions the model has."""

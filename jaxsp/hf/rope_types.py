@@ -269,3 +269,9 @@ TYPES = {
 
 LEGACY_NAMES = {"su": "longrope"}
 """Names that types had before."""
+
+
+def find_name(group: dict[str, Any]) -> str:
+    """Type of a group, from `rope_type` or its former name `type`."""
+    name = group.get("rope_type") or group.get("type") or "default"
+    return LEGACY_NAMES.get(name, name)

@@ -1,5 +1,6 @@
 """Banner and summary: what a run will do, printed before its first step, and what it did."""
 
+import collections
 import pathlib
 import platform
 import statistics
@@ -13,6 +14,7 @@ from jaxsp.core import axes, durations
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
+from jaxsp.hf import context_range
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.runtime import device_mesh
@@ -27,6 +29,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("devices", _describe_devices(program)),
         ("mesh", _describe_mesh(program)),
         ("model", _describe_model(program, inputs)),
+        *_fold("rope", _describe_rope(program)),
         ("weights", _describe_placement(program)),
         ("start", inputs.weights_origin),
         ("changed", ", ".join(inputs.start.config_changes)),
@@ -38,7 +41,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         *_fold("XLA", program.compile_options.description),
         ("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
-        ("note", _describe_long_documents(inputs)),
+        *_fold("note", _describe_long_documents(program, inputs)),
         ("output", _describe_output(program, inputs)),
     ]
     return [(label, text) for label, text in entries if text]
@@ -168,15 +171,25 @@ def describe_documents(data: PackedDataset) -> str:
     return f"{text}; {exclusions}" if exclusions else text
 
 
-def _describe_long_documents(inputs: RunInputs) -> str:
-    """Reports documents longer than the model's config allows; they are trained on nevertheless."""
-    longest = int(inputs.train_set.documents.lengths.max())
-    limit = inputs.hf_config.get("max_position_embeddings")
-    if limit is None or longest <= limit:
+def _describe_rope(program: Program) -> str:
+    """Describes RoPE where it is not the model's own, or depends on the length of rows."""
+    ropes = collections.Counter(layer.rope.description for layer in program.model.layers)
+    has_choice = any(description.startswith("longrope") for description in ropes)
+    if program.config.model.rope is None and not has_choice:
         return ""
-    return (
-        f"the longest document has {longest:,} tokens, more than the model's "
-        f"max_position_embeddings ({limit:,})"
+    if len(ropes) == 1:
+        return next(iter(ropes))
+    return "; ".join(
+        f"{description} in {format_count(count, 'layer')}" for description, count in ropes.items()
+    )
+
+
+def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
+    """Reports documents longer than the model's range; they are trained on nevertheless."""
+    return context_range.describe_excess(
+        inputs.hf_config,
+        row_tokens=program.config.data.max_row_tokens,
+        longest_document=int(inputs.train_set.documents.lengths.max()),
     )
 
 

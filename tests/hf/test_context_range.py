@@ -1,0 +1,57 @@
+"""Rows and documents beyond the model's range are described with the factor that reaches them."""
+
+import pytest
+
+from jaxsp.hf import context_range
+from tests.hf.test_rope_override import GEMMA3, LLAMA31, OLMO3, PHI4, QWEN3, apply
+from tests.messages import assert_names
+
+
+def describe(fields, row_tokens, longest_document=None):
+    return context_range.describe_excess(
+        fields, row_tokens=row_tokens, longest_document=longest_document
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "row_tokens", "suggestion"),
+    [
+        (QWEN3, 131072, "model.rope={type: yarn, factor: 3.2}"),
+        (LLAMA31, 262144, "model.rope={factor: 16}"),
+        (GEMMA3, 524288, "model.rope={factor: 32}"),
+        (OLMO3, 131072, "model.rope={type: yarn, factor: 16}"),
+    ],
+)
+def test_long_rows_have_a_suggestion_that_reaches_them(fields, row_tokens, suggestion):
+    text = describe(fields, row_tokens)
+    limit = f"{fields['max_position_embeddings']:,}"
+    assert_names(text, f"{row_tokens:,}", limit, "untrained positions", suggestion)
+
+
+def test_the_suggestion_reaches_them():
+    changed = apply(QWEN3, rope={"type": "yarn", "factor": 3.2})
+    assert describe(changed, 131072) == ""
+    assert_names(describe(changed, 131073), "yarn", "3.201")
+
+
+def test_rows_in_range_have_no_note():
+    assert describe(QWEN3, 40960) == ""
+    assert describe(QWEN3, 8192, 40960) == ""
+    assert describe({"model_type": "llama"}, 1_000_000) == ""
+
+
+def test_short_documents_in_long_rows_see_only_known_positions():
+    text = describe(QWEN3, 131072, 9000)
+    assert_names(text, "131,072", "40,960", "no document")
+    assert "model.rope" not in text
+
+
+def test_a_document_that_is_split_keeps_its_positions():
+    text = describe(QWEN3, 8192, 81920)
+    assert_names(text, "longest document", "81,920", "40,960", "factor: 2")
+
+
+def test_longrope_has_no_suggestion():
+    text = describe(PHI4, 262144)
+    assert_names(text, "131,072", "untrained positions")
+    assert "model.rope" not in text
