@@ -74,6 +74,8 @@ def main(arguments: list[str]) -> None:
     name = args.what if meta is None else f"{args.what}, step {step}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
     print_line(f"{name}; {config.model.compute_dtype} compute on {mesh}")
+    if rope := banner.describe_rope(program):
+        print_line(f"rope: {rope}")
     for data in resolved.evals:
         print_line(f"{data.name}: {banner.describe_documents(data)}")
     for result in Evaluator(program, resolved.evals).run(master, num_steps=step):

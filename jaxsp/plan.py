@@ -17,7 +17,7 @@ from jaxsp import cli
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.hf import published
+from jaxsp.hf import context_range, published
 from jaxsp.planner import modes, plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
@@ -56,9 +56,11 @@ def main(arguments: list[str]) -> None:
     given = parse_arguments(arguments)
     config = config_file.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-    sizes = published.read_sizes(config.model)
-    if sizes.note:
-        console.print(sizes.note)
+    row_tokens = config.data.max_row_tokens
+    sizes = published.read_sizes(config.model, row_tokens=row_tokens)
+    excess = context_range.describe_excess(sizes.fields, row_tokens=row_tokens)
+    for note in filter(None, (sizes.note, excess)):
+        console.print(note)
     _check_single_length(given, config)
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")

@@ -92,7 +92,10 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
-        model = families.read_model_config(config.model)
+        fields, field = families.read_fields(config.model)
+        model = families.parse_model_config(
+            fields, field=field, row_tokens=config.data.max_row_tokens
+        )
     except UserError:
         # A resumed run reads the model from its checkpoint. Otherwise the error is reported later,
         # with all others.

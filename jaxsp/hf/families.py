@@ -199,16 +199,19 @@ FAMILIES = {
 }
 
 
-def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = None) -> ModelConfig:
-    """Reads the model config that `model.source` or `model.config` names.
+def read_fields(
+    model: ModelSourceConfig, *, deadline_s: float | None = None
+) -> tuple[dict[str, Any], str]:
+    """Reads the config.json that `model.source` or `model.config` names, and changes its RoPE.
 
     Downloads at most config.json.
 
     Args:
         deadline_s: longest wait for the hub; None: no limit.
+    Returns: the fields, and the name of the config in messages.
     Raises:
         HubError if the hub cannot be reached, or this account has no access to the model; another
-        UserError if the config cannot be read, or its family is not implemented.
+        UserError if the config cannot be read, or model.rope does not fit it.
     """
     if model.source is not None:
         source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
@@ -218,7 +221,7 @@ def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = No
         assert model.config is not None, "the config's schema requires one of them"
         fields = model.config
         field = "model.config"
-    return parse_model_config(override_fields(fields, model, field=field), field=field)
+    return override_fields(fields, model, field=field), field
 
 
 def override_fields(
@@ -409,12 +412,12 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
 def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """Copies fields without nulls: for a null head_dim, transformers would not use its default.
 
-    The dicts of RoPE fields are copied too, because transformers adds entries to its input dicts.
+    The groups of RoPE are copied too, because transformers adds entries to its input dicts.
     """
     kept = {}
     for name, value in fields.items():
-        if name in rope.FIELDS and isinstance(value, dict):
-            value = _drop_nulls(value)
+        if name in rope.GROUPS and isinstance(value, dict):
+            value = rope.normalize(value)
         if value is not None:
             kept[str(name)] = value
     return kept

@@ -170,6 +170,8 @@ class ModelSizes:
     """Sizes of a config's model, for planning."""
 
     model: ModelConfig
+    fields: dict[str, Any]
+    """Fields of its config.json, with the changes of model.rope."""
     published: PublishedModel | None
     """The published sizes if they are used in place of the model's own config.json."""
     note: str
@@ -183,33 +185,35 @@ class ModelSizes:
         return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
-def read_sizes(model: ModelSourceConfig) -> ModelSizes:
+def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> ModelSizes:
     """Reads the sizes of a config's model.
 
     Published sizes are used only if the hub cannot be reached within DEADLINE_S, or refuses the
     model to this login.
 
+    Args:
+        row_tokens: length of the longest rows, for RoPE that depends on it.
     Raises: UserError if there is no such folder or model, or nothing about it is known.
     """
     name = str(model.source)
+    published = None
+    note = ""
     try:
-        sizes = families.read_model_config(model, deadline_s=DEADLINE_S)
-        return ModelSizes(model=sizes, published=None, note="")
+        fields, field = families.read_fields(model, deadline_s=DEADLINE_S)
     except HubError as error:
-        reason = error.reason
         if name not in MODELS and folder.has_parent(name):
             raise
-    if name not in MODELS:
-        raise UserError(_unknown_problem(name, reason))
-    published = MODELS[name]
-    note = (
-        f"PUBLISHED SIZES of {name}, because {reason}; "
-        f"read on {READ_DATE} from {published.source_url}"
-    )
-    field = f"published sizes of {name}"
-    fields = families.override_fields(published.fields, model, field=field)
-    sizes = families.parse_model_config(fields, field=field)
-    return ModelSizes(model=sizes, published=published, note=note)
+        if name not in MODELS:
+            raise UserError(_unknown_problem(name, error.reason)) from None
+        published = MODELS[name]
+        note = (
+            f"PUBLISHED SIZES of {name}, because {error.reason}; "
+            f"read on {READ_DATE} from {published.source_url}"
+        )
+        field = f"published sizes of {name}"
+        fields = families.override_fields(published.fields, model, field=field)
+    sizes = families.parse_model_config(fields, field=field, row_tokens=row_tokens)
+    return ModelSizes(model=sizes, fields=fields, published=published, note=note)
 
 
 def _unknown_problem(name: str, reason: str) -> str:

@@ -62,7 +62,7 @@ def find_problems(
     """Problems of the rotary fields. Every field of every type is checked.
 
     Args:
-        fields: fields of the config.json, without nulls.
+        fields: fields of the config.json, without nulls, with groups from `normalize`.
         path: name of the config in messages, for example `model.config`.
     """
     check = _Check(fields=fields, path=path, support=support)
@@ -79,7 +79,7 @@ def find_problems(
             problems += check.find_group_problems(group, where, outside=check.outside)
     if len(forms) == 2 and not problems:
         theta = {"rope_theta": fields.get("rope_theta")}
-        first, second = ({**theta, **_normalize(fields[form])} for form in forms)
+        first, second = ({**theta, **_comparable(fields[form])} for form in forms)
         if first != second:
             problems.append(
                 f"{path}.rope_scaling: must equal {path}.rope_parameters. Leave one out."
@@ -87,21 +87,37 @@ def find_problems(
     return problems
 
 
+def normalize(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies a group, or a group for each layer type, as transformers reads it.
+
+    Types have their present names. Nulls are left out, except for `factor`, which transformers then
+    computes from the numbers of positions.
+    """
+    kept = {}
+    for name, value in group.items():
+        if isinstance(value, dict):
+            value = normalize(value)
+        elif name in ("rope_type", "type"):
+            value = rope_types.LEGACY_NAMES.get(str(value), value)
+        if value is not None or name == "factor":
+            kept[str(name)] = value
+    return kept
+
+
 def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:
     """True if a group has a group for each layer type."""
     return any(name in support.layer_types for name in group)
 
 
-def _normalize(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with its type under its present name, without ignored fields."""
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with its type in `rope_type`, without ignored fields."""
     kept = {name: value for name, value in group.items() if name not in _IGNORED}
     return {"rope_type": _find_types(group)[0], **kept}
 
 
 def _find_types(group: dict[str, Any]) -> list[Any]:
     """Values of `rope_type` and its former name `type`; ["default"] if there is neither."""
-    types = [group[name] for name in ("rope_type", "type") if name in group] or ["default"]
-    return [rope_types.LEGACY_NAMES.get(str(name), name) for name in types]
+    return [group[name] for name in ("rope_type", "type") if name in group] or ["default"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +191,7 @@ class _Check:
                 f"Use {errors.format_choices(self.support.types)}."
             ]
         problems = []
+        group = {name: value for name, value in group.items() if value is not None}
         for name, value in group.items():
             if problem := self._unknown_problem(name, value, name_of_type):
                 problems.append(f"{where}.{name} = {format_value(value)}: {problem}")

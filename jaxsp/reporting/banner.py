@@ -29,7 +29,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("devices", _describe_devices(program)),
         ("mesh", _describe_mesh(program)),
         ("model", _describe_model(program, inputs)),
-        *_fold("rope", _describe_rope(program)),
+        *_fold("rope", describe_rope(program)),
         ("weights", _describe_placement(program)),
         ("start", inputs.weights_origin),
         ("changed", ", ".join(inputs.start.config_changes)),
@@ -171,8 +171,8 @@ def describe_documents(data: PackedDataset) -> str:
     return f"{text}; {exclusions}" if exclusions else text
 
 
-def _describe_rope(program: Program) -> str:
-    """Describes RoPE where it is not the model's own, or depends on the length of rows."""
+def describe_rope(program: Program) -> str:
+    """Describes RoPE where the config changes it, or it depends on the length of rows."""
     ropes = collections.Counter(layer.rope.description for layer in program.model.layers)
     has_choice = any(description.startswith("longrope") for description in ropes)
     if program.config.model.rope is None and not has_choice:

@@ -48,7 +48,9 @@ def read_model(
         field = str(source.path / "config.json") if source else "model.config"
         hf_config = families.override_fields(hf_config, config.model, field=field)
         files = dataclasses.replace(files, hf_config=hf_config)
-        model = families.parse_model_config(hf_config, field=field)
+        model = families.parse_model_config(
+            hf_config, field=field, row_tokens=config.data.max_row_tokens
+        )
         files = dataclasses.replace(files, config=model)
         if source is not None and not source.is_on_hub:
             weights.open_folder(source, decoder.param_table(model))

@@ -17,7 +17,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import families
-from jaxsp.model.config import ModelConfig
+from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training.inputs import StartPoint
@@ -180,7 +180,7 @@ def make_start_point(
         "Undo the change, or start a new run with these weights: "
         f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."
     )
-    problems = _model_problems(meta, checkpoint, model, suggestion)
+    problems = _model_problems(meta, checkpoint, saved, model, suggestion)
     if saved.optimizer.name != config.optimizer.name:
         problems.append(
             f"optimizer.name: {checkpoint} has the state of {saved.optimizer.name}. {suggestion}"
@@ -213,16 +213,56 @@ def make_start_point(
 
 
 def _model_problems(
-    meta: CheckpointMeta, checkpoint: pathlib.Path, model: ModelConfig, suggestion: str
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    saved_config: Config,
+    model: ModelConfig,
+    suggestion: str,
 ) -> list[str]:
     """Differences between the model of a checkpoint and that of the config."""
-    saved = families.parse_model_config(meta.model, field="model.config")
-    return [
-        f"model: {name} = {value}: is {getattr(saved, name)} in the model of {checkpoint}. "
-        f"{suggestion}"
+    saved = families.parse_model_config(
+        meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
+    )
+    differences = [
+        (name, value, getattr(saved, name))
         for name, value in vars(model).items()
-        if value != getattr(saved, name)
+        if name != "layers" and value != getattr(saved, name)
     ]
+    differences += _layer_differences(model.layers, saved.layers)
+    return [
+        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
+        for name, value, saved_value in differences
+    ]
+
+
+def _layer_differences(
+    layers: Sequence[LayerConfig], saved: Sequence[LayerConfig]
+) -> list[tuple[str, object, object]]:
+    """Name, value and saved value of what differs between the layers of two models."""
+    if len(layers) != len(saved):
+        return [("num_layers", len(layers), len(saved))]
+    differences: list[tuple[str, object, object]] = []
+    windows = [i for i, layer in enumerate(layers) if layer.window != saved[i].window]
+    if windows:
+        first = windows[0]
+        values = (layers[first].window, saved[first].window)
+        differences.append((f"window of {_name_layers(windows, len(layers))}", *values))
+    ropes = [i for i, layer in enumerate(layers) if layer.rope != saved[i].rope]
+    if ropes:
+        text, saved_text = (each[ropes[0]].rope.description for each in (layers, saved))
+        if text == saved_text:
+            saved_text = "one with other frequencies or another scale"
+        differences.append((f"rope of {_name_layers(ropes, len(layers))}", text, saved_text))
+    return differences
+
+
+def _name_layers(numbers: Sequence[int], num_layers: int) -> str:
+    """Names layers by their numbers: `all layers`, or `layers 0, 1, 2 and 9 more`."""
+    if len(numbers) == num_layers:
+        return "all layers"
+    text = ", ".join(map(str, numbers[:3]))
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f"layer {text}" if len(numbers) == 1 else f"layers {text}{more}"
 
 
 def _data_problems(

@@ -168,4 +168,4 @@ def test_training_never_takes_published_sizes(hub):
     with pytest.raises(HubError, match="a problem with a suggestion"):
         folder.find(LLAMA)
     with pytest.raises(HubError, match="a problem with a suggestion"):
-        families.read_model_config(model)
+        families.read_fields(model)

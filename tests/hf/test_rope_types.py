@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
@@ -11,6 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import rope, rope_types
+from jaxsp.model import rope as model_rope
 from tests import tolerances
 from tests.messages import assert_names
 
@@ -125,6 +128,23 @@ def test_longrope_uses_long_factors_if_rows_are_longer_than_the_original_range()
     assert short.scale == long.scale == math.sqrt(1 + math.log(32) / math.log(4096))
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_angles_of_every_type_are_exact_at_five_million(name):
+    """Absolute error of scaled cosines and sines."""
+    parsed = parse(GROUPS[name], row_tokens=100_000)
+    positions = np.array([0, 4095, 4096, 131_071, 5_242_879])
+    actual = jax.jit(lambda positions: _cos_and_sin(positions, parsed))(jnp.int32(positions[None]))
+    angles = positions[:, None].astype(np.float64) * np.array(parsed.frequencies)
+    for table, exact in zip(actual, (np.cos(angles), np.sin(angles)), strict=True):
+        error = np.abs(np.asarray(table[0], np.float64) - parsed.scale * exact)
+        assert error.max() < tolerances.ANGLES
+
+
+def _cos_and_sin(positions, parsed):
+    angles = model_rope.compute_angles(positions, (parsed,))
+    return angles.cos, angles.sin
+
+
 def test_dynamic_is_refused_where_it_depends_on_the_batch():
     group = GROUPS["dynamic"]
     assert parse(group, row_tokens=131_072).frequencies == parse(group).frequencies
@@ -219,7 +239,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_accepted(name):
     fields, support = PUBLISHED[name]
-    assert rope.find_problems(SIZES | fields, "model.config", support) == []
+    assert rope.find_problems(SIZES | rope.normalize(fields), "model.config", support) == []
 
 
 def scaling(group: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -311,10 +331,7 @@ REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
 
 @pytest.mark.parametrize(("fields", "support", "start", "parts"), REFUSED)
 def test_wrong_fields_are_refused_by_name(fields, support, start, parts):
-    group = fields.get("rope_parameters", {})
-    if group.get("long_factor", 0) is None:  # find_problems gets fields without nulls
-        del group["long_factor"]
-    (problem,) = rope.find_problems(SIZES | fields, "c", support)
+    (problem,) = rope.find_problems(SIZES | rope.normalize(fields), "c", support)
     assert_names(problem.removeprefix("c."), *parts, start=start)
 
 
