@@ -1,0 +1,143 @@
+"""A model whose context is extended by a run: its loss, its export, and resuming it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp import eval as evaluation
+from jaxsp import export
+from jaxsp.config import config_file
+from jaxsp.core.errors import UserError
+from jaxsp.run import build, trainer
+from tests import commands, tolerances
+from tests.hf import oracle
+from tests.messages import assert_names
+
+ROW_TOKENS = 64
+QWEN3 = {
+    **oracle.MODELS["qwen3"],
+    "use_sliding_window": False,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 16,
+}
+YARN = "model.rope={type: yarn, factor: 4}"
+GROUP = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+
+
+def settings(folder, *words, steps=1):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": steps},
+        "model": {"source": str(folder / "model"), "compute_dtype": "float32"},
+        "mesh": {"data": 1, "seq": 2},
+        "data": {
+            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
+            "row_tokens": ROW_TOKENS,
+        },
+        "batch": {"rows_per_step": 4},
+        "optimizer": {"learning_rate": 0.0},
+        "logging": {"tensorboard": False},
+    }
+    return config_file.parse(fields, words)
+
+
+def train(config):
+    console = rich.console.Console(record=True, width=200, quiet=True)
+    program, inputs = build.build_training(config, devices=jax.devices()[:2])
+    trainer.train(program, inputs, console)
+
+
+def mean_loss(model, documents):
+    return oracle.gradients(model, [np.array(document) for document in documents]).loss
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """Folder of a model, four documents of a row each, and a run of one step with YaRN.
+
+    Its documents are four times as long as the model's range.
+    """
+    folder = tmp_path_factory.mktemp("extension")
+    oracle.torch_model(QWEN3).save_pretrained(folder / "model")
+    tokens = np.random.default_rng(0).integers(0, 131, (4, ROW_TOKENS)).tolist()
+    lines = [json.dumps({"input_ids": document}) + "\n" for document in tokens]
+    (folder / "train.jsonl").write_text("".join(lines))
+    train(settings(folder, YARN))
+    export.main([str(folder / "run"), str(folder / "out"), "--dtype", "float32"])
+    return folder
+
+
+def read_documents(folder):
+    return [line["input_ids"] for line in commands.read_lines(folder / "train.jsonl")]
+
+
+@pytest.mark.e2e
+def test_the_loss_is_that_of_transformers_with_the_changed_config(extended):
+    (line,) = commands.read_lines(extended / "run/metrics.jsonl")
+    changed = {name: value for name, value in QWEN3.items() if name != "rope_theta"}
+    changed |= {"rope_parameters": GROUP, "max_position_embeddings": 64}
+    documents = read_documents(extended)
+    expected = mean_loss(oracle.torch_model(changed), documents)
+    assert line["loss"] == pytest.approx(expected, rel=tolerances.FP32_PARITY)
+    own = mean_loss(oracle.torch_model(QWEN3), documents)
+    assert abs(own - expected) > 10 * tolerances.FP32_PARITY * expected
+
+
+@pytest.mark.e2e
+def test_the_export_has_the_changed_config_and_its_loss_in_transformers(extended):
+    written = json.loads((extended / "out/config.json").read_text())
+    assert written["rope_parameters"] == GROUP
+    assert written["max_position_embeddings"] == 64
+    model = oracle.transformers.AutoModelForCausalLM.from_pretrained(
+        extended / "out", attn_implementation="eager"
+    )
+    rotary = model.model.rotary_emb
+    config = oracle.transformers.AutoConfig.for_model(
+        **{name: value for name, value in QWEN3.items() if name != "rope_theta"}
+        | {"rope_parameters": dict(GROUP), "max_position_embeddings": 64}
+    )
+    expected = type(rotary)(config)
+    assert oracle.torch.equal(rotary.inv_freq, expected.inv_freq)
+    assert rotary.attention_scaling == expected.attention_scaling > 1
+    (line,) = commands.read_lines(extended / "run/metrics.jsonl")
+    loss = mean_loss(model, read_documents(extended))
+    assert loss == pytest.approx(line["loss"], rel=tolerances.FP32_PARITY)
+
+
+@pytest.mark.e2e
+def test_the_banner_names_the_rope_and_has_no_note(extended):
+    text = " ".join((extended / "run/banner.txt").read_text().split())
+    assert_names(text, "yarn, theta 10,000, factor 4 over 16 positions")
+    assert "untrained positions" not in text
+
+
+@pytest.mark.e2e
+def test_an_evaluation_of_the_original_model_can_extend_it(extended, tmp_path):
+    words = [str(extended / "model"), YARN, f"data.row_tokens={ROW_TOKENS}"]
+    words += [f"data.eval=[{{source: {extended}/train.jsonl, format: tokens, name: all}}]"]
+    words += ["model.compute_dtype=float32", "--out", str(tmp_path / "eval.jsonl")]
+    evaluation.main(words)
+    (result,) = commands.read_lines(tmp_path / "eval.jsonl")
+    (line,) = commands.read_lines(extended / "run/metrics.jsonl")
+    assert result["loss"] == pytest.approx(line["loss"], rel=tolerances.EVAL)
+
+
+@pytest.mark.e2e
+def test_a_run_resumes_with_the_same_rope_only(extended):
+    for change, saved in (
+        ("model.rope={type: yarn, factor: 8}", "factor 4 over 16 positions"),
+        ("model.rope=null", "yarn, theta 10,000"),
+        ("model.rope={type: yarn, factor: 4, attention_factor: 1.5}", "another scale"),
+    ):
+        with pytest.raises(UserError) as raised:
+            train(settings(extended, YARN, change, steps=2))
+        (problem,) = raised.value.problems
+        assert_names(problem, saved, "jaxsp.export", start="model: rope of all layers = ")
+    train(settings(extended, YARN, steps=2))
+    first, second = commands.read_lines(extended / "run/metrics.jsonl")
+    assert second["loss"] == pytest.approx(first["loss"], rel=tolerances.MESH)
