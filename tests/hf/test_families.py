@@ -6,8 +6,9 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
-from jaxsp.model.config import Llama3Rope, ModelConfig
+from jaxsp.model.config import LayerConfig, ModelConfig
 from scripts.bench import configs
+from tests import batches
 from tests.messages import assert_names
 
 LLAMA: dict[str, Any] = {
@@ -128,28 +129,19 @@ def problems(fields: dict[str, Any]) -> list[str]:
     return raised.value.problems
 
 
+LLAMA_3_1_ROPE = batches.make_rope(128, rope_theta=5e5, **SCALING)
+
+
 def test_llama_3_1():
     assert read(LLAMA_3_1) == ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
-        num_layers=32,
+        layers=(LayerConfig(window=None, rope=LLAMA_3_1_ROPE),) * 32,
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
         intermediate_size=14336,
-        rms_norm_eps=1e-5,
-        rope_theta=5e5,
-        rope_llama3=Llama3Rope(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
+        norm_eps=1e-5,
         tie_embeddings=False,
         initializer_range=0.02,
     )
@@ -161,10 +153,11 @@ def test_qwen_2_5():
         True,
         False,
         False,
-        False,
+        "none",
     )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (14, 2, 64)
-    assert (config.rope_theta, config.rope_llama3, config.tie_embeddings) == (1e6, None, True)
+    assert config.layers[0].rope.description == "default, theta 1,000,000"
+    assert config.tie_embeddings
 
 
 def test_qwen_3():
@@ -173,7 +166,7 @@ def test_qwen_3():
         False,
         False,
         False,
-        True,
+        "head",
     )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
 
@@ -184,7 +177,7 @@ def test_mistral():
         False,
         False,
         False,
-        False,
+        "none",
     )
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (
         32,
@@ -196,26 +189,26 @@ def test_mistral():
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
 
 
+def read_windows(fields: dict[str, Any]) -> list[int | None]:
+    return [layer.window for layer in read(fields).layers]
+
+
 def test_windows_are_read_as_transformers_reads_them():
     without = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
-    assert read(MISTRAL).sliding_window is None
-    assert read({**MISTRAL, "sliding_window": 512}).sliding_window == 512
-    assert (
-        read(
-            {**MISTRAL, "sliding_window": 512, "layer_types": ["sliding_attention"] * 32}
-        ).sliding_window
-        == 512
-    )
-    assert read(without).sliding_window == 4096  # transformers' default
-    assert read(QWEN2).sliding_window is None
+    sliding = {**MISTRAL, "sliding_window": 512}
+    assert read_windows(MISTRAL) == [None] * 32
+    assert read_windows(sliding) == [512] * 32
+    assert read_windows({**sliding, "layer_types": ["sliding_attention"] * 32}) == [512] * 32
+    assert read_windows(without) == [4096] * 32  # transformers' default
+    assert read_windows(QWEN2) == [None] * 24
     on = {**QWEN2, "use_sliding_window": True}
-    assert (
-        read({**on, "max_window_layers": 24}).sliding_window is None
-    )  # from its layer 24 on: it has 24
-    assert read({**on, "max_window_layers": 0}).sliding_window == 32768
-    assert read({**on, "max_window_layers": 0, "sliding_window": None}).sliding_window is None
-    assert read({**on, "layer_types": ["sliding_attention"] * 24}).sliding_window == 32768
-    assert read({**on, "layer_types": ["full_attention"] * 24}).sliding_window is None
+    assert read_windows({**on, "max_window_layers": 24}) == [None] * 24
+    assert read_windows({**on, "max_window_layers": 0}) == [32768] * 24
+    assert read_windows({**on, "max_window_layers": 20}) == [None] * 20 + [32768] * 4
+    assert read_windows({**on, "max_window_layers": 0, "sliding_window": None}) == [None] * 24
+    mixed = ["sliding_attention", "full_attention"] * 12
+    assert read_windows({**on, "layer_types": mixed}) == [32768, None] * 12
+    assert read_windows({**on, "layer_types": ["full_attention"] * 24}) == [None] * 24
     assert read(
         {**LLAMA, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 3}
     ) == read(LLAMA)
@@ -232,12 +225,8 @@ def test_each_family_has_its_own_biases():
 def test_fields_that_are_left_out_are_derived():
     fields = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     config = read(fields)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (
-        32,
-        128,
-        1e4,
-        1e-6,
-    )
+    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (32, 128, 1e-6)
+    assert config.layers[0].rope == batches.make_rope(128)
     assert (
         read({**fields, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None})
         == config
@@ -340,21 +329,6 @@ REFUSED = [
         ["field", "qwen2"],
     ),
     (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64},
-        "max_window_layers = 28: ",
-        ["layer 0", "layer 28", "64 tokens", "use_sliding_window=false"],
-    ),
-    (
-        {
-            "model_type": "qwen2",
-            "num_hidden_layers": 2,
-            "use_sliding_window": True,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-        'layer_types = ["full_attention", "sliding_attention"]: ',
-        ["layer 0", "layer 1", "4096 tokens", "use_sliding_window=false", "layer_types"],
-    ),
-    (
         {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
         "layer_types = [",
         ["window"],
@@ -374,7 +348,12 @@ REFUSED = [
         "head_dim: ",
         ["missing", "model.config.head_dim=128"],
     ),
-    ({"model_type": "gemma2"}, "model_type = gemma2: ", ["llama, mistral, qwen2 or qwen3"]),
+    ({"model_type": "gemma4"}, "model_type = gemma4: ", ["llama, mistral, qwen2, qwen3", "olmo3"]),
+    (
+        {"model_type": "cohere2", "use_qk_norm": True},
+        "use_qk_norm = true: ",
+        ["Cohere2ForCausalLM", "false"],
+    ),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0: ", ["1", "null"]),
     ({"model_type": "mistral", "sliding_window": 4.5}, "sliding_window = 4.5: ", ["1", "null"]),
     (
@@ -399,20 +378,15 @@ REFUSED = [
         (
             {form: {"rope_type": kind, "factor": 2.0}},
             f"{form}.rope_type = {kind}: ",
-            ["default or llama3"],
+            ["default, linear", "llama3", "yarn"],
         )
         for form in ("rope_parameters", "rope_scaling")
-        for kind in ("linear", "dynamic", "yarn", "longrope", "mrope", "unknown")
-    ),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling.rope_type = linear: ",
-        ["default or llama3"],
+        for kind in ("mrope", "unknown")
     ),
     (
         {"rope_scaling": {"type": "linear", "rope_type": "default"}},
         "rope_scaling.rope_type = default or linear: ",
-        ["default or llama3"],
+        ["default, linear", "llama3", "yarn"],
     ),
     ({"rope_scaling": "linear"}, "rope_scaling = linear: ", ["fields", "null"]),
     (

@@ -40,7 +40,8 @@ MODEL = batches.model(
     num_heads=2,
     num_kv_heads=1,
     intermediate_size=24,
-    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm"), False),
+    qk_norm="none",
+    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False),
 )
 
 TIED = batches.model(
@@ -50,7 +51,8 @@ TIED = batches.model(
     num_kv_heads=1,
     intermediate_size=24,
     tie_embeddings=True,
-    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm"), False),
+    qk_norm="none",
+    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False),
 )
 
 Named = dict[str, np.ndarray]

@@ -55,3 +55,24 @@ def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
         f"{name}, {layout}: logits {errors['logits']:.1e}, worst of all {worst} {errors[worst]:.1e}"
     )
     assert errors[worst] < tolerances.FP32_PARITY, worst
+
+
+def test_layer_patterns_of_the_families():
+    def describe(name: str) -> list[str]:
+        config = families.parse_model_config(oracle.MODELS[name], field="model.config")
+        return [f"{layer.window} {layer.rope.description}" for layer in config.layers]
+
+    local = "5 default, theta 100"
+    full = "None linear, theta 1,000,000, factor 8"
+    assert describe("gemma3") == [local, local, full, local, local, full, local, local]
+    local = "5 default, theta 500"
+    assert describe("olmo3")[:3] == [local] * 3
+    assert "yarn" in describe("olmo3")[3]
+    # layers without RoPE attend to whole documents
+    assert describe("cohere2") == ["5 default, theta 10,000"] * 3 + ["None none"] + [
+        "5 default, theta 10,000"
+    ]
+    rotated = "default, theta 2,000,000"
+    assert [layer.split(" ", 1)[1] for layer in describe("smollm3")] == [
+        *(rotated, "none", rotated, "none", rotated)
+    ]

@@ -203,8 +203,9 @@ LLAMA = {
     ],
 )
 def test_the_table_has_every_tensor_of_the_family_once(field, adds):
-    off = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings"), False)
-    params = jax.tree.leaves(decoder.param_table(batches.model(**off | {field: True})))
+    off = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "tie_embeddings"), False)
+    on = {"qk_norm": "head"} if field == "qk_norm" else {"qk_norm": "none", field: True}
+    params = jax.tree.leaves(decoder.param_table(batches.model(**off | on)))
     names = [param.hf_name for param in params]
     missing = {"lm_head.weight"} if field == "tie_embeddings" else set()
     assert len(names) == len(set(names))

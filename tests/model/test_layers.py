@@ -1,45 +1,68 @@
 """RoPE angles, compared with float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsp.core.batch import POSITION_LIMIT
-from jaxsp.model import layers
-from jaxsp.model.config import Llama3Rope
+from jaxsp.model import rope
+from jaxsp.model.config import Rope
 from tests import batches, tolerances
 
 POSITIONS = [0, 1, 4095, 4096, 4097, 131_071, 1_000_003, 5_242_879, POSITION_LIMIT - 1]
 
-LLAMA3 = Llama3Rope(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "model_rope",
+    [
+        batches.make_rope(128),
+        batches.make_rope(128, rope_theta=5e5),
+        batches.make_rope(128, rope_theta=5e5, **LLAMA3),
+    ],
 )
-
-
-@pytest.mark.parametrize(("theta", "scaling"), [(1e4, None), (5e5, None), (5e5, LLAMA3)])
-def test_angles_equal_those_of_float64_at_any_position(theta, scaling):
-    config = batches.model(head_dim=128, rope_theta=theta, rope_llama3=scaling)
-
+def test_angles_equal_those_of_float64_at_any_position(model_rope):
     @jax.jit
     def cos_and_sin(positions):
-        angles = layers.rope_angles(positions, config)
+        angles = rope.compute_angles(positions, (model_rope,))
         return angles.cos, angles.sin
 
     actual = cos_and_sin(jnp.int32([POSITIONS]))
-    angles = np.array(POSITIONS, np.float64)[:, None] * layers.rope_frequencies(config)
+    angles = np.array(POSITIONS, np.float64)[:, None] * np.array(model_rope.frequencies)
     for table, expected in zip(actual, (np.cos(angles), np.sin(angles)), strict=True):
         assert table.dtype == jnp.float32
         assert np.abs(np.asarray(table[0], np.float64) - expected).max() < tolerances.ANGLES
 
 
+def test_a_traced_index_selects_the_rope_of_a_layer():
+    """The scale multiplies both cosine and sine; a rope of zeros leaves heads as they are."""
+    none = Rope(frequencies=(0.0,) * 4, description="none")
+    scaled = dataclasses.replace(batches.make_rope(8), scale=1.25)
+    ropes = (batches.make_rope(8), scaled, none)
+    positions = jnp.int32([[3, 5000]])
+    angles = jax.jit(lambda index: rope.compute_angles(positions, ropes, index).__dict__)
+    plain, larger, zero = (angles(index) for index in range(3))
+    for name in ("cos", "sin"):
+        np.testing.assert_allclose(larger[name], 1.25 * plain[name], rtol=1e-6)
+    assert (zero["cos"] == 1).all()
+    assert (zero["sin"] == 0).all()
+
+
 def test_llama3_scales_low_frequencies_only():
     """Wavelengths up to 2048 tokens stay; those above 8192 become 8 times longer; others in
     between."""
-    plain = layers.rope_frequencies(batches.model(head_dim=128, rope_theta=5e5))
-    scaled = layers.rope_frequencies(
-        batches.model(head_dim=128, rope_theta=5e5, rope_llama3=LLAMA3)
-    )
+    plain = np.array(batches.make_rope(128, rope_theta=5e5).frequencies)
+    scaled = np.array(batches.make_rope(128, rope_theta=5e5, **LLAMA3).frequencies)
     wavelengths = 2 * np.pi / plain
     fast = wavelengths < 8192 / 4
     slow = wavelengths > 8192
@@ -54,14 +77,16 @@ def test_llama3_scales_low_frequencies_only():
 
 
 def test_the_score_of_a_query_and_a_key_depends_on_their_distance_only():
-    config = batches.model(head_dim=64)
+    ropes = (batches.make_rope(64),)
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 64), np.float32)) for _ in range(2))
 
     @jax.jit
     def score(position_q, position_k):
-        rotated_q = layers.apply_rope(q, layers.rope_angles(position_q, config))
-        rotated_k = layers.apply_rope(k, layers.rope_angles(position_k, config))
+        rotated_q, rotated_k = (
+            rope.rotate(x, rope.compute_angles(position, ropes), is_interleaved=False)
+            for x, position in ((q, position_q), (k, position_k))
+        )
         return jnp.vdot(rotated_q, rotated_k, precision="highest")
 
     near = float(score(jnp.int32([[37]]), jnp.int32([[20]])))

@@ -23,6 +23,11 @@ from jaxsp.runtime.jsonl import AppendFile
 from tests import batches, messages
 
 
+def set_window(model, window):
+    layer = dataclasses.replace(model.layers[0], window=window)
+    return dataclasses.replace(model, layers=(layer,) * model.num_layers)
+
+
 def test_flops_are_those_counted_by_hand():
     model = batches.model(
         vocab_size=10,
@@ -42,12 +47,9 @@ def test_flops_are_those_counted_by_hand():
     assert flops.step_flops(model, np.array([3, 2])) == 3 * forward
 
     # with a window of 2, the third token attends only to itself and to the second
-    near = dataclasses.replace(model, sliding_window=2)
+    near = set_window(model, 2)
     assert flops.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
-    assert (
-        flops.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2]))
-        == 3 * forward
-    )
+    assert flops.step_flops(set_window(model, 3), np.array([3, 2])) == 3 * forward
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,13 @@ BARE = {
     "qkv_bias": False,
     "output_bias": False,
     "mlp_bias": False,
-    "qk_norm": False,
+    "qk_norm": "none",
     "initializer_range": 0.02,
 }
 FAMILIES = {
     "llama": batches.model(**BARE | {"output_bias": True, "mlp_bias": True}),
     "qwen2": batches.model(**BARE | {"qkv_bias": True}),
-    "qwen3": batches.model(**BARE | {"qk_norm": True}),
+    "qwen3": batches.model(**BARE | {"qk_norm": "head"}),
 }
 
 
