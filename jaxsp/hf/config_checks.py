@@ -38,7 +38,7 @@ class Family:
     activation_field: str = "hidden_act"
     rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
     has_rope: Callable[[dict[str, Any], int], bool] = lambda given, layer: True
-    """Whether a layer, by its number, has RoPE."""
+    """Function that returns True if a layer, by its number, has RoPE."""
     window_fields: tuple[str, ...] = ()
     """Fields of this family for sliding windows.
 

@@ -332,6 +332,7 @@ def _parse_fields(
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
     given = resolved.to_dict()
+    given |= {name: fields[name] for name in ("layer_types",) if name in fields}
     has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     model = {
@@ -356,7 +357,7 @@ def _parse_fields(
 def _parse_layers(
     given: dict[str, Any], family: Family, head_dim: int, path: str, row_tokens: int | None
 ) -> tuple[LayerConfig, ...]:
-    """What differs between layers. Args: given: the fields with transformers' defaults."""
+    """The differences between layers. Args: given: the fields with transformers' defaults."""
     groups = given["rope_parameters"]
     is_nested = rope.is_nested(groups, family.rope)
     windows = _parse_windows(given, family, path)
@@ -396,15 +397,19 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
         is_used = window is not None and given.get("use_sliding_window") is not False
         if not is_used and LAYER_TYPES[1] in types:
             raise UserError(
-                f"{path}.layer_types: has layers with a window, but sliding_window is "
-                "null or use_sliding_window is false. Leave layer_types out, or set the window."
+                f"{path}.layer_types = {format_value(types)}: has layers with a window, but "
+                "sliding_window is null or use_sliding_window is false. Leave layer_types out, or "
+                "set the window."
             )
         return [window if layer_type == LAYER_TYPES[1] else None for layer_type in types]
-    expected = LAYER_TYPES[bool(family.window_fields) and window is not None]
-    if set(types) != {expected}:
+    has_window = bool(family.window_fields) and window is not None
+    if set(types) != {LAYER_TYPES[has_window]}:
+        expected = "no layer has a window"
+        if has_window:
+            expected = f"every layer has a window of {window}"
         raise UserError(
-            f"{path}.layer_types = {format_value(types)}: must agree with the other fields, by "
-            f"which every layer has {expected}. Leave it out."
+            f"{path}.layer_types = {format_value(types)}: must agree with the other fields, "
+            f"by which {expected}. Leave it out."
         )
     return [window if family.window_fields else None] * num_layers
 

@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def layer_scores(self) -> tuple[ScoreConfig, ...]:
-        """How attention computes its scores, for each layer."""
+        """Computation of attention's scores, for each layer."""
         return tuple(
             ScoreConfig(
                 scale=self.attention_scale, window=layer.window, softcap=self.attention_softcap

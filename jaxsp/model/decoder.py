@@ -92,16 +92,9 @@ def hidden_states(
         sinks_H = None
         if config.has_sinks:
             sinks_H = gather(params["layers"]["sinks"], shards["sinks"])
-        out_BlHK = attend(
-            q_BlHK,
-            k_BlGK,
-            v_BlGK,
-            batch.starts_BM,
-            batch.lengths_BM,
-            tables,
-            kind=0 if indices.attention is None else indices.attention,
-            sinks_H=sinks_H,
-        )
+        segments = (batch.starts_BM, batch.lengths_BM, tables)
+        kind = 0 if indices.attention is None else indices.attention
+        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, *segments, kind=kind, sinks_H=sinks_H)
         x_BlD = apply(
             lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
             params["layers"]["post_attention"],

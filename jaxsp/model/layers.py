@@ -149,7 +149,7 @@ def _apply_norm(norm: Norm | None, x: Array) -> Array:
 
 
 class AttentionInputs(NamedTuple):
-    """What a layer computes before attention."""
+    """Results of the part of a layer before attention."""
 
     q: Float[Array, "B l H K"]
     k: Float[Array, "B l G K"]

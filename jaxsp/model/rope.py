@@ -81,7 +81,8 @@ def rotate(
     num_rotated = 2 * cos.shape[-1]
     x32 = x_BlHK[..., :num_rotated].astype(jnp.float32)
     if is_interleaved:
-        a, b = x32[..., ::2], x32[..., 1::2]
+        a = x32[..., ::2]
+        b = x32[..., 1::2]
         rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x32.shape)
     else:
         a, b = jnp.split(x32, 2, axis=-1)

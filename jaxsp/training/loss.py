@@ -67,7 +67,6 @@ def sum_token_losses(
     Args:
         weights_Bl: factor of each token's loss; None: 1. Tokens of weight 0 add nothing either.
         token_loss: None for cross entropy.
-        transform_logits: elementwise function of the products of hidden states and head.
     Precision: logits and all sums are float32. The head's gradient is summed over tiles in float32
         and cast only then (summed over 256 tiles in bfloat16, it is off by 3 %).
     Memory: the backward pass recomputes a tile's logits. One number per token is saved.

@@ -370,10 +370,10 @@ REFUSED = [
     (
         {"model_type": "lama"},
         "model_type = lama: ",
-        ["llama, mistral, qwen2 or qwen3", "mean llama"],
+        ["llama, mistral, qwen2, qwen3", "mean llama"],
     ),
-    ({"model_type": ["llama"]}, 'model_type = ["llama"]: ', ["llama, mistral, qwen2 or qwen3"]),
-    ({"model_type": None}, "model_type: ", ["missing", "llama, mistral, qwen2 or qwen3"]),
+    ({"model_type": ["llama"]}, 'model_type = ["llama"]: ', ["llama, mistral, qwen2, qwen3"]),
+    ({"model_type": None}, "model_type: ", ["missing", "llama, mistral, qwen2, qwen3"]),
     *(
         (
             {form: {"rope_type": kind, "factor": 2.0}},
