@@ -10,9 +10,10 @@ import jax
 import pytest
 import yaml
 
+from jaxsp.config import config_file
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families, folder, published
+from jaxsp.hf import context_range, families, folder, published
 from jaxsp.hf.folder import HubError
 from jaxsp.model import decoder
 
@@ -63,6 +64,23 @@ def test_every_model_of_a_recipe_has_published_sizes():
     named = {fields["model"].get("source") for fields in configs} - {None}
     assert len(named) >= 3
     assert named <= published.MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_recipes_that_extend_a_model_reach_their_rows(path):
+    """Their changes fit the published sizes, with which they are planned without a network."""
+    config = config_file.load(path, [])
+    if config.model.rope is None:
+        pytest.skip("has the model's own rope")
+    row_tokens = config.data.max_row_tokens
+    fields = published.MODELS[str(config.model.source)].fields
+    assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
+    changed = families.override_fields(fields, config.model, field="published")
+    assert changed["max_position_embeddings"] == row_tokens
+    assert context_range.describe_excess(changed, row_tokens=row_tokens) == ""
+    families.parse_model_config(changed, field="published", row_tokens=row_tokens)
 
 
 def test_sizes_of_llama_3_1_8b_equal_its_config_json():
