@@ -11,6 +11,7 @@ output 0 and gradient 0. To add a strategy, see `strategy.py`; to add a kernel, 
 """
 
 from jaxsp.attention.api import (
+    KINDS_SCOPE,
     SCOPE,
     Attend,
     as_kernel,
@@ -32,6 +33,7 @@ from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy, count_wo
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "KINDS_SCOPE",
     "SCOPE",
     "Attend",
     "AttentionChoice",

@@ -79,7 +79,9 @@ class AllGather(ZigzagStrategy):
         head_elements = (self.seq - 1) * tokens * 2 * workload.head_dim
         kv_heads = workload.num_kv_heads
         num_gathered = 2 * kv_heads
-        if workload.recomputes_attention and kv_heads > 2 * self.kv_heads_per_gather:
+        if workload.recomputes_attention and workload.has_other_kinds:
+            num_gathered += kv_heads
+        elif workload.recomputes_attention and kv_heads > 2 * self.kv_heads_per_gather:
             # Forward again, except the first gather, which the backward pass has too. With two
             # gathers, XLA unrolls the loop of one step, and the backward pass has both
             num_gathered += kv_heads - self.kv_heads_per_gather

@@ -23,6 +23,13 @@ from jaxsp.attention.ulysses import Ulysses
 SCOPE = "attend"
 """Scope of all operations of attention in a compiled program."""
 
+KINDS_SCOPE = "layers_of_kinds"
+"""Beginning of the scope of attention in a model whose layers are of several kinds.
+
+The number of layers of each kind follows, as in `layers_of_kinds_52_10`, so that a compiled program
+shows how often each branch of the switch between kinds runs.
+"""
+
 _MIN_MENTIONED_LSE_BYTES = 64 * 2**20
 """Minimum memory of log-sum-exps that a description mentions."""
 
@@ -45,6 +52,14 @@ class Attend:
     def layout_degree(self) -> int:
         """Degree of the layout that rows must have: see core/layout.py."""
         return self.strategy.layout_degree
+
+    @property
+    def _scope(self) -> str:
+        """Scope of the operations of a layer."""
+        if len(self.kinds) == 1:
+            return SCOPE
+        num_layers = (str(self.layer_kinds.count(kind)) for kind in range(len(self.kinds)))
+        return f"{SCOPE}/{KINDS_SCOPE}_{'_'.join(num_layers)}"
 
     def make_segment_tables(
         self,
@@ -93,7 +108,7 @@ class Attend:
             options["kind"] = kind
         if sinks_H is not None:
             options["sinks_H"] = sinks_H
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(self._scope):
             # Make the segment arrays depend on q. Otherwise JAX hoists everything computed from
             # only them out of the layer scan, and a ring's masks for all its steps, as wide as q,
             # stay live (8 GiB at 1M tokens on 32 devices)

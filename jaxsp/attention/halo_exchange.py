@@ -73,6 +73,8 @@ def sent_bytes(workload: LayerWorkload, *, seq: int) -> dict[str, int]:
     # k and v forward and backward, and their gradients: float32, and in the last hop as k and v
     kv_elements = 2 * workload.num_rows * 2 * workload.num_kv_heads * workload.head_dim
     passes = 2 * sum(hop_tokens) + hop_tokens[0]
+    if workload.recomputes_attention and workload.has_other_kinds:
+        passes += sum(hop_tokens)
     size = passes * workload.itemsize + sum(hop_tokens[1:]) * 4
     return {"collective-permute": kv_elements * size}
 

@@ -47,7 +47,9 @@ class Ring(ZigzagStrategy):
         tokens = workload.num_rows * workload.tokens_per_device
         kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
         hops = 2 * (self.seq - 1)
-        if workload.recomputes_attention and self.seq > 3:
+        if workload.recomputes_attention and workload.has_other_kinds:
+            hops += self.seq - 1
+        elif workload.recomputes_attention and self.seq > 3:
             # The recomputed forward pass repeats its hops, except the first, which XLA merges with
             # the same hop of the backward pass. With 3 devices, the loop has one ring step, which
             # XLA unrolls, and then it merges all hops

@@ -65,6 +65,9 @@ class LayerWorkload:
     remat: str = "save_attention"
     """Value of memory.remat."""
     is_deterministic: bool = False
+    has_other_kinds: bool = False
+    """True if the model has layers of other kinds. Then XLA merges no collectives of the recomputed
+    forward pass with those of the backward pass, because each is in a branch of its own."""
 
     @classmethod
     def from_config(
@@ -74,7 +77,9 @@ class LayerWorkload:
 
         Args: remat: replaces memory.remat of the config.
         """
-        score = drop_long_windows([score], row_tokens=config.data.max_row_tokens)[0]
+        row_tokens = config.data.max_row_tokens
+        kinds = drop_long_windows(model.layer_scores, row_tokens=row_tokens)
+        (score,) = drop_long_windows([score], row_tokens=row_tokens)
         return cls(
             num_rows=config.batch.rows_per_microbatch,
             tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
@@ -88,6 +93,7 @@ class LayerWorkload:
             softcap=score.softcap,
             remat=config.memory.remat if remat is None else remat,
             is_deterministic=config.run.deterministic,
+            has_other_kinds=len(set(kinds)) > 1,
         )
 
     @property

@@ -1,5 +1,8 @@
 """Formulas of the bytes that each strategy sends, against the collectives of compiled layers."""
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,21 +30,26 @@ POLICIES = {
 """Policy of what the backward pass of a layer keeps; None: everything."""
 
 
-def compiled(strategy, H, G, remat, window):
+def compiled(strategy, H, G, remat, windows):
     """Text of a compiled scan over layers, forward and backward.
 
     A layer has projections around attention. What is in the loops counts for each layer.
+
+    Args: windows: window of each layer.
     """
     attend = attention.make_attend(
-        strategy=strategy, kernel="blockwise", layer_scores=[ScoreConfig(window=window)]
+        strategy=strategy,
+        kernel="blockwise",
+        layer_scores=[ScoreConfig(window=window) for window in windows],
     )
     starts = jnp.zeros((B, 1), jnp.int32)
     lengths = jnp.full((B, 1), L, jnp.int32)
 
-    def layer(x, weights):
+    def layer(x, inputs):
+        weights, kind = inputs
         q, k, v = ((x @ weight).reshape(*x.shape[:2], -1, K) for weight in weights[:3])
         return jnp.tanh(
-            x + attend(q, k, v, starts, lengths).reshape(*x.shape[:2], -1) @ weights[3].T
+            x + attend(q, k, v, starts, lengths, kind=kind).reshape(*x.shape[:2], -1) @ weights[3].T
         ), None
 
     body = (
@@ -49,7 +57,8 @@ def compiled(strategy, H, G, remat, window):
         if remat == "none"
         else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)
     )
-    loss = lambda x, weights: (jax.lax.scan(body, x, weights)[0] ** 2).sum()
+    kinds = jnp.array(attend.layer_kinds)
+    loss = lambda x, weights: (jax.lax.scan(body, x, (weights, kinds))[0] ** 2).sum()
     shard = PartitionSpec(None, axes.SEQ)
     whole = PartitionSpec()
     gradients = jax.shard_map(
@@ -116,15 +125,20 @@ WINDOWED_CASES = [
 """With sliding windows, in tokens."""
 
 WINDOWED_TIERS = {("ring", "full"): (), ("hybrid", "save_attention"): pytest.mark.e2e}
+MIXED_TIERS = {("all_gather", "none"): (), ("hybrid", "save_attention"): pytest.mark.e2e}
 
 
-def check_cost(strategy, H, G, remat, window):
-    sent = comms.parse_collectives(compiled(strategy, H, G, remat, window))
+def check_cost(strategy, H, G, remat, windows):
+    sent = comms.parse_collectives(compiled(strategy, H, G, remat, windows))
     by_operation = {
-        operation: comms.sum_bytes(sent, operation=operation) / NUM_LAYERS
-        for operation in comms.COLLECTIVES
+        operation: comms.sum_bytes(sent, operation=operation) for operation in comms.COLLECTIVES
     }
-    formula = strategy.sent_bytes(layer(strategy, H, G, remat, window))
+    formula = collections.Counter()
+    for window in windows:
+        workload = layer(strategy, H, G, remat, window)
+        has_other_kinds = len(set(windows)) > 1
+        workload = dataclasses.replace(workload, has_other_kinds=has_other_kinds)
+        formula.update(strategy.sent_bytes(workload))
     assert {operation: size for operation, size in by_operation.items() if size} == formula
 
 
@@ -138,7 +152,7 @@ def check_cost(strategy, H, G, remat, window):
     ids=lambda value: getattr(value, "description", None),
 )
 def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
-    check_cost(strategy, H, G, remat, None)
+    check_cost(strategy, H, G, remat, [None] * NUM_LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +167,20 @@ def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
     ids=lambda value: getattr(value, "description", None),
 )
 def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, window, remat):
-    check_cost(strategy, H, G, remat, window)
+    check_cost(strategy, H, G, remat, [window] * NUM_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "H", "G", "window", "remat"),
+    [
+        pytest.param(*case, remat, marks=MIXED_TIERS.get((case[0].name, remat), pytest.mark.slow))
+        for case in WINDOWED_CASES
+        for remat in POLICIES
+    ],
+    ids=lambda value: getattr(value, "description", None),
+)
+def test_layers_of_two_kinds_send_what_each_kind_sends(strategy, H, G, window, remat):
+    check_cost(strategy, H, G, remat, [None, window, window])
 
 
 def test_a_single_device_sends_nothing():

@@ -5,8 +5,11 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxsp.attention import KINDS_SCOPE
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")
+_KIND_SWITCH = re.compile(rf'op_name="[^"]*/{KINDS_SCOPE}_(\d+(?:_\d+)+)\)*/cond"')
 _CALLED_COMPUTATIONS = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|"
     r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
@@ -131,16 +134,34 @@ def _split_tuple_shape(shape: str) -> list[str]:
     return [element.strip() for element in elements]
 
 
+def find_kind_fractions(line: Instruction) -> dict[str, float]:
+    """Finds the fraction of the runs of an instruction in which each of its computations runs.
+
+    It is empty unless the instruction is the conditional that selects the attention of a layer's
+    kind: its scope has the number of layers of each kind.
+    """
+    match = _KIND_SWITCH.search(line.attributes)
+    if match is None or line.opcode != "conditional":
+        return {}
+    num_layers = [int(number) for number in match[1].split("_")]
+    fractions: dict[str, float] = {}
+    for name, number in zip(line.called_computations, num_layers, strict=True):
+        fractions[name] = fractions.get(name, 0.0) + number / sum(num_layers)
+    return fractions
+
+
 def count_runs(
     program: HloModule, is_counted: Callable[[Instruction], bool], *, include_branches: bool = False
 ) -> list[tuple[Instruction, int]]:
     """Counts the runs of some instructions, which are returned in the order of the text.
 
+    A layer's attention of a kind counts for the layers of this kind: see `find_kind_fractions`.
+
     Args:
         is_counted: selects the instructions.
-        include_branches: counts instructions of branches as if each branch were taken.
+        include_branches: counts instructions of other branches as if each branch were taken.
     Raises: ValueError for a loop around an instruction whose trip count is unknown; and, unless
-        `include_branches`, for an instruction in a branch.
+        `include_branches`, for an instruction in another branch.
     """
     callers = ["while", "call", "fusion", "async-start"]
     if include_branches:
@@ -165,11 +186,12 @@ def count_runs(
             # async-update and async-done name the computation that async-start runs
             if not busy or line.opcode in ("async-update", "async-done"):
                 continue
-            if line.opcode not in callers:
+            fractions = find_kind_fractions(line)
+            if line.opcode not in callers and not fractions:
                 raise ValueError(f"{line.name} is a {line.opcode}: its computations may not run")
             trip_count = find_trip_count(line, program) if line.opcode == "while" else 1
             for called in busy:
-                walk(called, times * trip_count)
+                walk(called, round(times * trip_count * fractions.get(called, 1)))
 
     walk(program.entry, 1)
     return sorted(

@@ -8,8 +8,9 @@ waits for it at its `-done`. One that has no such pair blocks the compute stream
     compute     | kernel | kernel | kernel |     wait     | kernel |
     collective           |         all-gather             |
 
-Two iterations of a loop are simulated; the second stands for all later ones. Of a conditional, the
-slowest branch counts.
+Two iterations of a loop are simulated; the second stands for all later ones. Of the switch between
+kinds of layers, each branch takes its fraction of the time, one after another; of another
+conditional, the slowest branch counts.
 """
 
 import collections
@@ -86,7 +87,7 @@ class Timeline:
         self.exposed_s: collections.defaultdict[int, float] = collections.defaultdict(float)
         """Seconds in which the compute stream waits while a transfer runs, by the line number where
         it begins. At most the transfer's own seconds."""
-        self.num_runs: collections.Counter[int] = collections.Counter()
+        self.num_runs: collections.defaultdict[int, float] = collections.defaultdict(float)
         """Runs of each transfer, by the line number where it begins."""
 
     @property
@@ -96,32 +97,40 @@ class Timeline:
             [self._compute_free_s, *(run.end_s for queue in self._queues.values() for run in queue)]
         )
 
-    def run(self, computation: str, *, runs: int) -> None:
-        """Simulates a computation once, and counts it as `runs` executions."""
+    def run(self, computation: str, *, runs: int, fraction: float = 1.0) -> None:
+        """Simulates a computation once, and counts it as `runs` executions.
+
+        Args: fraction: fraction of the runs in which it is executed. Its times are multiplied by
+            it, so that they are means.
+        """
         for line in self._program.computations[computation]:
             transfer = self._transfers.get(line.line_number)
             if transfer is not None:
-                self._start(transfer, runs)
+                self._start(transfer, runs, fraction)
             for ended in self._transfers_by_end_line.get(line.line_number, ()):
                 self._wait(ended, runs)
             if transfer is not None:
                 continue
             if (seconds := self._kernels.get(line.line_number)) is not None:
-                self._compute_free_s += seconds
-                self.kernel_seconds[line.line_number] += seconds * runs
+                self._compute_free_s += seconds * fraction
+                self.kernel_seconds[line.line_number] += seconds * fraction * runs
             if line.opcode == "while":
-                self._run_loop(line, runs)
+                self._run_loop(line, runs, fraction)
+            elif kinds := hlo.find_kind_fractions(line):
+                for called, part in kinds.items():
+                    self.run(called, runs=runs, fraction=fraction * part)
             elif line.opcode == "conditional":
-                self.run(max(line.called_computations, key=self._simulate_branch), runs=runs)
+                slowest = max(line.called_computations, key=self._simulate_branch)
+                self.run(slowest, runs=runs, fraction=fraction)
             elif line.opcode in ("call", "async-start"):
                 for called in line.called_computations:
-                    self.run(called, runs=runs)
+                    self.run(called, runs=runs, fraction=fraction)
 
-    def _start(self, transfer: ScheduledTransfer, runs: int) -> None:
+    def _start(self, transfer: ScheduledTransfer, runs: int, fraction: float) -> None:
         queue = self._queues.setdefault(transfer.stream, [])
         begin = max([self._compute_free_s, *(run.end_s for run in queue)])
-        queue.append(_TransferRun(transfer.begin_line, begin, begin + transfer.seconds))
-        self.num_runs[transfer.begin_line] += runs
+        queue.append(_TransferRun(transfer.begin_line, begin, begin + fraction * transfer.seconds))
+        self.num_runs[transfer.begin_line] += runs * fraction
 
     def _wait(self, transfer: ScheduledTransfer, runs: int) -> None:
         """Waits for a transfer. Time in which an earlier one of its queue still runs counts for
@@ -135,7 +144,7 @@ class Timeline:
         self._compute_free_s = until
         self._queues[transfer.stream] = [run for run in queue if run.end_s > until]
 
-    def _run_loop(self, loop: Instruction, runs: int) -> None:
+    def _run_loop(self, loop: Instruction, runs: int, fraction: float) -> None:
         """Simulates two iterations, and repeats the second.
 
         Transfers that began before the loop and end after it overlap all iterations, and keep their
@@ -144,12 +153,12 @@ class Timeline:
         body = loop.find_computation("body")
         num_trips = hlo.find_trip_count(loop, self._program)
         if num_trips > 0:
-            self.run(body, runs=runs)
+            self.run(body, runs=runs, fraction=fraction)
         if num_trips < 2:
             return
         begin_s = self._compute_free_s
         older = {run for queue in self._queues.values() for run in queue}
-        self.run(body, runs=runs * (num_trips - 1))
+        self.run(body, runs=runs * (num_trips - 1), fraction=fraction)
         skipped_s = (num_trips - 2) * (self._compute_free_s - begin_s)
         self._compute_free_s += skipped_s
         for stream, queue in self._queues.items():

@@ -197,3 +197,21 @@ def test_kernels_of_called_computations_run_in_their_place():
         )
         assert waits["x"][1] == 1.0
         assert simulated.seconds == 3.0
+
+
+def test_each_kind_of_layer_takes_its_fraction_of_the_time():
+    """Of 4 layers, 3 take the first branch: 3 s and a wait of 2 s; and one the second: 7 s."""
+    switch = (
+        "%switch = f32[8]{0} conditional(%i, %a, %a), branch_computations={%near, %far}, "
+        'metadata={op_name="jit(f)/attend/layers_of_kinds_3_1/cond"}'
+    )
+    branches = computation("near", kernel("short"), begin("x"), end("x"))
+    branches += computation("far", kernel("long"))
+    simulated, waits = simulate(
+        loop("layers", 4),
+        more=branches + computation("layers", switch),
+        kernels={"short": 3.0, "long": 7.0},
+        transfers={"x": (LINKS, 2.0)},
+    )
+    assert simulated.seconds == 3 * (3.0 + 2.0) + 7.0
+    assert waits["x"] == (3, 3 * 2.0)
