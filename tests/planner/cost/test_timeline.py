@@ -200,7 +200,7 @@ def test_kernels_of_called_computations_run_in_their_place():
 
 
 def test_each_kind_of_layer_takes_its_fraction_of_the_time():
-    """Of 4 layers, 3 take the first branch: 3 s and a wait of 2 s; and one the second: 7 s."""
+    """Three of 4 layers take the first branch, of 3 s and a wait of 2 s; one the second, of 7 s."""
     switch = (
         "%switch = f32[8]{0} conditional(%i, %a, %a), branch_computations={%near, %far}, "
         'metadata={op_name="jit(f)/attend/layers_of_kinds_3_1/cond"}'
