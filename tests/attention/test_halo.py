@@ -1,0 +1,180 @@
+"""Sliding windows with strategies whose devices keep two chunks of each row."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention import ScoreConfig
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.halo_exchange import Halo
+from jaxsp.attention.kernels import blockwise_rows, cudnn_slots
+from jaxsp.attention.ring import Ring
+from tests import batches, tolerances
+from tests.attention import cudnn_contract, oracle, test_cudnn, test_strategies
+from tests.attention.strategies import make_strategy
+
+L = test_strategies.L
+
+STRATEGIES = [
+    *(Ring(seq=seq) for seq in (1, 2, 3, 4, 6, 8)),
+    *(AllGather(seq=seq) for seq in (1, 4)),
+    *(
+        make_strategy(seq=seq, ulysses_degree=degree, outer_strategy=outer)
+        for seq, degree in ((8, 2), (4, 2), (6, 3))
+        for outer in ("ring", "all_gather")
+    ),
+]
+
+WINDOWS = {
+    "only itself": lambda chunk: 1,
+    "shorter than a chunk": lambda chunk: chunk // 2,
+    "a chunk": lambda chunk: chunk,
+    "longer than a chunk": lambda chunk: chunk + 1,
+    "several chunks": lambda chunk: 3 * chunk - 1,
+    "nearly the row": lambda chunk: L - 1,
+    "longer than the row": lambda chunk: L + 1,
+}
+"""Tokens of a window, by the tokens of a chunk."""
+
+QUICK = {
+    ("ring of 3", "shorter than a chunk"),
+    ("ring of 8", "several chunks"),
+    ("Ulysses of 3 x ring of 2", "longer than a chunk"),
+    ("all_gather of 1 by 1", "a chunk"),
+}
+"""Those in the default tier."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+        yield
+
+
+def make_attend(strategy, kernel, window):
+    attend = attention.make_attend(
+        strategy=strategy, kernel=kernel, layer_scores=[ScoreConfig(window=window)]
+    )
+    return attend if strategy.seq == 1 else batches.attend_on_shards(attend)
+
+
+@functools.cache
+def expected(window):
+    attend = functools.partial(oracle.attention, score=ScoreConfig(window=window))
+    return test_strategies.results(
+        attention.make_attend(kernel=attend), test_strategies.inputs(6, 2)
+    )
+
+
+CASES = [
+    pytest.param(
+        strategy,
+        name,
+        marks=[] if (strategy.description, name) in QUICK else [pytest.mark.slow],
+        id=f"{strategy.description}, {name}",
+    )
+    for strategy in STRATEGIES
+    for name in WINDOWS
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), CASES)
+def test_windows_equal_one_device(strategy, name, record_property):
+    window = WINDOWS[name](L // (2 * strategy.layout_degree))
+    actual = test_strategies.results(
+        make_attend(strategy, "blockwise", window), test_strategies.inputs(6, 2)
+    )
+    right = dict(expected(window))
+    if window == 1:  # the only weight of a softmax is 1: scores have no gradient
+        for key in ("dq", "dk"):
+            assert not right.pop(key).any()
+            assert np.abs(actual.pop(key)).max() < tolerances.STRATEGIES
+    differences = {key: batches.relative_error(actual[key], right[key]) for key in right}
+    record_property("largest relative difference", max(differences.values()))
+    assert max(differences.values()) < tolerances.STRATEGIES, differences
+
+
+def test_all_quick_cases_exist():
+    names = {(strategy.description, name) for strategy in STRATEGIES for name in WINDOWS}
+    assert names >= QUICK
+
+
+def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
+    """Gradients of single tokens, at edges of chunks of 12 tokens, of segments and of the row."""
+    window = 17
+    q, k, v, dout, starts, lengths = test_strategies.inputs(2, 1)
+    attend = make_attend(Ring(seq=4), "blockwise", window)
+    segment = np.full((len(q), L), -1)
+    for row, places in enumerate(test_strategies.ROWS):
+        for number, (start, length) in enumerate(places):
+            segment[row, start : start + length] = number
+
+    @jax.jit
+    def find_dependence(token):
+        def compute_token(q, k, v):
+            return attend(q, k, v, starts, lengths)[:, token]
+
+        _, pull = jax.vjp(compute_token, q, k, v)
+        return [(x != 0).any((2, 3)) for x in pull(dout[:, 0])]
+
+    position = np.arange(L)
+    for token in (0, 1, 11, 12, 13, 24, 28, 47, 48, 53, 59, 60, 61, 84, 95):
+        distance = token - position
+        is_near = (distance >= 0) & (distance < window)
+        token_segment = segment[:, token : token + 1]
+        is_seen = (segment == token_segment) & (token_segment >= 0) & is_near
+        dq, _, dv = find_dependence(token)
+        np.testing.assert_array_equal(dv, is_seen)
+        assert not dq[:, position != token].any()
+
+
+CUDNN_CASES = [
+    ("many", Ring(seq=2), 100),
+    ("one", Ring(seq=2), 200),  # a halo of more tokens than are before the second chunk
+    ("two", Ring(seq=1), 300),
+    ("many", make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 129),
+    ("one", AllGather(seq=1), 511),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "window"),
+    [
+        pytest.param(*case, marks=[] if case[0] == "one" else [pytest.mark.slow])
+        for case in CUDNN_CASES
+    ],
+    ids=lambda value: getattr(value, "description", None),
+)
+def test_windows_go_through_cudnn(kind, strategy, window):
+    """All that cuDNN leaves undefined is NaN here, and no result has NaN."""
+    cudnn_contract.on_cpu()
+    inputs = [*test_cudnn.arrays(4, 4, 2), *test_cudnn.rows(kind, [0, 1, 2, 3])]
+    actual = test_cudnn.results(make_attend(strategy, "cudnn", window), *inputs)
+    score = ScoreConfig(window=window)
+    right = test_cudnn.run(functools.partial(oracle.attention, score=score), *inputs)
+    for name in right:
+        assert batches.relative_error(actual[name], right[name]) < tolerances.STRATEGIES, name
+
+
+def test_rows_of_a_kernel_divide_as_evenly_as_chunks_if_that_costs_little():
+    def slots(halo):
+        calls = cudnn_slots.plan_calls(num_rows=2, row_tokens=halo.row_tokens, max_segments=64)
+        return sum(call.num_slots * call.slot_tokens for call in calls[-1:]) / halo.row_tokens
+
+    halo = Halo(window=1024, chunk_tokens=65536, seq=8)
+    assert (halo.num_tokens, halo.row_tokens) == (1023, 67584)
+    assert slots(halo) == 8  # twice the tokens of two rows for each of 4
+    assert Halo(window=128, chunk_tokens=2048, seq=8).row_tokens == 2048 + 128
+    assert Halo(window=4096, chunk_tokens=2**20, seq=2).row_tokens == 2**20 + 4096
+    assert Halo(window=7, chunk_tokens=6, seq=8).row_tokens == 12
+
+
+def test_halos_end_at_the_beginning_of_the_row():
+    halo = Halo(window=96, chunk_tokens=12, seq=4)
+    assert halo.hop_tokens == [12] * 7
+    assert Halo(window=30, chunk_tokens=12, seq=4).hop_tokens == [12, 12, 5]
+    assert Halo(window=1, chunk_tokens=12, seq=4).hop_tokens == []
