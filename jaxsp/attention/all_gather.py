@@ -36,7 +36,7 @@ class AllGather(ZigzagStrategy):
     options = frozenset({"kv_heads_per_gather"})
 
     kv_heads_per_gather: int = 1
-    """K/V heads that are gathered at a time."""
+    """K/V heads that are gathered at a time, in layers without a sliding window."""
 
     @classmethod
     def candidates(

@@ -89,7 +89,8 @@ class AttentionConfig(ConfigSection):
     outer_strategy: Literal["ring", "all_gather"] = "ring"
     """Strategy between the groups of neighbors, for hybrid and auto."""
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
-    """Number of a device's K/V heads that all_gather gathers at a time. null: one."""
+    """Number of a device's K/V heads that all_gather gathers at a time. null: one. It does not
+    apply to layers with a sliding window, which gather nothing."""
     kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
     """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100:
     rows of one document). blockwise: online softmax over blocks, memory linear in length, on any

@@ -104,7 +104,7 @@ def _check_attention(program: Program, choice: AttentionChoice, device: jax.Devi
         (None, score) for score in dict.fromkeys(choice.layer_scores)
     ]
     if chunk_strategy is not None:
-        kinds += [(chunk_strategy, score) for _, score in kinds if score.window is None]
+        kinds += [(chunk_strategy, score) for _, score in kinds]
     for strategy, score in kinds:
         attention_errors = measure_attention_error(
             choice.kernel,
@@ -257,6 +257,8 @@ def compile_attention(
     kernel = attention.as_kernel(kernel)
     num_rows, row_tokens, num_heads, head_dim = inputs[0].shape
     strategy = strategy or Ulysses(seq=1)
+    if score.window is not None:
+        score = dataclasses.replace(score, window=min(score.window, _WINDOW))
     layer = LayerWorkload(
         num_rows=num_rows,
         tokens_per_device=row_tokens,
@@ -266,9 +268,8 @@ def compile_attention(
         num_kv_heads=inputs[1].shape[2],
         head_dim=head_dim,
         dtype=str(dtype),
+        window=score.window,
     )
-    if score.window is not None:
-        score = dataclasses.replace(score, window=min(score.window, _WINDOW))
     legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
     attend = attention.make_attend(
         kernel=kernel,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention import ScoreConfig, halo_exchange
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
@@ -126,6 +126,19 @@ def test_a_correct_kernel_has_at_most_half_the_tolerated_error(max_segments, win
 def test_a_kernel_without_the_window_is_refused():
     actual = differences(attention.make_attend(kernel="blockwise"), score=ScoreConfig(window=4096))
     assert min(actual.values()) > selfcheck.ATTENTION_TOLERANCE
+
+
+def test_windows_over_chunks_are_checked(monkeypatch):
+    changes = {"score": ScoreConfig(window=4096), "strategy": AllGather(seq=1)}
+    actual = differences("blockwise", **changes)
+    assert max(actual.values()) < selfcheck.ATTENTION_TOLERANCE / 2
+
+    def receive_nothing(group, halo, kv):
+        first, last = (jnp.zeros_like(x[:, :, -halo.num_tokens :]) for x in kv)
+        return first, last
+
+    monkeypatch.setattr(halo_exchange, "receive_halos", receive_nothing)
+    assert max(differences("blockwise", **changes).values()) > selfcheck.ATTENTION_TOLERANCE
 
 
 @pytest.mark.e2e

@@ -204,7 +204,7 @@ def _parse_collective(
         pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", start.attributes)
         if pairs is None:
             raise ValueError(f"{start.name} has no source_target_pairs")
-        group = _find_cycle(pairs[1])
+        group = _find_chain(pairs[1])
     else:
         group = _parse_device_ids(start, num_devices)
     sizes: collections.Counter[str] = collections.Counter()
@@ -237,16 +237,16 @@ def _sent_bytes(operation: str, size: int, num_devices: int) -> float:
     return size * (num_devices - 1) / num_devices
 
 
-def _find_cycle(pairs: str) -> tuple[int, ...]:
-    """Finds the devices of the ring that starts at the first device.
+def _find_chain(pairs: str) -> tuple[int, ...]:
+    """Finds the devices of the first chain of senders and receivers; a ring is one that closes.
 
-    Example: `{0,2},{1,3},{2,0},{3,1}` gives 0 and 2.
+    Example: `{0,2},{1,3},{2,0},{3,1}` gives 0 and 2, and `{1,0},{2,1}` gives 2, 1 and 0.
     """
     targets = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
-    cycle = [min(targets)]
-    while (target := targets.get(cycle[-1], cycle[0])) not in cycle:
-        cycle.append(target)
-    return tuple(cycle)
+    chain = [min(targets.keys() - targets.values(), default=min(targets))]
+    while (target := targets.get(chain[-1], chain[0])) not in chain:
+        chain.append(target)
+    return tuple(chain)
 
 
 def _dtype_bits(dtype: str) -> int:

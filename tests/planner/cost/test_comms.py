@@ -342,6 +342,7 @@ def test_the_group_of_a_ring_is_in_the_order_of_its_hops():
     for pairs, group in (
         ("{{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}", (0, 2)),
         ("{{0,3},{3,1},{1,0}}", (0, 3, 1)),
+        ("{{1,0},{2,1},{5,4},{6,5}}", (2, 1, 0)),  # not closed
     ):
         line = f"%x = f32[64]{{0}} collective-permute(%a), source_target_pairs={pairs}"
         (sent,) = comms.parse_collectives(program(line))
