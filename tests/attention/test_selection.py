@@ -640,3 +640,33 @@ def test_a_suggested_row_length_is_a_multiple_of_the_devices():
     problem = refused(seq=12, heads=(24, 24, 128), row_tokens=100000, kernel="cudnn")[0]
     assert_names(problem, "384", "data.row_tokens=99840 or 100224")
     assert 99840 % 12 == 100224 % 12 == 0
+
+
+NEAR = ScoreConfig(window=4096)
+FAR = ScoreConfig()
+
+
+def test_settings_fit_layers_with_and_without_windows():
+    """Rows of halo and chunk are five times as long as chunks."""
+    fields = {"seq": 8, "strategy": "ring", "row_tokens": 2**22}
+    wide = ScoreConfig(window=2**20)
+    both = choose(**fields, layer_scores=[FAR, wide]).settings
+    assert both == choose(**fields, layer_scores=[wide, FAR]).settings
+    kinds = [choose(**fields, layer_scores=[score]).settings for score in (FAR, wide)]
+    assert kinds[0].head_chunks < kinds[1].head_chunks == both.head_chunks
+    assert both.workspace_bytes >= kinds[1].workspace_bytes
+    assert both.lse_bytes >= kinds[1].lse_bytes
+
+
+def test_head_chunks_that_fit_only_one_kind_of_layer_are_refused_with_equal_heads():
+    fields = {
+        "seq": 8,
+        "heads": (28, 4, 128),
+        "strategy": "all_gather",
+        "row_tokens": 2**23,
+        "layer_scores": [NEAR, FAR],
+    }
+    (problem,) = refused(**fields)
+    suggestion = "attention.kv_heads_per_gather=4"
+    assert_names(problem, "windows", suggestion, start="attention.head_chunks = null: ")
+    assert choose(**fields, kv_heads_per_gather=4).kernel.name == "cudnn"
