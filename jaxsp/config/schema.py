@@ -31,7 +31,7 @@ class ModelSourceConfig(ConfigSection):
         dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")
     ] = None
     """Fields of a Hugging Face config.json, for a model with random weights. They include
-    model_type (llama, mistral, qwen2 or qwen3)."""
+    model_type, such as llama or qwen3."""
     tokenizer: Annotated[str | None, with_examples("bytes")] = None
     """Tokenizer: `bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer.
     null: that of model.source. Records with the format tokens need none."""

@@ -111,7 +111,8 @@ _IGNORED_FIELDS = frozenset(
     attn_implementation _attn_implementation _attn_implementation_autoset chunk_size_feed_forward
     id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
     min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
-    num_return_sequences is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    num_return_sequences _sliding_window_pattern is_llama_config transformers.js_config
+    unsloth_fixed unsloth_version
     """.split()
 )
 """Fields that do not change training, or that are checked separately."""

@@ -129,8 +129,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {
         **SIZES,
         "model_type": "phi3",
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 32,
+        "max_position_embeddings": 8192,
+        "original_max_position_embeddings": 4096,
         "partial_rotary_factor": 0.5,
         "rope_scaling": {
             "type": "longrope",
