@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import rope, rope_types
@@ -18,6 +17,7 @@ from tests import tolerances
 from tests.messages import assert_names
 
 pytest.importorskip("torch", reason="transformers computes with it (extra `test`)")
+modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
 
 HEAD_DIM = 64
 LIST_32 = [1.0 + 0.5 * i for i in range(32)]
@@ -89,7 +89,7 @@ def of_transformers(group: dict[str, Any], row_tokens: int | None) -> tuple[np.n
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters=dict(group),
     )
-    function = Phi3RotaryEmbedding.compute_default_rope_parameters
+    function = modeling_phi3.Phi3RotaryEmbedding.compute_default_rope_parameters
     if group["rope_type"] != "default":
         function = ROPE_INIT_FUNCTIONS[group["rope_type"]]
     frequencies, scale = function(config, device="cpu", seq_len=row_tokens)
