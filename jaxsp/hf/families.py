@@ -57,8 +57,8 @@ def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
-    # The softcaps of Gemma 3's configs are not read by its code in transformers
-    return _read_gemma(given) | {"attention_softcap": None, "logit_softcap": None}
+    # Gemma 3's code in transformers does not use attn_logit_softcapping
+    return _read_gemma(given) | {"attention_softcap": None}
 
 
 def _read_granite(given: dict[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 20,
         "sliding_window": 5,
         "sliding_window_pattern": 3,
+        "final_logit_softcapping": 3.0,
         "rope_local_base_freq": 100.0,
         "rope_theta": 1e6,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
