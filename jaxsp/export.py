@@ -12,7 +12,7 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, writer
+from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
 from jaxsp.run import resume
 from jaxsp.runtime import jax_platform, run_paths
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         )
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
-    table = decoder.param_table(families.parse_model_config(meta.model, field="model.config"))
+    table = decoder.param_table(model_config.parse_model_config(meta.model, field="model.config"))
     model_dir = resume.find_model_dir(checkpoint)
     tokenizer = None
     small_files = None

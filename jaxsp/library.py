@@ -39,7 +39,7 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import families, folder, writer
+from jaxsp.hf import folder, model_config, writer
 from jaxsp.model import layers
 from jaxsp.run import build, model_files
 from jaxsp.runtime import device_mesh, jax_platform
@@ -196,7 +196,7 @@ def save_model(
     writer.export_model(
         jax.tree.map(from_host, weights),
         table=program.table,
-        fields=families.override_fields(
+        fields=model_config.override_fields(
             source.config_fields, config, field=str(source.path / "config.json")
         ),
         tokenizer=None,

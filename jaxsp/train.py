@@ -12,7 +12,7 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.run import build, preview, resume, trainer
 from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir
 from jaxsp.runtime.cluster import Process
@@ -92,8 +92,8 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
-        fields, field = families.read_fields(config.model)
-        model = families.parse_model_config(
+        fields, field = model_config.read_fields(config.model)
+        model = model_config.parse_model_config(
             fields, field=field, row_tokens=config.data.max_row_tokens
         )
     except UserError:

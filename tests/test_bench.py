@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model import flops
 from jaxsp.runtime import hardware
 from scripts.bench import cases, isolation, machine, report, step
@@ -245,7 +245,9 @@ def test_four_layers_of_llama_8b_have_its_proportions():
     """Arithmetic for each layer and for the head, as in the whole model."""
 
     def num_flops(**fields):
-        model = families.parse_model_config(cases.SHAPES["llama8b-4layers"] | fields, field="model")
+        model = model_config.parse_model_config(
+            cases.SHAPES["llama8b-4layers"] | fields, field="model"
+        )
         return flops.step_flops(model, np.array([32768]))
 
     whole = num_flops(num_hidden_layers=32, vocab_size=128256)

@@ -10,7 +10,7 @@ import pytest
 from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.runtime import distributed
 from jaxsp.runtime.cluster import Process
 
@@ -86,7 +86,7 @@ def test_a_lost_connection_to_another_process_is_one_line(
     assert ("Traceback" in printed, len(printed.splitlines()) == 1) == (not is_short, is_short)
 
 
-@pytest.mark.parametrize("module", [families, tokenizers])
+@pytest.mark.parametrize("module", [model_config, tokenizers])
 def test_modules_that_import_transformers_silence_its_advice_to_install_torch(monkeypatch, module):
     monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
     runpy.run_path(module.__file__)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsp.attention.kernels import cudnn_slots
 from jaxsp.config import config_file
-from jaxsp.hf import families, published
+from jaxsp.hf import model_config, published
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
@@ -35,7 +35,7 @@ SMALL = {
 
 def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = families.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config, field="model.config")
     count = config.mesh.data * config.mesh.seq
     return compiled.compile_config(
         config, model=model, devices=compiled.make_devices("h100-80gb", count)
@@ -151,7 +151,7 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     config = config_file.load(
         path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
     )
-    model = families.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config, field="model.config")
     groups = config.mesh.data
     plan = planning.plan_step(
         config, model=model, cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq)

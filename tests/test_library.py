@@ -16,7 +16,7 @@ import safetensors.numpy
 from jaxsp import library
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, writer
+from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
 from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_state
 from tests import batches, messages
@@ -34,7 +34,7 @@ FIELDS = batches.UNEVEN_LLAMA
 
 def make_folder(path, fields=FIELDS):
     """A Hugging Face folder of random weights, with the tokenizer of bytes."""
-    table = decoder.param_table(families.parse_model_config(fields, field="fields"))
+    table = decoder.param_table(model_config.parse_model_config(fields, field="fields"))
     rng = np.random.default_rng(3)
     master = jax.tree.map(
         lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table

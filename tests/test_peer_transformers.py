@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model import flops
 from scripts.bench import cases, isolation, report, step
 from scripts.bench import peer_transformers as peer
@@ -316,7 +316,7 @@ def test_flops_of_the_peer_are_counted_as_those_of_jaxsp(tmp_path):
     actual = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
     num_flops = actual.tflops_per_device * actual.step_s * 1e12
     lengths = np.array([len(document) for document in cases.make_documents(CASE)])
-    model = families.parse_model_config(cases.SHAPES["tiny"], field="tiny")
+    model = model_config.parse_model_config(cases.SHAPES["tiny"], field="tiny")
     assert num_flops == pytest.approx(flops.step_flops(model, lengths))
 
 

@@ -5,55 +5,14 @@ change training are ignored. Every other field is refused by name: a feature tha
 out gives plausible losses of another model.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope
+from jaxsp.hf.families import LAYER_TYPES, QWEN_WINDOW_FIELDS, TYPED_WINDOW_FIELDS, Family
 from jaxsp.hf.json_values import format_value
-from jaxsp.hf.rope import RopeSupport
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """Properties of a `model_type` that the fields of its config.json do not give."""
-
-    architecture: str
-    """Class that transformers loads an export with."""
-    bias_fields: tuple[str, ...] = ()
-    required_fields: tuple[str, ...] = ()
-    """Fields whose default is one published size, which a smaller model would silently get."""
-    has_output_bias: bool = True
-    """False if attention_bias is for q, k and v only."""
-    model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of ModelConfig that the family fixes."""
-    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
-    """Fields of ModelConfig from those of a config.json with transformers' defaults."""
-    fields: tuple[str, ...] = ()
-    """Fields of a config.json that only this family has."""
-    values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Fields with a fixed meaning in this family, and the values that match it."""
-    norm_eps_field: str = "rms_norm_eps"
-    activation_field: str = "hidden_act"
-    rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
-    has_rope: Callable[[dict[str, Any], int], bool] = lambda given, layer: True
-    """Function that returns True if a layer, by its number, has RoPE."""
-    window_fields: tuple[str, ...] = ()
-    """Fields of this family for sliding windows.
-
-    Without `layer_types` among them, every layer has the window. Otherwise those that `layer_types`
-    names, which transformers derives from the other fields if it is missing.
-    """
-
-    @property
-    def own_fields(self) -> tuple[str, ...]:
-        """Fields that this family reads in addition to those of all families."""
-        return (*self.fields, self.norm_eps_field, self.activation_field)
-
-
-QWEN_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types")
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -116,8 +75,6 @@ _IGNORED_FIELDS = frozenset(
     """.split()
 )
 """Fields that do not change training, or that are checked separately."""
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def find_problems(

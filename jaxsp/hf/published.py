@@ -11,7 +11,7 @@ from typing import Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families, folder
+from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import HubError
 from jaxsp.model.config import ModelConfig
 
@@ -199,7 +199,7 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
     published = None
     note = ""
     try:
-        fields, field = families.read_fields(model, deadline_s=DEADLINE_S)
+        fields, field = model_config.read_fields(model, deadline_s=DEADLINE_S)
     except HubError as error:
         if name not in MODELS and folder.has_parent(name):
             raise
@@ -211,8 +211,8 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
             f"read on {READ_DATE} from {published.source_url}"
         )
         field = f"published sizes of {name}"
-        fields = families.override_fields(published.fields, model, field=field)
-    sizes = families.parse_model_config(fields, field=field, row_tokens=row_tokens)
+        fields = model_config.override_fields(published.fields, model, field=field)
+    sizes = model_config.parse_model_config(fields, field=field, row_tokens=row_tokens)
     return ModelSizes(model=sizes, fields=fields, published=published, note=note)
 
 

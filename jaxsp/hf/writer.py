@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families, folder
+from jaxsp.hf import folder, model_config
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 
@@ -65,8 +65,8 @@ def export_model(
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
     target = check_target(directory)
-    token_ids = families.choose_token_ids(fields, tokenizer)
-    config = families.make_config_json(fields, dtype=dtype, token_ids=token_ids)
+    token_ids = model_config.choose_token_ids(fields, tokenizer)
+    config = model_config.make_config_json(fields, dtype=dtype, token_ids=token_ids)
     incomplete = target.with_name(f"{target.name}.incomplete-{secrets.token_hex(4)}")
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:

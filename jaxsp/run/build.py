@@ -20,7 +20,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.hf import families, folder
+from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import data_sets, model_files, resume
@@ -216,7 +216,7 @@ def resolve_config(
     )
     return ResolvedConfig(
         program=program,
-        hf_config=files.hf_config | families.choose_token_ids(files.hf_config, tokenizer),
+        hf_config=files.hf_config | model_config.choose_token_ids(files.hf_config, tokenizer),
         model_folder=files.folder,
         tokenizer=tokenizer,
         attention_choice=choice,

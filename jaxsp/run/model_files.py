@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, folder, weights
+from jaxsp.hf import folder, model_config, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
@@ -46,9 +46,9 @@ def read_model(
         assert hf_config is not None, "the schema requires one of them"
         files = ModelFiles(folder=source, hf_config=hf_config)
         field = str(source.path / "config.json") if source else "model.config"
-        hf_config = families.override_fields(hf_config, config.model, field=field)
+        hf_config = model_config.override_fields(hf_config, config.model, field=field)
         files = dataclasses.replace(files, hf_config=hf_config)
-        model = families.parse_model_config(
+        model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.max_row_tokens
         )
         files = dataclasses.replace(files, config=model)

@@ -16,7 +16,7 @@ from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
@@ -220,7 +220,7 @@ def _model_problems(
     suggestion: str,
 ) -> list[str]:
     """Differences between the model of a checkpoint and that of the config."""
-    saved = families.parse_model_config(
+    saved = model_config.parse_model_config(
         meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
     )
     differences = [

@@ -21,7 +21,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import CheckpointConfig
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import train_state
 from jaxsp.training.program import Program
@@ -97,7 +97,7 @@ def make_program(gigabytes: float) -> Program:
             data={"row_tokens": 128},
             batch={"rows_per_step": num_devices},
         ),
-        model=families.parse_model_config(model, field="model.config"),
+        model=model_config.parse_model_config(model, field="model.config"),
         mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
         attend=attention.make_attend(seq=1, kernel="blockwise"),
         num_steps=1,

@@ -7,7 +7,7 @@ import jax
 
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.planning import Plan
@@ -66,7 +66,7 @@ def plan_config(
     assert config.model.config is not None
     return planning.plan_step(
         config,
-        model=families.parse_model_config(config.model.config, field="model.config"),
+        model=model_config.parse_model_config(config.model.config, field="model.config"),
         cluster=compiled.make_cluster(device, num_devices, node_host_gib=host_gib),
         document_tokens=document_tokens,
     )

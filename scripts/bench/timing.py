@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model import flops
 from scripts.bench import cases, isolation, report, results
 from scripts.bench.cases import Case
@@ -125,7 +125,7 @@ def make_figures(
 ) -> dict[str, Any]:
     """Fields of a result from the times of all steps, warm-up included, and the last loss."""
     lengths = np.array([len(document) for document in cases.make_documents(case)])
-    model = families.parse_model_config(cases.SHAPES[case.shape], field=case.shape)
+    model = model_config.parse_model_config(cases.SHAPES[case.shape], field=case.shape)
     timed = seconds[cases.WARM_UP_STEPS :]
     step_s = statistics.median(timed)
     tflops = flops.step_flops(model, lengths) / step_s / 1e12

@@ -17,7 +17,7 @@ from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategy import Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner import mesh_sweep
 from tests import batches, tolerances
 from tests.attention import oracle
@@ -140,7 +140,7 @@ def test_auto_considers_a_toy_strategy_and_a_toy_kernel(toys):
 
 def test_the_planner_sweeps_over_a_toy_strategy(toys):
     config = programs.settings()
-    model = families.parse_model_config(programs.LLAMA, field="model.config")
+    model = model_config.parse_model_config(programs.LLAMA, field="model.config")
     combinations = mesh_sweep.list_combinations(config, model, num_devices=SEQ)
     labels = [option.label for mesh, option in combinations if mesh[axes.SEQ] == SEQ]
     assert labels == ["gather_all", "ulysses", "ring", "all_gather"]

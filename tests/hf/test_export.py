@@ -14,7 +14,7 @@ import safetensors.numpy
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, writer
+from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder, layers
 from tests import tolerances
 from tests.hf import oracle
@@ -34,7 +34,7 @@ def random_master(config: Any) -> layers.Weights:
 
 def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
     """Exports random weights, and returns them."""
-    config = families.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields, field="model.config")
     master = changes.pop("master", None) or random_master(config)
     options = {"tokenizer": None, "dtype": "float32"} | changes
     writer.export_model(
@@ -55,7 +55,7 @@ def load(directory: pathlib.Path) -> Any:
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_float32_is_loaded_bit_for_bit_and_gives_the_same_loss(tmp_path, name):
     fields = oracle.MODELS[name]
-    config = families.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields, field="model.config")
     master = export(tmp_path / "out", fields)
     model = load(tmp_path / "out")
     back = oracle.stacked(dict(model.named_parameters()), decoder.param_table(config))
@@ -69,7 +69,7 @@ def test_float32_is_loaded_bit_for_bit_and_gives_the_same_loss(tmp_path, name):
 
 
 def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):
-    config = families.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     # jax arrays, as they are at the end of a run
     table = decoder.param_table(config)
@@ -106,7 +106,7 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
             names = list(tensors.keys())
             assert all(index["weight_map"][name] == file for name in names)
             assert tensors.metadata() == {"format": "pt"}
-    config = families.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY, field="model.config")
     back = oracle.stacked(
         dict(load(tmp_path / "out").named_parameters()), decoder.param_table(config)
     )
@@ -115,7 +115,7 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
 
 def test_views_are_written_in_the_order_of_their_elements(tmp_path):
     """safetensors silently ignores the strides of a transposed view."""
-    config = families.parse_model_config(TINY, field="model.config")
+    config = model_config.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
     export(tmp_path / "views", TINY, master=views)
@@ -138,7 +138,7 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
         "hidden_size": 128,
         "intermediate_size": 256,
     }
-    config = families.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields, field="model.config")
     master = random_master(config)
     export(tmp_path / "warm", TINY)
     tracemalloc.start()
@@ -154,21 +154,21 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_the_config_read_back_is_the_same_model(tmp_path, name):
     fields = oracle.MODELS[name]
-    expected = families.parse_model_config(fields, field="model.config")
+    expected = model_config.parse_model_config(fields, field="model.config")
     export(tmp_path / "out", fields, dtype="bfloat16")
     path = tmp_path / "out/config.json"
     written = json.loads(path.read_text())
-    assert families.parse_model_config(written, field="config.json") == expected
+    assert model_config.parse_model_config(written, field="config.json") == expected
     loaded = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert loaded.architectures == [type(oracle.torch_model(fields)).__name__]
     assert loaded.dtype == oracle.torch.bfloat16
-    assert families.parse_model_config(loaded.to_dict(), field="config.json") == expected
+    assert model_config.parse_model_config(loaded.to_dict(), field="config.json") == expected
 
     # the fields that transformers 4 wrote
     legacy = {
         key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")
     }
-    assert families.parse_model_config(legacy, field="config.json") == expected
+    assert model_config.parse_model_config(legacy, field="config.json") == expected
     path.write_text(json.dumps(legacy))
     old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert old.dtype == loaded.dtype

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, folder, weights, writer
+from jaxsp.hf import folder, model_config, weights, writer
 from jaxsp.model import decoder, layers
 from jaxsp.training import sharding, weight_init
 from tests import batches
@@ -53,7 +53,7 @@ def read(
     """The table of a folder's model, and its weights, imported on a mesh and unsharded."""
     source = folder.find(str(directory))
     table = decoder.param_table(
-        families.parse_model_config(source.config_fields, field="config.json")
+        model_config.parse_model_config(source.config_fields, field="config.json")
     )
     stored = weight_init.load_weights(
         table, batches.mesh(*sizes), weights.open_folder(source, table).read

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import Batch
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from tests import batches, tolerances
 from tests.hf import oracle
@@ -23,7 +23,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loss, logits and gradients of jaxsp and of transformers."""
     fields = oracle.MODELS[name]
     rows = SEGMENTS[layout]
-    config = families.parse_model_config(fields, field="model.config")
+    config = model_config.parse_model_config(fields, field="model.config")
     table = decoder.param_table(config)
     model = oracle.torch_model(fields)
     weights = oracle.stacked(dict(model.named_parameters()), table)
@@ -59,7 +59,7 @@ def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
 
 def test_layer_patterns_of_the_families():
     def describe(name: str) -> list[str]:
-        config = families.parse_model_config(oracle.MODELS[name], field="model.config")
+        config = model_config.parse_model_config(oracle.MODELS[name], field="model.config")
         return [f"{layer.window} {layer.rope.description}" for layer in config.layers]
 
     local = "5 default, theta 100"

@@ -13,7 +13,7 @@ import yaml
 from jaxsp.config import config_file
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import context_range, families, folder, published
+from jaxsp.hf import context_range, folder, model_config, published
 from jaxsp.hf.folder import HubError
 from jaxsp.model import decoder
 
@@ -49,7 +49,7 @@ def hub(tmp_path, monkeypatch):
 )
 def test_sizes_give_the_published_number_of_parameters(model):
     """This finds wrong sizes, and embeddings that should be tied."""
-    read = families.parse_model_config(model.fields, field=model.name)
+    read = model_config.parse_model_config(model.fields, field=model.name)
     table = decoder.param_table(read)
 
     def size(params):
@@ -77,10 +77,10 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     row_tokens = config.data.max_row_tokens
     fields = published.MODELS[str(config.model.source)].fields
     assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
-    changed = families.override_fields(fields, config.model, field="published")
+    changed = model_config.override_fields(fields, config.model, field="published")
     assert changed["max_position_embeddings"] == row_tokens
     assert context_range.describe_excess(changed, row_tokens=row_tokens) == ""
-    families.parse_model_config(changed, field="published", row_tokens=row_tokens)
+    model_config.parse_model_config(changed, field="published", row_tokens=row_tokens)
 
 
 def test_sizes_of_llama_3_1_8b_equal_its_config_json():
@@ -186,4 +186,4 @@ def test_training_never_takes_published_sizes(hub):
     with pytest.raises(HubError, match="a problem with a suggestion"):
         folder.find(LLAMA)
     with pytest.raises(HubError, match="a problem with a suggestion"):
-        families.read_fields(model)
+        model_config.read_fields(model)

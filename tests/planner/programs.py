@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxsp.config import config_file
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner.compile import compiled
 
 LLAMA = {
@@ -46,7 +46,7 @@ def step(config, devices):
     """The compiled step of such a config on these devices."""
     return compiled.compile_config(
         config,
-        model=families.parse_model_config(config.model.config, field="model.config"),
+        model=model_config.parse_model_config(config.model.config, field="model.config"),
         devices=devices,
     )
 

@@ -8,7 +8,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner import mesh_sweep, planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.mesh_sweep import MeshPlan
@@ -50,7 +50,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     monkeypatch.setattr(planning, "plan_step", plan_step)
     mesh_plans = mesh_sweep.plan_meshes(
         programs.settings(),
-        model=families.parse_model_config(programs.LLAMA, field="model.config"),
+        model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
         cluster=compiled.make_cluster("h100-80gb", 8),
         on_result=reported.append,
     )
@@ -82,7 +82,7 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
     with pytest.raises(UserError) as caught:
         mesh_sweep.plan_meshes(
             programs.settings(),
-            model=families.parse_model_config(programs.LLAMA, field="model.config"),
+            model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
             cluster=compiled.make_cluster("h100-80gb", 8),
         )
     assert caught.value.problems == ["optimizer.name = x: no"]

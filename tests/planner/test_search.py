@@ -3,12 +3,12 @@
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import compiled, memory
 from tests.planner import example_plans, programs
 
-MODEL = families.parse_model_config(programs.LLAMA, field="model.config")
+MODEL = model_config.parse_model_config(programs.LLAMA, field="model.config")
 CLUSTER = compiled.make_cluster("h100-80gb", 8)
 
 

@@ -24,7 +24,7 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, writer
+from jaxsp.hf import model_config, writer
 from jaxsp.run import build, resume, trainer
 from jaxsp.runtime import run_paths
 from tests import batches, commands, messages, tolerances
@@ -292,7 +292,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
         rows_consumed={"64": 32},
         num_tokens_total=7,
     )
-    model = families.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
+    model = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
     start = resume.make_start_point(meta, tmp_path, now, model=model, data=documents)
     actual = " ".join(start.config_changes)
     assert re.findall(r"(\S+) \S+ -> ", actual) == fields

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import compile_options
@@ -77,7 +77,7 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
     config = programs.settings(
         "mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024"
     )
-    model = families.parse_model_config(config.model.config, field="model.config")
+    model = model_config.parse_model_config(config.model.config, field="model.config")
     program, _ = compiled.build_program(config, model=model, devices=list(gpus(2, 4).devices.flat))
     assert program.tokens_per_device == 2048
     assert OVERLAP.items() <= program.compile_options.options.items()

@@ -453,8 +453,8 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
         {"offload_activations": "layer_inputs", "offload_optimizer": "state"}, sizes=(1, 2, 2)
     )
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 4)
-    monkeypatch.setattr(train.families, "read_fields", lambda config: ({}, "config.json"))
-    monkeypatch.setattr(train.families, "parse_model_config", lambda *_, **__: program.model)
+    monkeypatch.setattr(train.model_config, "read_fields", lambda config: ({}, "config.json"))
+    monkeypatch.setattr(train.model_config, "parse_model_config", lambda *_, **__: program.model)
     actual = memory_formula.program_offloaded_bytes(program)
     assert train._pinned_pool_bytes(program.config, Process()) == memory_formula.pool_bytes(actual)
     assert memory_formula.pool_bytes(actual) == int(1.1 * actual.total) + 2 * GIB > 2 * GIB

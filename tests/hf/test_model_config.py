@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model.config import LayerConfig, ModelConfig
 from scripts.bench import configs
 from tests import batches
@@ -116,7 +116,7 @@ QWEN3 = {
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
-    return families.parse_model_config(fields, field="model.config")
+    return model_config.parse_model_config(fields, field="model.config")
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
@@ -499,11 +499,11 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
         eos_token_id = 5
         pad_token_id = None
 
-    token_ids = families.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    token_ids = model_config.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert token_ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert families.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
+    assert model_config.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
         1,
         5,
     ]
-    assert families.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
-    assert families.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+    assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]

@@ -1,0 +1,261 @@
+"""Conversion between Hugging Face's config.json and ModelConfig, both ways."""
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+from jaxsp.hf import config_checks, folder, rope, rope_override, rope_types
+from jaxsp.hf.families import FAMILIES, LAYER_TYPES, Family
+from jaxsp.hf.json_values import format_value
+from jaxsp.model.config import LayerConfig, ModelConfig, Rope
+
+if TYPE_CHECKING:
+    import transformers
+
+# On import, transformers prints that PyTorch was not found; jaxsp does not need it.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def read_fields(
+    model: ModelSourceConfig, *, deadline_s: float | None = None
+) -> tuple[dict[str, Any], str]:
+    """Reads the config.json that `model.source` or `model.config` names, and changes its RoPE.
+
+    Downloads at most config.json.
+
+    Args:
+        deadline_s: longest wait for the hub; None: no limit.
+    Returns: the fields, and the name of the config in messages.
+    Raises:
+        HubError if the hub cannot be reached, or this account has no access to the model; another
+        UserError if the config cannot be read, or model.rope does not fit it.
+    """
+    if model.source is not None:
+        source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
+        fields = source.config_fields
+        field = str(source.path / "config.json")
+    else:
+        assert model.config is not None, "the config's schema requires one of them"
+        fields = model.config
+        field = "model.config"
+    return override_fields(fields, model, field=field), field
+
+
+def override_fields(
+    fields: dict[str, Any], model: ModelSourceConfig, *, field: str
+) -> dict[str, Any]:
+    """Returns the fields of a config.json with the changes of model.rope and
+    model.max_position_embeddings.
+
+    Args:
+        field: name of the config.json in error messages.
+    Raises: UserError if the fields are invalid, or the changes do not fit them.
+    """
+    if model.rope is None and model.max_position_embeddings is None:
+        return fields
+    _, resolved = _parse_fields(fields, field)
+    return rope_override.apply(
+        fields, model, resolved=resolved.to_dict(), support=_find_family(fields, field).rope
+    )
+
+
+def parse_model_config(
+    fields: dict[str, Any], *, field: str, row_tokens: int | None = None
+) -> ModelConfig:
+    """Converts the fields of a config.json, with transformers' defaults for those that are missing.
+
+    Args:
+        field: name of the config in error messages, for example `model.config`.
+        row_tokens: length of the longest rows, by which longrope chooses its factors; None: no
+            longer than the model's original range.
+    Raises:
+        UserError with a line for every field that is missing, unknown, of the wrong type or not
+        implemented.
+    """
+    return _parse_fields(fields, field, row_tokens)[0]
+
+
+def make_config_json(
+    fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the fields of an export's config.json, for transformers 5 and 4.
+
+    Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
+    `rope_scaling` and `torch_dtype`; without them it would use its default RoPE.
+
+    Args:
+        fields: the fields that `parse_model_config` was called with.
+        token_ids: result of `choose_token_ids`.
+    """
+    _, resolved = _parse_fields(fields, "config.json")
+    groups = resolved.rope_parameters
+    old_form: dict[str, Any] = {}
+    if "rope_theta" in groups:
+        scaling = {name: value for name, value in groups.items() if name != "rope_theta"}
+        is_default = scaling.get("rope_type") == "default"
+        old_form = {
+            "rope_theta": groups["rope_theta"],
+            "rope_scaling": None if is_default else scaling,
+        }
+    return {
+        **resolved.to_diff_dict(),
+        **token_ids,
+        "architectures": [FAMILIES[fields["model_type"]].architecture],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "rope_parameters": groups,
+        **old_form,
+    }
+
+
+def choose_token_ids(
+    fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
+    """Returns the ids of special tokens: from the tokenizer, else from the config, else null.
+
+    A list in the config that contains the tokenizer's id is kept whole. The default of the model
+    family is never used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer.
+    """
+    token_ids = {}
+    for name in config_checks.TOKEN_ID_FIELDS:
+        tokenizer_id = getattr(tokenizer, name, None)
+        config_id = fields.get(name)
+        is_listed = isinstance(config_id, list) and tokenizer_id in config_id
+        token_ids[name] = config_id if tokenizer_id is None or is_listed else tokenizer_id
+    return token_ids
+
+
+def _parse_fields(
+    fields: dict[str, Any], path: str, row_tokens: int | None = None
+) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
+    """Returns jaxsp's model config, and transformers' config, which has the defaults."""
+    import huggingface_hub.errors
+    import transformers
+
+    has_null_window = fields.get("sliding_window", 0) is None
+    fields = _drop_nulls(fields)
+    family = _find_family(fields, path)
+    if has_null_window and family.window_fields:
+        fields["sliding_window"] = None  # transformers' default is a window
+    defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
+    problems = config_checks.find_problems(fields, family, defaults, path)
+    if problems:
+        raise UserError(problems)
+    names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
+    passed = {name: fields[name] for name in names if name in fields}
+    try:
+        resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
+    except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{path}: transformers refuses it: {reason}") from None
+    given = resolved.to_dict()
+    given |= {name: fields[name] for name in ("layer_types",) if name in fields}
+    has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
+    head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    model = {
+        "vocab_size": given["vocab_size"],
+        "hidden_size": given["hidden_size"],
+        "num_heads": given["num_attention_heads"],
+        "num_kv_heads": given["num_key_value_heads"],
+        "head_dim": head_dim,
+        "intermediate_size": given["intermediate_size"],
+        "layers": _parse_layers(given, family, head_dim, path, row_tokens),
+        "norm_eps": given[family.norm_eps_field],
+        "activation": config_checks.ACTIVATIONS[given[family.activation_field]],
+        "qkv_bias": has_bias,
+        "output_bias": has_bias and family.has_output_bias,
+        "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
+        "tie_embeddings": given["tie_word_embeddings"],
+        "initializer_range": float(given["initializer_range"]),
+    }
+    return ModelConfig(**model | family.model | family.read(given)), resolved
+
+
+def _parse_layers(
+    given: dict[str, Any], family: Family, head_dim: int, path: str, row_tokens: int | None
+) -> tuple[LayerConfig, ...]:
+    """The differences between layers. Args: given: the fields with transformers' defaults."""
+    groups = given["rope_parameters"]
+    is_nested = rope.is_nested(groups, family.rope)
+    windows = _parse_windows(given, family, path)
+    types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
+
+    @functools.cache
+    def parse_rope(layer_type: str) -> Rope:
+        return rope_types.parse(
+            groups[layer_type] if is_nested else groups,
+            head_dim=head_dim,
+            max_position_embeddings=given.get("max_position_embeddings"),
+            row_tokens=row_tokens,
+            field=f"{path}.rope_parameters" + (f".{layer_type}" if is_nested else ""),
+        )
+
+    layers = []
+    for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
+        layer_rope = parse_rope(layer_type)
+        if not family.has_rope(given, layer):
+            frequencies = (0.0,) * len(layer_rope.frequencies)
+            layer_rope = Rope(frequencies=frequencies, description="none")
+        layers.append(LayerConfig(window=window, rope=layer_rope))
+    return tuple(layers)
+
+
+def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int | None]:
+    """Window of each layer; None for full attention."""
+    num_layers = given["num_hidden_layers"]
+    window = given.get("sliding_window")
+    types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
+    if len(types) != num_layers:
+        raise UserError(
+            f"{path}.layer_types: has {len(types)} entries, but there are {num_layers} layers. "
+            "Give one for each layer, or leave it out."
+        )
+    if "layer_types" in family.window_fields:
+        is_used = window is not None and given.get("use_sliding_window") is not False
+        if not is_used and LAYER_TYPES[1] in types:
+            raise UserError(
+                f"{path}.layer_types = {format_value(types)}: has layers with a window, but "
+                "sliding_window is null or use_sliding_window is false. Leave layer_types out, or "
+                "set the window."
+            )
+        return [window if layer_type == LAYER_TYPES[1] else None for layer_type in types]
+    has_window = bool(family.window_fields) and window is not None
+    if set(types) != {LAYER_TYPES[has_window]}:
+        expected = "no layer has a window"
+        if has_window:
+            expected = f"every layer has a window of {window}"
+        raise UserError(
+            f"{path}.layer_types = {format_value(types)}: must agree with the other fields, "
+            f"by which {expected}. Leave it out."
+        )
+    return [window if family.window_fields else None] * num_layers
+
+
+def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Copies fields without nulls: for a null head_dim, transformers would not use its default.
+
+    The groups of RoPE are copied too, because transformers adds entries to its input dicts.
+    """
+    kept = {}
+    for name, value in fields.items():
+        if name in rope.GROUPS and isinstance(value, dict):
+            value = rope.normalize(value)
+        if value is not None:
+            kept[str(name)] = value
+    return kept
+
+
+def _find_family(fields: dict[str, Any], path: str) -> Family:
+    name = fields.get("model_type")
+    implemented = f"jaxsp has {errors.format_choices(FAMILIES)}."
+    if name is None:
+        raise UserError(f"{path}.model_type: missing. {implemented}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = errors.did_you_mean(str(name), list(FAMILIES))
+        raise UserError(
+            f"{path}.model_type = {format_value(name)}: is not implemented. {implemented}{hint}"
+        )
+    return FAMILIES[name]
