@@ -204,7 +204,9 @@ FAMILIES = {
         required_fields=("num_key_value_heads", "head_dim"),
         window_fields=("sliding_window",),
         rope=RopeSupport(
-            types=("yarn",), extra_fields=("llama_4_scaling_beta", "max_position_embeddings")
+            types=("yarn",),
+            extra_fields=("llama_4_scaling_beta", "max_position_embeddings"),
+            required_fields=("llama_4_scaling_beta",),
         ),
         read=_read_ministral3,
     ),

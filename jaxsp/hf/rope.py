@@ -38,6 +38,8 @@ class RopeSupport:
     """True if original_max_position_embeddings is beside the groups (Phi-3)."""
     extra_fields: tuple[str, ...] = ()
     """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
+    required_fields: tuple[str, ...] = ()
+    """Fields that a group must have in addition to those of its type."""
 
     @property
     def outside_fields(self) -> tuple[str, ...]:
@@ -67,7 +69,8 @@ def find_problems(
     """
     check = _Check(fields=fields, path=path, support=support)
     problems = check.find_outside_problems()
-    forms = [form for form in GROUPS if fields.get(form)]
+    has_default = "default" in support.types  # the type of an empty group
+    forms = [form for form in GROUPS if form in fields and (fields[form] or not has_default)]
     for form in forms:
         group = fields[form]
         where = f"{path}.{form}"
@@ -206,7 +209,7 @@ class _Check:
         rope_type = rope_types.TYPES[name_of_type]
         problems += [
             f"{where}.{name}: missing. {rope_fields.EXAMPLES[name]}"
-            for name in rope_type.required
+            for name in (*rope_type.required, *self.support.required_fields)
             if name not in given
         ]
         if rope_type.needs_range and not {"max_position_embeddings", rope_fields.ORIGINAL} & {

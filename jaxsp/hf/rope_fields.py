@@ -59,6 +59,7 @@ EXAMPLES = {
     "factor": "Llama 3.1 has 8 with llama3, and Gemma 3 has 8 with linear.",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", ORIGINAL), _LLAMA3_EXAMPLE),
     **dict.fromkeys(("short_factor", "long_factor"), _LONGROPE_EXAMPLE),
+    "llama_4_scaling_beta": "Ministral 3 has 0.1.",
 }
 """Examples of required fields."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.model.config import LayerConfig, ModelConfig
+from jaxsp.model.config import LayerConfig, ModelConfig, QueryScale
 from scripts.bench import configs
 from tests import batches
 from tests.messages import assert_names
@@ -187,6 +187,18 @@ def test_mistral():
     )
     # Mistral-Nemo's heads are not hidden_size / num_attention_heads
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
+
+
+def test_ministral_3_scales_queries_beyond_the_original_range():
+    group = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
+    fields = {**MISTRAL, "model_type": "ministral3", "architectures": None, "head_dim": 128}
+    fields |= {"rope_theta": None, "rope_parameters": group}
+    # as in transformers, max_position_embeddings is the default
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=32768)
+    group["original_max_position_embeddings"] = 16384
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=16384)
+    del fields["rope_parameters"]
+    assert read(fields).query_scale == QueryScale(beta=0.1, original_max_position_embeddings=16384)
 
 
 def read_windows(fields: dict[str, Any]) -> list[int | None]:

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import rope, rope_types
+from jaxsp.hf.families import FAMILIES
 from jaxsp.model import rope as model_rope
 from tests import tolerances
 from tests.messages import assert_names
@@ -176,7 +177,7 @@ LAYERED = rope.RopeSupport(layer_types=("full_attention", "sliding_attention"))
 PHI = rope.RopeSupport(
     types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
 )
-MINISTRAL = rope.RopeSupport(extra_fields=("llama_4_scaling_beta",))
+MINISTRAL = FAMILIES["ministral3"].rope
 PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
     "Qwen3 with YaRN": (
         {"rope_theta": 1e6, "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"}},
@@ -232,7 +233,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
         MINISTRAL,
     ),
     "SmolLM3": ({"rope_theta": 5e6}, rope.RopeSupport()),
-    "gpt-oss": ({"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]}, MINISTRAL),
+    "gpt-oss": (
+        {"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]},
+        rope.RopeSupport(),
+    ),
 }
 
 
@@ -258,6 +262,8 @@ REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
     (scaling(YARN, low_freq_factor=2.0), LAYERED, "rope_parameters.low_freq_factor", ["yarn"]),
     (scaling(YARN, llama_4_scaling_beta=0.1), LAYERED, "rope_parameters.llama_4", ["yarn"]),
     (scaling(YARN, llama_4_scaling_beta="a"), MINISTRAL, "rope_parameters.llama_4", ["number"]),
+    (scaling(YARN), MINISTRAL, "rope_parameters.llama_4_scaling_beta: ", ["missing", "0.1"]),
+    ({"rope_parameters": {}}, MINISTRAL, "rope_parameters.rope_type = default: ", ["yarn"]),
     (scaling(YARN), PHI, "rope_parameters.rope_type = yarn: ", ["default or longrope"]),
     (
         scaling(YARN, partial_rotary_factor=0.5),
