@@ -55,6 +55,8 @@ def compute_angles(
 def _make_tables(ropes: tuple[Rope, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cosines and sines of the coarse tables, times each rope's scale, and those of the fine ones,
     [ropes, entries, pairs]."""
+    num_pairs = {len(rope.frequencies) for rope in ropes}
+    assert len(num_pairs) == 1, f"layers rotate {num_pairs} pairs: they must rotate equally many"
     frequencies = np.array([rope.frequencies for rope in ropes], np.float64)[:, None]
     scales = np.array([rope.scale for rope in ropes])[:, None, None]
     coarse_positions = np.arange(POSITION_LIMIT // TABLE_STRIDE)[:, None] * TABLE_STRIDE

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp import attention
+from jaxsp.attention import Attend
 from jaxsp.attention.strategy import Strategy
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -84,13 +85,25 @@ def put_weights(
     return jax.tree.map(put, table, weights)
 
 
+def make_oracle_attend(model: ModelConfig) -> Attend:
+    """Attention of a model's layers on one device, by the slow oracle."""
+    attend = attention.make_attend(seq=1, kernel="blockwise", layer_scores=model.layer_scores)
+    kinds = [functools.partial(oracle.attention, score=score) for score in attend.kinds]
+
+    def attend_rows(*inputs, kind=0, sinks_H=None, tables=None):
+        branches = [functools.partial(function, sinks_H=sinks_H) for function in kinds]
+        return jax.lax.switch(kind, branches, *inputs)
+
+    return dataclasses.replace(attend, function=attend_rows)
+
+
 @functools.cache
 def compile_reference(model: ModelConfig = MODEL):
     """Returns a function for the mean loss, number of correct labels, and gradients of all rows.
 
     It has no mesh, microbatches or tiles, and uses reference attention.
     """
-    attend = attention.make_attend(seq=1, kernel=oracle.attention)
+    attend = make_oracle_attend(model)
 
     def mean_loss(weights, rows):
         hidden = decoder.hidden_states(
@@ -104,6 +117,7 @@ def compile_reference(model: ModelConfig = MODEL):
             tile_tokens=4096,
         )
         logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
+        logits = decoder.transform_logits(model, logits)
         has_label = rows.labels_BL != NO_LABEL
         labels = jnp.where(has_label, rows.labels_BL, 0)
         log_probabilities = jnp.take_along_axis(
@@ -211,7 +225,12 @@ def compile_in_thread(
     """
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], strategy=strategy, kernel="blockwise")
+        attend = attention.make_attend(
+            seq=sizes[-1],
+            strategy=strategy,
+            kernel="blockwise",
+            layer_scores=model.layer_scores,
+        )
         mesh = batches.mesh(*sizes)
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         uncompiled = Run(program, rows_per_microbatch, None, None)
