@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxsp.core import errors
-from jaxsp.hf import json_values, rope
+from jaxsp.hf import json_values, rope_checks, rope_forms
 from jaxsp.hf.families import LAYER_TYPES, QWEN_WINDOW_FIELDS, TYPED_WINDOW_FIELDS, Family
 from jaxsp.hf.json_values import format_value
 
@@ -39,7 +39,7 @@ PASSED_FIELDS = (
     *_SIZE_EXAMPLES,
     *_SWITCH_FIELDS,
     *TOKEN_ID_FIELDS,
-    *rope.FIELDS,
+    *rope_forms.FIELDS,
     "initializer_range",
     "max_position_embeddings",
 )
@@ -91,7 +91,7 @@ def find_problems(
         *_missing_fields(fields, family, path),
         *_type_problems(fields, path),
         *_feature_problems(fields, family, defaults, path),
-        *rope.find_problems(fields, path, family.rope),
+        *rope_checks.find_problems(fields, path, family.rope),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or _size_problems(fields, path)

@@ -3,9 +3,7 @@
 from typing import Any
 
 from jaxsp.hf import rope_fields, rope_types
-
-FULL_ATTENTION = "full_attention"
-"""Layer type whose embedding determines the range if layer types have different ones."""
+from jaxsp.hf.rope_forms import FULL_ATTENTION
 
 
 def describe_excess(
@@ -51,4 +49,5 @@ def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> s
 def _find_group(fields: dict[str, Any]) -> dict[str, Any]:
     """Group of the layers that attend to whole documents."""
     group: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    # layers without a window determine the range
     return group.get(FULL_ATTENTION) or group

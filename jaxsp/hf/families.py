@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.hf.rope import RopeSupport
+from jaxsp.hf.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
 from jaxsp.model.config import NormNames, QueryScale
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
 
 QWEN_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types")
@@ -66,7 +66,6 @@ _GEMMA_NORMS = NormNames(
     pre_mlp="pre_feedforward_layernorm",
     post_mlp="post_feedforward_layernorm",
 )
-_ROPE_BY_TYPE = RopeSupport(layer_types=LAYER_TYPES)
 _GEMMA: dict[str, Any] = {
     "bias_fields": ("attention_bias",),
     "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
@@ -144,7 +143,7 @@ FAMILIES = {
         architecture="Gemma3ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS, "qk_norm": "head"},
-        rope=_ROPE_BY_TYPE,
+        rope=RopeSupport(layer_types=LAYER_TYPES, has_local_theta=True),
         read=_read_gemma3,
     ),
     "olmo2": Family(
@@ -157,7 +156,7 @@ FAMILIES = {
         bias_fields=("attention_bias",),
         model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
         window_fields=("sliding_window", "layer_types"),
-        rope=_ROPE_BY_TYPE,
+        rope=RopeSupport(layer_types=LAYER_TYPES),
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rope, rope_override, rope_types
+from jaxsp.hf import config_checks, folder, rope_forms, rope_override, rope_types
 from jaxsp.hf.families import FAMILIES, LAYER_TYPES, Family
 from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
@@ -91,23 +91,15 @@ def make_config_json(
         token_ids: result of `choose_token_ids`.
     """
     _, resolved = _parse_fields(fields, "config.json")
-    groups = resolved.rope_parameters
-    old_form: dict[str, Any] = {}
-    if "rope_theta" in groups:
-        scaling = {name: value for name, value in groups.items() if name != "rope_theta"}
-        is_default = scaling.get("rope_type") == "default"
-        old_form = {
-            "rope_theta": groups["rope_theta"],
-            "rope_scaling": None if is_default else scaling,
-        }
+    family = FAMILIES[fields["model_type"]]
     return {
         **resolved.to_diff_dict(),
         **token_ids,
-        "architectures": [FAMILIES[fields["model_type"]].architecture],
+        "architectures": [family.architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
-        "rope_parameters": groups,
-        **old_form,
+        "rope_parameters": resolved.rope_parameters,
+        **rope_forms.to_old_form(resolved.rope_parameters, family.rope),
     }
 
 
@@ -179,7 +171,7 @@ def _parse_layers(
 ) -> tuple[LayerConfig, ...]:
     """The differences between layers. Args: given: the fields with transformers' defaults."""
     groups = given["rope_parameters"]
-    is_nested = rope.is_nested(groups, family.rope)
+    is_nested = rope_forms.is_nested(groups, family.rope)
     windows = _parse_windows(given, family, path)
     types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
 
@@ -241,8 +233,8 @@ def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for name, value in fields.items():
-        if name in rope.GROUPS and isinstance(value, dict):
-            value = rope.normalize(value)
+        if name in rope_forms.GROUPS and isinstance(value, dict):
+            value = rope_forms.normalize(value)
         if value is not None:
             kept[str(name)] = value
     return kept

@@ -11,10 +11,9 @@ from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import rope, rope_fields, rope_types
-from jaxsp.hf.context_range import FULL_ATTENTION
+from jaxsp.hf import rope_fields, rope_forms, rope_types
 from jaxsp.hf.json_values import format_value
-from jaxsp.hf.rope import RopeSupport
+from jaxsp.hf.rope_forms import FULL_ATTENTION, RopeSupport
 
 _EXTENDING = ("type", "factor", "original_max_position_embeddings")
 """Fields of model.rope that determine how many positions the model has."""
@@ -40,7 +39,7 @@ def apply(
             return fields
         return fields | {"max_position_embeddings": model.max_position_embeddings}
     groups = resolved["rope_parameters"]
-    is_nested = rope.is_nested(groups, support)
+    is_nested = rope_forms.is_nested(groups, support)
     own = groups[FULL_ATTENTION] if is_nested else groups
     change = _Change(
         rope=model.rope,
@@ -53,7 +52,7 @@ def apply(
     if problems:
         raise UserError(problems)
     group = change.make_group()
-    changed = {name: value for name, value in fields.items() if name not in rope.FIELDS}
+    changed = {name: value for name, value in fields.items() if name not in rope_forms.FIELDS}
     changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
     if support.has_outside_original and rope_fields.ORIGINAL in group:
         changed[rope_fields.ORIGINAL] = group[rope_fields.ORIGINAL]

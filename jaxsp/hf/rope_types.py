@@ -67,7 +67,7 @@ def parse(
     """Converts one resolved group of `rope_parameters`.
 
     Args:
-        group: fields that `rope.find_problems` accepts, with rope_type and rope_theta.
+        group: fields that `rope_checks.find_problems` accepts, with rope_type and rope_theta.
         row_tokens: length of the longest rows, by which longrope chooses its factors.
         field: name of the group in messages.
     Raises: UserError if the frequencies would depend on the batch.

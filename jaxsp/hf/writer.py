@@ -107,7 +107,8 @@ class _ExportTensor(NamedTuple):
         return sum(param.size for param, _ in self.parts)
 
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
-        return np.concatenate([self._part_to_numpy(*part, dtype) for part in self.parts])
+        whole = np.concatenate([self._part_to_numpy(*part, dtype) for part in self.parts])
+        return np.ascontiguousarray(whole)  # safetensors ignores strides
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
         stored = array if self.layer is None else array[self.layer]

@@ -1,6 +1,6 @@
 """Extends a small model from 256 to 2,048 tokens by YaRN, and draws its loss by position.
 
-    python -m scripts.bench.context_extension --work /tmp/extension
+    python -m scripts.bench.context_extension --work FOLDER
 
 Runs jaxsp's own commands: a byte model is trained on documents of 256 tokens of the source of
 Python's standard library, exported, and fine-tuned for a few steps on documents of 2,048 tokens,

@@ -111,8 +111,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "max_position_embeddings": 128,
         "rope_parameters": {
-            "full_attention": {**YARN, "rope_theta": 500.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {**YARN, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
         },
     },
     "smollm3": {

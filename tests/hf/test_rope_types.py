@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsp.core.errors import UserError
-from jaxsp.hf import rope, rope_types
+from jaxsp.hf import rope_checks, rope_forms, rope_types
 from jaxsp.hf.families import FAMILIES
 from jaxsp.model import rope as model_rope
 from tests import tolerances
@@ -173,22 +173,24 @@ def test_a_description_has_type_theta_and_extension(name, parts):
 
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
-LAYERED = rope.RopeSupport(layer_types=("full_attention", "sliding_attention"))
-PHI = rope.RopeSupport(
+LAYERED = rope_forms.RopeSupport(
+    layer_types=("full_attention", "sliding_attention"), has_local_theta=True
+)
+PHI = rope_forms.RopeSupport(
     types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
 )
 MINISTRAL = FAMILIES["ministral3"].rope
-PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
+PUBLISHED: dict[str, tuple[dict[str, Any], rope_forms.RopeSupport]] = {
     "Qwen3 with YaRN": (
         {"rope_theta": 1e6, "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"}},
-        rope.RopeSupport(),
+        rope_forms.RopeSupport(),
     ),
     "Yarn-Llama-2": (
         {
             "rope_scaling": {"factor": 16.0, "finetuned": True, "type": "yarn"}
             | {"original_max_position_embeddings": 4096}
         },
-        rope.RopeSupport(),
+        rope_forms.RopeSupport(),
     ),
     "Gemma 3": (
         {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -232,10 +234,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
         },
         MINISTRAL,
     ),
-    "SmolLM3": ({"rope_theta": 5e6}, rope.RopeSupport()),
+    "SmolLM3": ({"rope_theta": 5e6}, rope_forms.RopeSupport()),
     "gpt-oss": (
         {"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]},
-        rope.RopeSupport(),
+        rope_forms.RopeSupport(),
     ),
 }
 
@@ -243,14 +245,40 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope.RopeSupport]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_accepted(name):
     fields, support = PUBLISHED[name]
-    assert rope.find_problems(SIZES | rope.normalize(fields), "model.config", support) == []
+    fields = SIZES | rope_forms.normalize(fields)
+    assert rope_checks.find_problems(fields, "model.config", support) == []
 
 
 def scaling(group: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {"rope_parameters": {**group, **changes}}
 
 
-REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
+LAYER_GROUPS = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
+
+REFUSED: list[tuple[dict[str, Any], rope_forms.RopeSupport, str, list[str]]] = [
+    (
+        LAYER_GROUPS | {"rope_local_base_freq": 5e3},
+        LAYERED,
+        "rope_local_base_freq = 5000.0: ",
+        ["sliding_attention.rope_theta", "10000.0"],
+    ),
+    (
+        LAYER_GROUPS | {"rope_theta": 5e3},
+        LAYERED,
+        "rope_theta = 5000.0: ",
+        ["full_attention.rope_theta", "1000000.0"],
+    ),
+    (
+        LAYER_GROUPS | {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        LAYERED,
+        "rope_scaling: ",
+        ["rope_parameters"],
+    ),
     (scaling(YARN, factor=0.5), LAYERED, "rope_parameters.factor = 0.5: ", ["1"]),
     (scaling(YARN, factor=True), LAYERED, "rope_parameters.factor = true: ", ["1"]),
     (scaling(YARN, beta_fast=0), LAYERED, "rope_parameters.beta_fast = 0: ", ["0"]),
@@ -337,12 +365,12 @@ REFUSED: list[tuple[dict[str, Any], rope.RopeSupport, str, list[str]]] = [
 
 @pytest.mark.parametrize(("fields", "support", "start", "parts"), REFUSED)
 def test_wrong_fields_are_refused_by_name(fields, support, start, parts):
-    (problem,) = rope.find_problems(SIZES | rope.normalize(fields), "c", support)
+    (problem,) = rope_checks.find_problems(SIZES | rope_forms.normalize(fields), "c", support)
     assert_names(problem.removeprefix("c."), *parts, start=start)
 
 
 def test_a_type_that_needs_the_models_range_needs_it_in_the_config():
     group = {name: YARN[name] for name in ("rope_type", "rope_theta", "factor")}
     fields = {"hidden_size": 256, "num_attention_heads": 4, "rope_parameters": group}
-    (problem,) = rope.find_problems(fields, "c")
+    (problem,) = rope_checks.find_problems(fields, "c")
     assert_names(problem, "max_position_embeddings", start="c.rope_parameters.rope_type = yarn: ")

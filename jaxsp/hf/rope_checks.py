@@ -1,9 +1,4 @@
-"""Rotary position embedding of a config.json: where its fields are, and checks of them.
-
-It is given as `rope_parameters` (transformers 5), or as `rope_scaling` with `rope_theta` beside it
-(transformers 4). Families whose layers differ have a group for each layer type in
-`rope_parameters`; transformers 4 had the field rope_local_base_freq for Gemma 3's windowed layers.
-"""
+"""Checks of the fields for rotary position embedding in a config.json."""
 
 import dataclasses
 from typing import Any
@@ -11,55 +6,25 @@ from typing import Any
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_fields, rope_types
 from jaxsp.hf.json_values import format_value
-
-GROUPS = ("rope_parameters", "rope_scaling")
-
-OUTSIDE_FIELDS = (
-    *("rope_theta", "partial_rotary_factor"),
-    *("rope_local_base_freq", "original_max_position_embeddings"),
+from jaxsp.hf.rope_forms import (
+    FULL_ATTENTION,
+    GROUPS,
+    OUTSIDE_FIELDS,
+    SLIDING_ATTENTION,
+    RopeSupport,
+    is_nested,
 )
-"""Fields beside the groups. Which of them a family has is in its `RopeSupport`."""
-
-FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
 
 FULL_ROTARY_FACTORS = (1,)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeSupport:
-    """Rotary features that a family's code in transformers has."""
-
-    types: tuple[str, ...] = tuple(rope_types.TYPES)
-    layer_types: tuple[str, ...] = ()
-    """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
-    has_partial_rotary: bool = False
-    """True if partial_rotary_factor may be below 1."""
-    has_outside_original: bool = False
-    """True if original_max_position_embeddings is beside the groups (Phi-3)."""
-    extra_fields: tuple[str, ...] = ()
-    """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
-    required_fields: tuple[str, ...] = ()
-    """Fields that a group must have in addition to those of its type."""
-
-    @property
-    def outside_fields(self) -> tuple[str, ...]:
-        """Fields beside the groups that the family has."""
-        names = ["rope_theta"]
-        if self.has_partial_rotary:
-            names.append("partial_rotary_factor")
-        if self.layer_types:
-            names.append("rope_local_base_freq")
-        if self.has_outside_original:
-            names.append("original_max_position_embeddings")
-        return tuple(names)
-
+_ONE_GROUP = RopeSupport()
 
 _IGNORED = ("rope_type", "type", "finetuned")
 """Fields of a group that are no numbers: `finetuned` is in configs of early YaRN models."""
 
 
 def find_problems(
-    fields: dict[str, Any], path: str, support: RopeSupport = RopeSupport()
+    fields: dict[str, Any], path: str, support: RopeSupport = _ONE_GROUP
 ) -> list[str]:
     """Problems of the rotary fields. Every field of every type is checked.
 
@@ -82,34 +47,15 @@ def find_problems(
             problems += check.find_group_problems(group, where, outside=check.outside)
     if len(forms) == 2 and not problems:
         theta = {"rope_theta": fields.get("rope_theta")}
-        first, second = ({**theta, **_comparable(fields[form])} for form in forms)
+        groups = [fields[form] for form in forms]
+        if is_nested(groups[0], support):
+            groups[0] = groups[0].get(FULL_ATTENTION, {})
+        first, second = ({**theta, **_comparable(group)} for group in groups)
         if first != second:
             problems.append(
                 f"{path}.rope_scaling: must equal {path}.rope_parameters. Leave one out."
             )
     return problems
-
-
-def normalize(group: dict[str, Any]) -> dict[str, Any]:
-    """Copies a group, or a group for each layer type, as transformers reads it.
-
-    Types have their present names. Nulls are left out, except for `factor`, which transformers then
-    computes from the numbers of positions.
-    """
-    kept = {}
-    for name, value in group.items():
-        if isinstance(value, dict):
-            value = normalize(value)
-        elif name in ("rope_type", "type"):
-            value = rope_types.LEGACY_NAMES.get(str(value), value)
-        if value is not None or name == "factor":
-            kept[str(name)] = value
-    return kept
-
-
-def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:
-    """True if a group has a group for each layer type."""
-    return any(name in support.layer_types for name in group)
 
 
 def _comparable(group: dict[str, Any]) -> dict[str, Any]:
@@ -174,12 +120,20 @@ class _Check:
                     f"{where}.{name} = {format_value(group)}: must be a group of fields, or null."
                 )
             else:
-                problems += self.find_group_problems(group, f"{where}.{name}", outside={})
+                outside = self.outside if name == FULL_ATTENTION else {}
+                problems += self.find_group_problems(group, f"{where}.{name}", outside=outside)
                 if group.get("truncate") is False:
                     problems.append(
                         f"{where}.{name}.truncate = false: is not implemented in the group of a "
                         "layer type, where transformers ignores it. Leave it out."
                     )
+        local = self.fields.get("rope_local_base_freq")
+        theta = (groups.get(SLIDING_ATTENTION) or {}).get("rope_theta")
+        if not problems and local is not None and theta not in (None, local):
+            problems.append(
+                f"{self.path}.rope_local_base_freq = {format_value(local)}: must equal "
+                f"{where}.{SLIDING_ATTENTION}.rope_theta = {format_value(theta)}. Leave one out."
+            )
         return problems
 
     def find_group_problems(

@@ -1,0 +1,97 @@
+"""Rotary position embedding of a config.json: where its fields are in transformers 5 and 4.
+
+It is given as `rope_parameters` (transformers 5), or as `rope_scaling` with `rope_theta` beside it
+(transformers 4). Families whose layers differ have a group for each layer type in
+`rope_parameters`; transformers 4 had the field rope_local_base_freq for Gemma 3's windowed layers.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxsp.hf import rope_types
+
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+
+GROUPS = ("rope_parameters", "rope_scaling")
+
+OUTSIDE_FIELDS = (
+    *("rope_theta", "partial_rotary_factor"),
+    *("rope_local_base_freq", "original_max_position_embeddings"),
+)
+"""Fields beside the groups. Which of them a family has is in its `RopeSupport`."""
+
+FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeSupport:
+    """Rotary features that a family's code in transformers has."""
+
+    types: tuple[str, ...] = tuple(rope_types.TYPES)
+    layer_types: tuple[str, ...] = ()
+    """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
+    has_local_theta: bool = False
+    """True if transformers 4 had rope_local_base_freq for layers with a window (Gemma 3)."""
+    has_partial_rotary: bool = False
+    """True if partial_rotary_factor may be below 1."""
+    has_outside_original: bool = False
+    """True if original_max_position_embeddings is beside the groups (Phi-3)."""
+    extra_fields: tuple[str, ...] = ()
+    """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
+    required_fields: tuple[str, ...] = ()
+    """Fields that a group must have in addition to those of its type."""
+
+    @property
+    def outside_fields(self) -> tuple[str, ...]:
+        """Fields beside the groups that the family has."""
+        names = ["rope_theta"]
+        if self.has_partial_rotary:
+            names.append("partial_rotary_factor")
+        if self.has_local_theta:
+            names.append("rope_local_base_freq")
+        if self.has_outside_original:
+            names.append("original_max_position_embeddings")
+        return tuple(names)
+
+
+def normalize(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies a group, or a group for each layer type, as transformers reads it.
+
+    Types have their present names. Nulls are left out, except for `factor`, which transformers then
+    computes from the numbers of positions.
+    """
+    kept = {}
+    for name, value in group.items():
+        if isinstance(value, dict):
+            value = normalize(value)
+        elif name in ("rope_type", "type"):
+            value = rope_types.LEGACY_NAMES.get(str(value), value)
+        if value is not None or name == "factor":
+            kept[str(name)] = value
+    return kept
+
+
+def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
+    """Returns the fields of transformers 4 that say the same as `rope_parameters`; none if they
+    cannot."""
+    local: dict[str, Any] = {}
+    if is_nested(groups, support):
+        sliding, groups = (groups[name] for name in (SLIDING_ATTENTION, FULL_ATTENTION))
+        theta = sliding["rope_theta"]
+        if support.has_local_theta:
+            local = {"rope_local_base_freq": theta}
+        if sliding["rope_type"] != "default" or not (local or theta == groups["rope_theta"]):
+            return {}
+    scaling = {name: value for name, value in groups.items() if name != "rope_theta"}
+    is_default = scaling.get("rope_type") == "default"
+    return {
+        "rope_theta": groups["rope_theta"],
+        "rope_scaling": None if is_default else scaling,
+        **local,
+    }
+
+
+def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:
+    """True if a group has a group for each layer type."""
+    return any(name in support.layer_types for name in group)
