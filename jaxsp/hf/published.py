@@ -15,12 +15,16 @@ from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import HubError
 from jaxsp.model.config import ModelConfig
 
-READ_DATE = "2026-11-23"
+READ_DATE = "2026-11-24"
 
 SOURCE_URLS = {
     "litgpt": "https://github.com/Lightning-AI/litgpt/blob/26857050fe3f/litgpt/config.py",
     "nemo": (
         "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py"
+    ),
+    "olmo-core": (
+        "https://github.com/allenai/OLMo-core/blob/fa6c5014c9f6/src/olmo_core/nn/transformer/"
+        "config.py"
     ),
     "nim": "https://docs.api.nvidia.com/nim/reference/mistralai-mistral-small-24b-instruct",
 }
@@ -56,6 +60,27 @@ _QWEN_2_5 = _QWEN | {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embe
 _QWEN_3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
 _QWEN_3 |= {"max_position_embeddings": 40960}
 
+_GEMMA_3 = {"model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256}
+_GEMMA_3 |= {"rms_norm_eps": 1e-6, "sliding_window": 1024, "max_position_embeddings": 131072}
+_GEMMA_3 |= {"query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_GEMMA_3_SCALING = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+_OLMO = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_OLMO_2 = _OLMO | {"model_type": "olmo2", "vocab_size": 100352, "rope_theta": 500000.0}
+_OLMO_3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+_OLMO_3 = _OLMO | {
+    "model_type": "olmo3",
+    "vocab_size": 100278,
+    "max_position_embeddings": 65536,
+    "sliding_window": 4096,
+    "rope_parameters": {
+        "full_attention": _OLMO_3_YARN | {"rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}
+_PHI_4 = {"model_type": "phi3", "vocab_size": 100352, "rms_norm_eps": 1e-5, "rope_theta": 250000.0}
+_PHI_4 |= {"sliding_window": None, "tie_word_embeddings": False}
+_PHI_4 |= {"original_max_position_embeddings": 16384, "max_position_embeddings": 16384}
+
 _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama-2": _LLAMA | {"vocab_size": 32000, "rope_theta": 10000.0},
     "llama-3": _LLAMA_3_0,
@@ -73,6 +98,12 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2.5": _QWEN_2_5 | {"rms_norm_eps": 1e-5},
     "qwen3-small": _QWEN_3 | _TIED,
     "qwen3": _QWEN_3,
+    "gemma-3-1b": _GEMMA_3 | {"sliding_window": 512},
+    "gemma-3": _GEMMA_3 | _GEMMA_3_SCALING,
+    "gemma-3-27b": _GEMMA_3 | _GEMMA_3_SCALING | {"head_dim": 128, "query_pre_attn_scalar": 168},
+    "olmo-2": _OLMO_2 | {"max_position_embeddings": 4096},
+    "olmo-3": _OLMO_3,
+    "phi-4": _PHI_4,
     "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6, "max_position_embeddings": 262144} | _TIED,
 }
 """Fields that models share; the others are in the lines of the table."""
@@ -120,8 +151,18 @@ qwen3          8.19   36  4096  32  8 12288  litgpt Qwen/Qwen3-8B{,-Base}
 qwen3         14.77   40  5120  40  8 17408  litgpt Qwen/Qwen3-14B{,-Base}
 qwen3         32.76   64  5120  64  8 25600  litgpt Qwen/Qwen3-32B
 qwen3-2507     4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B-{Instruct,Thinking}-2507
+gemma-3-1b     1.00   26  1152   4  1  6912  litgpt google/gemma-3-1b-{pt,it}
+gemma-3        3.88   34  2560   8  4 10240  litgpt google/gemma-3-4b-{pt,it}
+gemma-3       11.77   48  3840  16  8 15360  litgpt google/gemma-3-12b-{pt,it}
+gemma-3-27b   27.02   62  5376  32 16 21504  litgpt google/gemma-3-27b-{pt,it}
+olmo-2         7.30   32  4096  32 32 11008  litgpt allenai/OLMo-2-1124-7B{,-SFT,-DPO,-Instruct}
+olmo-2        13.72   40  5120  40 40 13824  litgpt allenai/OLMo-2-1124-13B{,-SFT,-DPO,-Instruct}
+olmo-3         7.30   32  4096  32 32 11008  olmo-core allenai/Olmo-3-1025-7B
+olmo-3        32.23   64  5120  40  8 27648  olmo-core allenai/Olmo-3-1125-32B
+phi-4         14.66   40  5120  40 10 17920  litgpt microsoft/phi-4
 """
-"""Published models. A test compares each number of parameters with that of the decoder."""
+"""Published models; of Gemma 3, the text model. A test compares each number of parameters with that
+of the decoder."""
 
 _SIZE_COLUMNS = (
     "num_hidden_layers",
