@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import registry, selection
+from jaxsp.attention import kernel_selection, registry
 from jaxsp.attention.kernels.kernel import (
     FunctionKernel,
     Kernel,
@@ -147,7 +147,7 @@ def make_attend(
         strategy = Ulysses(seq=seq)
     kernel = as_kernel(kernel)
     settings = settings or KernelSettings()
-    selection.raise_if_whole_rows_only(kernel, strategy)
+    kernel_selection.raise_if_whole_rows_only(kernel, strategy)
     kinds = tuple(dict.fromkeys(layer_scores))
     return Attend(
         strategy=strategy,

@@ -161,7 +161,7 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> ChunkKernel:
         chunk_kernel = kernel.make_chunk_kernel(settings, score)
-        assert chunk_kernel is not None, "selection.raise_if_whole_rows_only refuses it"
+        assert chunk_kernel is not None, "kernel_selection.raise_if_whole_rows_only refuses it"
         return chunk_kernel
 
     def on_one_device(self) -> Strategy:

@@ -1,0 +1,135 @@
+"""Choice of the kernel of a run, and of its settings."""
+
+from collections.abc import Sequence
+
+from jaxsp.attention import registry
+from jaxsp.attention.kernels.kernel import (
+    Device,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    ScoreConfig,
+    UnsupportedReason,
+)
+from jaxsp.attention.strategy import Strategy
+from jaxsp.config.schema import Config
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+
+
+def choose(
+    config: Config,
+    workloads: Sequence[KernelWorkload],
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> tuple[Kernel, str]:
+    """The requested kernel, or the first that supports all workloads, and why not the first."""
+
+    def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
+        reasons = (
+            kernel.unsupported_reasons(workload, devices=devices, device_bytes=device_bytes)
+            for workload in workloads
+        )
+        return next(filter(None, reasons), [])
+
+    name = config.attention.kernel
+    requested = registry.KERNELS.get(name)
+    if requested is not None:
+        reasons = find_reasons(requested)
+        if reasons:
+            raise UserError(
+                f"attention.kernel = {name}: {requested.title} {reason.reason}. {reason.suggestion}"
+                for reason in reasons
+            )
+        return requested, ""
+    fallback_reason = ""
+    needs_chunks = workloads[0].chunks_per_row > 1
+    for kernel in registry.KERNELS.values():
+        if needs_chunks and not _has_chunks(kernel):
+            continue
+        reasons = find_reasons(kernel)
+        if not reasons:
+            return kernel, fallback_reason
+        fallback_reason = fallback_reason or f"{kernel.title} {reasons[0].reason}"
+    raise AssertionError("one kernel supports everything")
+
+
+def configure(
+    kernel: Kernel,
+    workloads: Sequence[KernelWorkload],
+    config: Config,
+    fallback_reason: str,
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> KernelSettings:
+    """Settings of layers of several kinds, with the memory of those that need most."""
+
+    def configure_each(head_chunks: int | None) -> list[KernelSettings]:
+        return [
+            _configure(kernel, workload, head_chunks, fallback_reason, devices, device_bytes)
+            for workload in workloads
+        ]
+
+    settings = configure_each(config.attention.head_chunks)
+    most_chunks = max(x.head_chunks for x in settings)
+    if any(x.head_chunks != most_chunks for x in settings):
+        legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))
+        enough = [n for n in sorted(legal) if n >= most_chunks]
+        if not enough:
+            kv_heads = max(x.num_kv_heads for x in workloads)
+            raise UserError(
+                f"attention.head_chunks = null: {most_chunks} chunks are needed, and do not divide "
+                "the heads of layers with windows, which are not gathered. Use "
+                f"attention.kv_heads_per_gather={kv_heads}."
+            )
+        settings = configure_each(enough[0])
+    return KernelSettings(
+        head_chunks=settings[0].head_chunks,
+        capacity_factor=min(x.capacity_factor for x in settings),
+        workspace_bytes=max(x.workspace_bytes for x in settings),
+        lse_bytes=max(x.lse_bytes for x in settings),
+    )
+
+
+def _configure(
+    kernel: Kernel,
+    workload: KernelWorkload,
+    chunks: int | None,
+    fallback_reason: str,
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> KernelSettings:
+    if chunks is not None and not kernel.supports_head_chunks:
+        supporting = [k.name for k in registry.KERNELS.values() if k.supports_head_chunks]
+        because = f", because {fallback_reason}" if fallback_reason else ""
+        raise UserError(
+            f"attention.head_chunks = {chunks}: works only with the "
+            f"{errors.format_choices(supporting)} kernel, and this is {kernel.name}{because}. "
+            "Use attention.head_chunks=null."
+        )
+    legal = kernel.legal_head_chunks(workload)
+    if chunks is not None and chunks not in legal:
+        raise UserError(
+            f"attention.head_chunks = {chunks}: must divide the {workload.num_heads} query and "
+            f"{workload.num_kv_heads} K/V heads of a device into equal chunks that the kernel "
+            f"supports for {workload.num_tokens:,} tokens. Use {errors.format_choices(legal)}, or "
+            "null."
+        )
+    return kernel.configure(
+        workload, devices=devices, device_bytes=device_bytes, head_chunks=chunks
+    )
+
+
+def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
+    """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
+    if strategy.layout_degree == 1 or _has_chunks(kernel):
+        return
+    names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunks(k))
+    raise UserError(
+        f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
+        f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."
+    )
+
+
+def _has_chunks(kernel: Kernel) -> bool:
+    return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None
