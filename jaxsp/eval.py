@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> None:
         master = reader.restore_weights(checkpoint, like, table=program.table)
     else:
         assert resolved.model_folder is not None, "WHAT is a model's source"
-        master = model_files.make_weight_loader(program, resolved.model_folder)()
+        load, _ = model_files.make_weight_loader(program, resolved.model_folder)
+        master = load()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
 
     def print_line(text: str) -> None:

@@ -100,7 +100,8 @@ def load_model(
         program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
     )
     problems.raise_if_any()
-    return program, model_files.make_weight_loader(program, resolved.model_folder)()
+    load, _ = model_files.make_weight_loader(program, resolved.model_folder)
+    return program, load()
 
 
 def pack(
@@ -196,7 +197,7 @@ def save_model(
     writer.export_model(
         jax.tree.map(from_host, weights),
         table=program.table,
-        fields=model_config.override_fields(
+        fields=model_config.resolve_fields(
             source.config_fields, config, field=str(source.path / "config.json")
         ),
         tokenizer=None,

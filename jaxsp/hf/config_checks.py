@@ -10,7 +10,13 @@ from typing import Any
 
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_checks, rope_forms
-from jaxsp.hf.families import LAYER_TYPES, QWEN_WINDOW_FIELDS, TYPED_WINDOW_FIELDS, Family
+from jaxsp.hf.families import (
+    LAYER_TYPES,
+    QWEN_WINDOW_FIELDS,
+    TYPED_WINDOW_FIELDS,
+    Family,
+    MultimodalFamily,
+)
 from jaxsp.hf.json_values import format_value
 
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
@@ -77,6 +83,16 @@ _IGNORED_FIELDS = frozenset(
 """Fields that do not change training, or that are checked separately."""
 
 
+_MULTIMODAL_FIELDS = frozenset(
+    """
+    text_config tie_word_embeddings initializer_range vision_config image_token_index image_token_id
+    boi_token_index boi_token_id eoi_token_index eoi_token_id mm_tokens_per_image
+    vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
+    """.split()
+)
+"""Fields of a multimodal model's config.json that are for images, or are read with text_config."""
+
+
 def find_problems(
     fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
 ) -> list[str]:
@@ -87,22 +103,47 @@ def find_problems(
         defaults: transformers' defaults for this model_type.
         path: name of the config in messages, for example `model.config`.
     """
+    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
+    accepted |= {*family.values, "layer_types"}
+    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, *family.values, "tie_word_embeddings"}
+    if family.window_fields:
+        accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     problems = [
         *_missing_fields(fields, family, path),
         *_type_problems(fields, path),
-        *_feature_problems(fields, family, defaults, path),
+        *_feature_problems(fields, family, accepted, defaults, path),
         *rope_checks.find_problems(fields, path, family.rope),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
     return problems or _size_problems(fields, path)
 
 
+def find_multimodal_problems(
+    fields: dict[str, Any], family: MultimodalFamily, defaults: dict[str, Any], path: str
+) -> list[str]:
+    """Problems of a multimodal model's config.json, except those of its text_config.
+
+    Args: as for `find_problems`.
+    """
+    accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
+    outer = Family(architecture=family.architecture)
+    return [
+        *_type_problems(fields, path),
+        *_feature_problems(fields, outer, accepted, defaults, path),
+    ]
+
+
+def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
+    """Names of the sizes that a config.json must have and lacks."""
+    required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
+    return [name for name in _SIZE_EXAMPLES if name in required and name not in fields]
+
+
 def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
     return [
         f"{path}.{name}: missing. There is no size that suits every model; "
         f"for example {path}.{name}={_SIZE_EXAMPLES[name]}."
-        for name in _SIZE_EXAMPLES
-        if name not in fields and (name not in _DERIVED_SIZES or name in family.required_fields)
+        for name in find_missing_sizes(fields, family)
     ]
 
 
@@ -166,14 +207,13 @@ def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
 
 
 def _feature_problems(
-    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
+    fields: dict[str, Any],
+    family: Family,
+    accepted: set[str],
+    defaults: dict[str, Any],
+    path: str,
 ) -> list[str]:
     """Fields that require what is not implemented, and unknown fields."""
-    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS, *family.own_fields}
-    accepted |= {*family.values, "layer_types"}
-    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, *family.values, "tie_word_embeddings"}
-    if family.window_fields:
-        accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     problems = []
     for name, value in fields.items():
         problem = None

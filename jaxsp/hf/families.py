@@ -1,6 +1,7 @@
-"""Table of the model families that jaxsp trains.
+"""Tables of the model families that jaxsp trains.
 
-To add a family that differs in names, biases or constants, add an entry to `FAMILIES`.
+To add a family that differs in names, biases or constants, add an entry to `FAMILIES`; to train the
+text model of a multimodal one, to `MULTIMODAL_FAMILIES`.
 """
 
 import dataclasses
@@ -51,6 +52,18 @@ class Family:
     def own_fields(self) -> tuple[str, ...]:
         """Fields that this family reads in addition to those of all families."""
         return (*self.fields, self.norm_eps_field, self.activation_field)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalFamily:
+    """Properties of a multimodal `model_type`, of which jaxsp trains the text model."""
+
+    architecture: str
+    """Class of the multimodal model in transformers."""
+    text_types: tuple[str, ...]
+    """Families of the text model; transformers' default is the first."""
+    unused_text_fields: tuple[str, ...] = ()
+    """Fields of text_config that only the text model's own class uses."""
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -230,5 +243,16 @@ FAMILIES = {
             "position_embedding_type": ("rope_gptj",),
             "rotary_pct": (1,),
         },
+    ),
+}
+
+MULTIMODAL_FAMILIES = {
+    "gemma3": MultimodalFamily(
+        architecture="Gemma3ForConditionalGeneration",
+        text_types=("gemma3_text",),
+        unused_text_fields=("final_logit_softcapping",),
+    ),
+    "mistral3": MultimodalFamily(
+        architecture="Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3")
     ),
 }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rope_forms, rope_override, rope_types
-from jaxsp.hf.families import FAMILIES, LAYER_TYPES, Family
+from jaxsp.hf import config_checks, folder, rope_forms, rope_override, rope_types, text_part
+from jaxsp.hf.families import FAMILIES, LAYER_TYPES, MULTIMODAL_FAMILIES, Family
 from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 
@@ -22,7 +22,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 def read_fields(
     model: ModelSourceConfig, *, deadline_s: float | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Reads the config.json that `model.source` or `model.config` names, and changes its RoPE.
+    """Reads the config.json that `model.source` or `model.config` names, as `resolve_fields` does.
 
     Downloads at most config.json.
 
@@ -41,25 +41,28 @@ def read_fields(
         assert model.config is not None, "the config's schema requires one of them"
         fields = model.config
         field = "model.config"
-    return override_fields(fields, model, field=field), field
+    return resolve_fields(fields, model, field=field), field
 
 
-def override_fields(
+def resolve_fields(
     fields: dict[str, Any], model: ModelSourceConfig, *, field: str
 ) -> dict[str, Any]:
-    """Returns the fields of a config.json with the changes of model.rope and
-    model.max_position_embeddings.
+    """Returns the fields of the text model's config.json, with the changes of the config.
+
+    These are model.rope and model.max_position_embeddings. Resolving again changes nothing.
 
     Args:
+        fields: fields of a config.json, which may be a multimodal model's.
         field: name of the config.json in error messages.
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
-    if model.rope is None and model.max_position_embeddings is None:
+    text, text_field = text_part.read_text_fields(fields, field)
+    has_changes = model.rope is not None or model.max_position_embeddings is not None
+    if text is fields and not has_changes:
         return fields
-    _, resolved = _parse_fields(fields, field)
-    return rope_override.apply(
-        fields, model, resolved=resolved.to_dict(), support=_find_family(fields, field).rope
-    )
+    _, resolved = _parse_fields(text, text_field)  # here, so that messages have the field's name
+    support = _find_family(text, text_field).rope
+    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=support)
 
 
 def parse_model_config(
@@ -242,11 +245,14 @@ def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _find_family(fields: dict[str, Any], path: str) -> Family:
     name = fields.get("model_type")
-    implemented = f"jaxsp has {errors.format_choices(FAMILIES)}."
+    implemented = (
+        f"jaxsp has {errors.format_choices(FAMILIES)}, and the text model of "
+        f"{errors.format_choices(MULTIMODAL_FAMILIES)}."
+    )
     if name is None:
         raise UserError(f"{path}.model_type: missing. {implemented}")
     if not isinstance(name, str) or name not in FAMILIES:
-        hint = errors.did_you_mean(str(name), list(FAMILIES))
+        hint = errors.did_you_mean(str(name), [*FAMILIES, *MULTIMODAL_FAMILIES])
         raise UserError(
             f"{path}.model_type = {format_value(name)}: is not implemented. {implemented}{hint}"
         )

@@ -252,7 +252,7 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
             f"read on {READ_DATE} from {published.source_url}"
         )
         field = f"published sizes of {name}"
-        fields = model_config.override_fields(published.fields, model, field=field)
+        fields = model_config.resolve_fields(published.fields, model, field=field)
     sizes = model_config.parse_model_config(fields, field=field, row_tokens=row_tokens)
     return ModelSizes(model=sizes, fields=fields, published=published, note=note)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, tensors
+from jaxsp.hf import folder, tensors, text_part
+from jaxsp.hf.families import MultimodalFamily
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError, StoredTensor
 from jaxsp.model import layers
@@ -36,6 +37,8 @@ class WeightReader:
     error_prefix: str
     """Field and value of the config that names the folder."""
     tensors: dict[str, StoredTensor]
+    left_out: str
+    """Description of tensors that belong to other parts of a multimodal model; empty if none do."""
 
     def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of one tensor, float32.
@@ -76,17 +79,22 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         all damaged files.
     """
     asked = f"{source.field} = {source.source}"
-    stored = _read_headers(source, asked)
+    multimodal = text_part.find_family(source.config_fields)
+    stored, left_out = _read_text_headers(source, multimodal, asked)
     embedding_name = table["embedding"].hf_name
     head = None
     if "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
     shapes = _tensor_shapes(table)
-    problems = _find_differences(stored, shapes, asked)
+    problems = _find_differences(stored, shapes, asked, is_multimodal=multimodal is not None)
     if problems:
         raise UserError(problems)
-    reader = WeightReader(error_prefix=asked, tensors={name: stored[name] for name in shapes})
+    reader = WeightReader(
+        error_prefix=asked,
+        tensors={name: stored[name] for name in shapes},
+        left_out=text_part.describe_left_out(left_out),
+    )
     if head is not None and not _is_same_tensor(reader, head, stored[embedding_name]):
         raise UserError(
             f"{asked}: {_HEAD_NAME} must equal {embedding_name}, because config.json has "
@@ -94,6 +102,17 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
             "tensor that is wrong."
         )
     return reader
+
+
+def _read_text_headers(
+    source: ModelFolder, multimodal: MultimodalFamily | None, asked: str
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """All tensors of the text model by name, and names of the tensors of other parts."""
+    stored = _read_headers(source, asked)
+    try:
+        return text_part.select_tensors(stored, multimodal)
+    except ValueError as error:
+        raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
 
 
 def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
@@ -190,7 +209,11 @@ def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
 
 
 def _find_differences(
-    stored: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], asked: str
+    stored: dict[str, StoredTensor],
+    shapes: dict[str, tuple[int, ...]],
+    asked: str,
+    *,
+    is_multimodal: bool,
 ) -> list[str]:
     """A line for each kind of difference between the stored tensors and those of the model."""
     missing = [name for name in shapes if name not in stored]
@@ -211,7 +234,8 @@ def _find_differences(
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
-        tie = ", or tie_word_embeddings: true in it if the model's head is its embedding"
+        places = "it and in its text_config" if is_multimodal else "it"
+        tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
     dtypes = errors.format_choices(tensors.DTYPES)
     problems = (
         (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),

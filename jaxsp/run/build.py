@@ -148,8 +148,10 @@ def _make_initial_weights(
     """Function that makes the weights of step 0, and a description of where they come from."""
     run = program.config.run
     if checkpoint is None and source is not None:
-        load: Callable[[], layers.Weights] = model_files.make_weight_loader(program, source)
+        load, left_out = model_files.make_weight_loader(program, source)
         origin = f"weights of {source.source}"
+        if left_out:
+            origin += f": {left_out}"
     else:
         load = functools.partial(
             weight_init.random_weights,

@@ -46,7 +46,7 @@ def read_model(
         assert hf_config is not None, "the schema requires one of them"
         files = ModelFiles(folder=source, hf_config=hf_config)
         field = str(source.path / "config.json") if source else "model.config"
-        hf_config = model_config.override_fields(hf_config, config.model, field=field)
+        hf_config = model_config.resolve_fields(hf_config, config.model, field=field)
         files = dataclasses.replace(files, hf_config=hf_config)
         model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.max_row_tokens
@@ -104,18 +104,23 @@ def load_tokenizer(
     )
 
 
-def make_weight_loader(program: Program, source: ModelFolder) -> Callable[[], layers.Weights]:
+def make_weight_loader(
+    program: Program, source: ModelFolder
+) -> tuple[Callable[[], layers.Weights], str]:
     """Function that loads a Hugging Face folder's weights, as float32, onto the program's mesh.
 
     The files are checked now, and downloaded first if they are on the hub.
 
+    Returns: the function, and a description of tensors that it does not read; empty if it reads
+        all.
     Raises: UserError for tensors and files that are missing, damaged or of another model.
     """
-    read_slice = weights.open_folder(source, program.table).read
-    return functools.partial(
+    reader = weights.open_folder(source, program.table)
+    load = functools.partial(
         weight_init.load_weights,
         program.table,
         program.mesh,
-        read_slice,
+        reader.read,
         is_offloaded=program.has_offloaded_state,
     )
+    return load, reader.left_out

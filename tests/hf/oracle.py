@@ -185,10 +185,10 @@ MODELS: dict[str, dict[str, Any]] = {
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
 
-def torch_model(fields: dict[str, Any]) -> Any:
+def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModelForCausalLM) -> Any:
     """A model with random weights: no bias is 0, no norm is 1, and attention is not uniform."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

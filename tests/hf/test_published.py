@@ -77,7 +77,7 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     row_tokens = config.data.max_row_tokens
     fields = published.MODELS[str(config.model.source)].fields
     assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
-    changed = model_config.override_fields(fields, config.model, field="published")
+    changed = model_config.resolve_fields(fields, config.model, field="published")
     assert changed["max_position_embeddings"] == row_tokens
     assert context_range.describe_excess(changed, row_tokens=row_tokens) == ""
     model_config.parse_model_config(changed, field="published", row_tokens=row_tokens)

@@ -1,0 +1,142 @@
+"""Text model of a multimodal checkpoint: its fields in config.json, and its tensors.
+
+Only the text model is trained and exported. The vision tower and the projector are left out.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+from jaxsp.hf import config_checks
+from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES, MultimodalFamily
+from jaxsp.hf.json_values import format_value
+
+_Tensor = TypeVar("_Tensor")
+
+_PREFIXES = {
+    "language_model.model.": "model.",  # on the hub, and what transformers 5 saves by default
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",  # the modules of transformers 5
+}
+"""Prefixes of the text model's tensors, and those of the text model without the other parts."""
+
+_OTHER_PARTS = ("vision_tower", "multi_modal_projector")
+
+
+def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
+    """Returns the multimodal family of a config.json; None if it is not of one."""
+    name = fields.get("model_type")
+    return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
+
+
+def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """Returns the config.json of the text model, and its name in messages.
+
+    The config.json of a text model is returned as it is. In that of a multimodal model, missing
+    sizes are transformers' defaults, and special tokens beside text_config replace those in it.
+
+    Raises: UserError for fields that require what is not implemented.
+    """
+    family = find_family(fields)
+    if family is None:
+        return fields, path
+    import transformers
+
+    outer = {name: value for name, value in fields.items() if value is not None}
+    defaults = transformers.AutoConfig.for_model(outer["model_type"]).to_dict()
+    problems = config_checks.find_multimodal_problems(outer, family, defaults, path)
+    path = f"{path}.text_config"
+    text = outer.get("text_config")
+    if not isinstance(text, dict):
+        problems.append(f"{path} = {format_value(text)}: must be a group of fields.")
+        raise UserError(problems)
+    problems += _find_text_problems(text, family, path)
+    if problems:
+        raise UserError(problems)
+    text = text | {"model_type": text.get("model_type") or family.text_types[0]}
+    text |= {name: outer[name] for name in config_checks.TOKEN_ID_FIELDS if name in outer}
+    text |= _read_tie(outer, text)
+    return _default_sizes(text) | text, path
+
+
+def _find_text_problems(text: dict[str, Any], family: MultimodalFamily, path: str) -> list[str]:
+    """Problems of a text_config that the text model's own check does not find."""
+    problems = []
+    name = text.get("model_type") or family.text_types[0]
+    if name not in family.text_types:
+        problems.append(
+            f"{path}.model_type = {format_value(name)}: is not implemented in "
+            f"{family.architecture}. Use {errors.format_choices(family.text_types)}."
+        )
+    for name in family.unused_text_fields:
+        if text.get(name) is not None:
+            problems.append(
+                f"{path}.{name} = {format_value(text[name])}: is not implemented: "
+                f"{family.architecture} ignores it, but not the text model that jaxsp exports. "
+                "Write null, or leave it out."
+            )
+    return problems
+
+
+def _read_tie(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Returns the outer tie_word_embeddings if it is used: embedding and head are tied only if
+    neither config has false.
+
+    transformers 4 reads that of text_config. transformers 5 reads the outer one, with the default
+    true, and saves it, but it does not tie a stored head that differs from the embedding. In its
+    copies of Ministral 3 8B, the two fields disagree, and the head is not tied.
+    """
+    name = "tie_word_embeddings"
+    is_used = outer.get(name) is False or text.get(name) is None
+    return {name: outer[name]} if name in outer and is_used else {}
+
+
+def _default_sizes(text: dict[str, Any]) -> dict[str, Any]:
+    """transformers' defaults of the sizes that a text_config lacks (Gemma 3 4B: the heads)."""
+    import transformers
+
+    defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
+    missing = config_checks.find_missing_sizes(text, FAMILIES[text["model_type"]])
+    return {name: defaults[name] for name in (*missing, "max_position_embeddings")}
+
+
+def select_tensors(
+    stored: dict[str, _Tensor], family: MultimodalFamily | None
+) -> tuple[dict[str, _Tensor], list[str]]:
+    """Returns the text model's tensors by their names in its export, and the names of the others.
+
+    Tensors that belong to no known part keep their names.
+
+    Args:
+        family: None for a text model, which has no other parts.
+    Raises: ValueError if two tensors have the same name in the export.
+    """
+    if family is None:
+        return stored, []
+    selected: dict[str, _Tensor] = {}
+    left_out = []
+    for name, tensor in stored.items():
+        if name.removeprefix("model.").startswith(_OTHER_PARTS):
+            left_out.append(name)
+            continue
+        text_name = _rename(name)
+        if text_name in selected:
+            raise ValueError(f"{text_name}: stored twice, one of them as {name}")
+        selected[text_name] = tensor
+    return selected, left_out
+
+
+def _rename(name: str) -> str:
+    for prefix, replacement in _PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def describe_left_out(names: Iterable[str]) -> str:
+    """Describes tensors that are not read; empty if all are."""
+    parts = [name.removeprefix("model.").split(".")[0] for name in names]
+    if not parts:
+        return ""
+    return f"text model only, without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"

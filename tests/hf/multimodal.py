@@ -1,0 +1,98 @@
+"""Small multimodal models with random weights, and config.json of published ones."""
+
+from typing import Any
+
+import transformers
+
+from tests.hf import oracle
+
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {**oracle.MODELS["gemma3"], "final_logit_softcapping": None},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 130,
+        "eos_token_id": [1, 106],
+    },
+    "mistral": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": oracle.MODELS["mistral"],
+        "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {**oracle.MODELS["ministral3"], "tie_word_embeddings": True},
+        "vision_config": PIXTRAL,
+    },
+}
+"""Fields of a config.json: two families, and the text models of each."""
+
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+"""The config.json of gemma-3-4b-it, which leaves out what is transformers' default."""
+
+MISTRAL_SMALL_3_1: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+    "vision_feature_layer": -1,
+}
+"""The config.json of Mistral-Small-3.1-24B-Instruct-2503."""
+
+
+def torch_model(fields: dict[str, Any]) -> Any:
+    """The multimodal model with random weights."""
+    return oracle.torch_model(fields, transformers.AutoModelForImageTextToText)

@@ -1,0 +1,281 @@
+"""The text model of a multimodal checkpoint is imported, and exported as a text-only one."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
+from jaxsp.hf import folder, model_config, published, weights, writer
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import weight_init
+from tests import batches, tolerances
+from tests.hf import multimodal, oracle
+from tests.messages import assert_names
+
+TEXT_CLASSES = {
+    "gemma3": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
+
+
+def resolve(fields: dict[str, Any], **model: Any) -> dict[str, Any]:
+    source = ModelSourceConfig(config=fields, **model)
+    return model_config.resolve_fields(fields, source, field="model.config")
+
+
+def read(fields: dict[str, Any]) -> ModelConfig:
+    return model_config.parse_model_config(resolve(fields), field="model.config")
+
+
+def text_tensors(model: Any) -> dict[str, np.ndarray]:
+    """Tensors of the text model, by their names in a text-only checkpoint."""
+    named = {
+        name.replace("model.language_model.", "model."): weight.detach().numpy()
+        for name, weight in model.named_parameters()
+    }
+    return {name: array for name, array in named.items() if not is_left_out(name)}
+
+
+def is_left_out(name: str) -> bool:
+    return "vision_tower" in name or "multi_modal_projector" in name
+
+
+def save(model: Any, directory: pathlib.Path, layout: str) -> None:
+    """Saves with the tensor names of the hub, or with those of transformers 5's modules."""
+    size = "40KB" if layout == "hub, several files" else "5GB"
+    model.save_pretrained(directory, max_shard_size=size)
+    if layout == "modules of transformers 5":
+        stored = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+        assert "model.language_model.norm.weight" in stored
+        path = directory / "model.safetensors"
+        safetensors.numpy.save_file(stored, path, metadata={"format": "pt"})
+
+
+def import_folder(directory: pathlib.Path) -> tuple[ModelFolder, dict[str, Any], layers.Weights]:
+    """Folder, fields of the text model, and its weights."""
+    source = folder.find(str(directory))
+    fields = resolve(source.config_fields)
+    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    reader = weights.open_folder(source, table)
+    return source, fields, weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
+
+
+@pytest.mark.parametrize("layout", ["hub, several files", "modules of transformers 5"])
+@pytest.mark.parametrize("name", multimodal.MODELS)
+def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, layout):
+    model = multimodal.torch_model(multimodal.MODELS[name])
+    save(model, tmp_path / "in", layout)
+    files = list((tmp_path / "in").glob("*.safetensors"))
+    names = [name for file in files for name in safetensors.numpy.load_file(file)]
+    prefix = "model.language_model." if "modules" in layout else "language_model.model."
+    assert f"{prefix}norm.weight" in names
+    assert (len(files) > 1) == ("several" in layout)
+    source, fields, master = import_folder(tmp_path / "in")
+    config = model_config.parse_model_config(fields, field="config.json")
+    table = decoder.param_table(config)
+    expected = text_tensors(model)
+    assert batches.is_bitwise_equal(
+        master, oracle.stacked(jax.tree.map(oracle.torch.from_numpy, expected), table)
+    )
+    count = sum(is_left_out(name) for name, _ in model.named_parameters())
+    left_out = weights.open_folder(source, table).left_out
+    assert_names(left_out, str(count), "vision_tower", "multi_modal_projector")
+
+    writer.export_model(
+        master,
+        table=table,
+        fields=fields,
+        tokenizer=None,
+        directory=tmp_path / "out",
+        dtype="float32",
+    )
+    loaded, info = oracle.transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype="auto"
+    )
+    assert not any(info.values()), info
+    assert type(loaded).__name__ == TEXT_CLASSES[name]
+    back = {key: weight.detach().numpy() for key, weight in loaded.named_parameters()}
+    assert batches.is_bitwise_equal(back, expected)
+    if name == "gemma3":
+        assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
+
+
+@pytest.mark.parametrize("name", multimodal.MODELS)
+def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, name):
+    model = multimodal.torch_model(multimodal.MODELS[name])
+    save(model, tmp_path, "hub")
+    _, fields, master = import_folder(tmp_path)
+    config = model_config.parse_model_config(fields, field="config.json")
+    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
+    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
+    with oracle.torch.no_grad():
+        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
+        expected = model(input_ids=tokens).logits.numpy()
+    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY
+
+
+def test_sizes_that_gemma_leaves_out_are_those_of_transformers():
+    config = read(multimodal.GEMMA_3_4B)
+    assert (config.vocab_size, config.num_layers, config.hidden_size) == (262208, 34, 2560)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.tie_embeddings
+    assert [layer.window for layer in config.layers[:6]] == [1024] * 5 + [None]
+    assert config.layers[5].rope.description == "linear, theta 1,000,000, factor 8"
+    fields = resolve(multimodal.GEMMA_3_4B)
+    assert fields["max_position_embeddings"] == 131072
+    # text-only fields, which describe the same model
+    assert "vision_config" not in fields
+    assert resolve(fields) is fields
+    assert read(fields) == config
+
+
+def test_mistral_small_is_read_as_its_text_model():
+    config = read(multimodal.MISTRAL_SMALL_3_1)
+    assert config == read(
+        {**multimodal.MISTRAL_SMALL_3_1["text_config"], "tie_word_embeddings": False}
+    )
+    assert (config.head_dim, config.num_heads, config.layers[0].window) == (128, 32, None)
+    assert not config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "tied"),
+    [
+        (None, None, False),  # Ministral 3 8B; the default of the text model's family
+        (None, True, True),  # Ministral 3 3B
+        (True, False, False),  # Ministral 3 8B, saved by transformers 5
+        (True, None, True),
+        (False, True, False),
+        (True, True, True),
+    ],
+)
+def test_embeddings_are_tied_unless_one_of_the_configs_has_false(outer, text, tied):
+    text_config = {**oracle.MODELS["ministral3"], "tie_word_embeddings": text}
+    fields = {
+        **multimodal.MODELS["ministral3"],
+        "text_config": text_config,
+        "tie_word_embeddings": outer,
+    }
+    assert read(fields).tie_embeddings == tied
+
+
+def test_special_tokens_beside_the_text_config_replace_those_in_it():
+    text = {**multimodal.GEMMA_3_4B["text_config"], "eos_token_id": 1, "bos_token_id": 2}
+    ids = model_config.choose_token_ids(
+        resolve(multimodal.GEMMA_3_4B | {"text_config": text}), None
+    )
+    assert ids == {"bos_token_id": 2, "eos_token_id": [1, 106], "pad_token_id": None}
+
+
+def test_the_context_is_extended_and_planned():
+    yarn = {"type": "yarn", "factor": 4}
+    sizes = published.read_sizes(ModelSourceConfig(config=multimodal.MISTRAL_SMALL_3_1, rope=yarn))
+    assert sizes.fields["max_position_embeddings"] == 4 * 131072
+    assert sizes.fields["model_type"] == "mistral"
+    assert "yarn" in sizes.model.layers[0].rope.description
+    again = resolve(sizes.fields, rope=yarn)
+    assert again == sizes.fields
+
+
+def change(fields: dict[str, Any], **text: Any) -> dict[str, Any]:
+    return {**fields, "text_config": {**fields["text_config"], **text}}
+
+
+REFUSED = [
+    (
+        multimodal.GEMMA_3_4B | {"quantization_config": {"bits": 4}},
+        "quantization_config = {",
+        ["null"],
+    ),
+    (
+        multimodal.GEMMA_3_4B | {"architectures": ["Gemma3ForSequenceClassification"]},
+        'architectures = ["Gemma3ForSequenceClassification"]: ',
+        ["Gemma3ForConditionalGeneration"],
+    ),
+    (multimodal.GEMMA_3_4B | {"hidden_size": 64}, "hidden_size = 64: ", ["gemma3"]),
+    (
+        multimodal.GEMMA_3_4B | {"tie_word_embeddings": "no"},
+        "tie_word_embeddings = no: ",
+        ["true or false"],
+    ),
+    (multimodal.GEMMA_3_4B | {"text_config": None}, "text_config = null: ", ["fields"]),
+    (
+        change(multimodal.GEMMA_3_4B, model_type="gemma3n_text"),
+        "text_config.model_type = gemma3n_text: ",
+        ["gemma3_text"],
+    ),
+    (
+        change(multimodal.GEMMA_3_4B, final_logit_softcapping=30.0),
+        "text_config.final_logit_softcapping = 30.0: ",
+        ["Gemma3ForConditionalGeneration", "null"],
+    ),
+    (
+        change(multimodal.GEMMA_3_4B, hiden_size=64),
+        "text_config.hiden_size = 64: ",
+        ["hidden_size"],
+    ),
+    (change(multimodal.GEMMA_3_4B, hidden_size=0), "text_config.hidden_size = 0: ", ["1"]),
+    (
+        change(multimodal.GEMMA_3_4B, num_attention_heads=None),
+        "text_config.num_attention_heads: ",
+        [],
+    ),
+    (
+        change(multimodal.MISTRAL_SMALL_3_1, quantization_config={"bits": 4}),
+        "text_config.quantization_config = {",
+        ["null"],
+    ),
+    ({"model_type": "llava", "text_config": {}}, "model_type = llava: ", ["gemma3 or mistral3"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "start", "parts"), REFUSED)
+def test_unsupported_fields_are_refused_by_name(fields, start, parts):
+    with pytest.raises(UserError) as raised:
+        read(fields)
+    (problem,) = raised.value.problems
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+def rewrite(directory: pathlib.Path, **changes: np.ndarray | None) -> None:
+    """Adds tensors to a checkpoint, or removes them."""
+    path = directory / "model.safetensors"
+    stored = safetensors.numpy.load_file(path) | changes
+    kept = {name: array for name, array in stored.items() if array is not None}
+    safetensors.numpy.save_file(kept, path, metadata={"format": "pt"})
+
+
+def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(tmp_path):
+    save(multimodal.torch_model(multimodal.MODELS["mistral"]), tmp_path, "hub")
+    extra = np.zeros(2, np.float32)
+    for changes, parts in (
+        ({"audio_tower.weight": extra}, ["audio_tower.weight"]),
+        ({"language_model.model.norm.weight": None}, ["model.norm.weight"]),
+        ({"model.language_model.norm.weight": extra}, ["model.norm.weight", "twice"]),
+        (
+            {"language_model.lm_head.weight": None},
+            ["lm_head.weight", "tie_word_embeddings", "text_config"],
+        ),
+    ):
+        before = (tmp_path / "model.safetensors").read_bytes()
+        rewrite(tmp_path, **changes)
+        with pytest.raises(UserError) as raised:
+            import_folder(tmp_path)
+        (problem,) = raised.value.problems
+        assert_names(problem, *parts)
+        (tmp_path / "model.safetensors").write_bytes(before)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
+    with pytest.raises(UserError, match="gemma3 or mistral3"):
+        import_folder(tmp_path)
