@@ -70,12 +70,13 @@ def sent_bytes(workload: LayerWorkload, *, seq: int) -> dict[str, int]:
     hop_tokens = Halo.from_workload(workload, seq=seq).hop_tokens
     if seq == 1 or not hop_tokens:
         return {}
-    # k and v forward and backward, and their gradients: float32, and in the last hop as k and v
+    # k and v forward and backward, and their gradients: see `return_halos`
     kv_elements = 2 * workload.num_rows * 2 * workload.num_kv_heads * workload.head_dim
-    passes = 2 * sum(hop_tokens) + hop_tokens[0]
+    in_float32 = sum(hop_tokens[1:-1])
+    passes = 3 * sum(hop_tokens) - in_float32
     if workload.recomputes_attention and workload.has_other_kinds:
         passes += sum(hop_tokens)
-    size = passes * workload.itemsize + sum(hop_tokens[1:]) * 4
+    size = passes * workload.itemsize + in_float32 * 4
     return {"collective-permute": kv_elements * size}
 
 
@@ -94,7 +95,8 @@ def receive_halos(group: ChunkGroup, halo: Halo, kv: Pair) -> Pair:
 def return_halos(group: ChunkGroup, halo: Halo, dkv: Pair, dtype: jnp.dtype) -> Pair:
     """Sums of the gradients of this device's chunks over the halos that they belong to.
 
-    Gradients travel as k and v did, the other way: in float32, and in the last hop in `dtype`.
+    Gradients travel as k and v did, the other way: in `dtype` in the first hop, where they are not
+    sums yet, and in the last one; between them in float32.
     Shapes: [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G, K].
     """
     returned = dkv[0][:, :, :0], dkv[1][:, :, :0]
@@ -104,7 +106,7 @@ def return_halos(group: ChunkGroup, halo: Halo, dkv: Pair, dtype: jnp.dtype) -> 
             add_to_last(x[:, :, begin : begin + tokens], y, axis=2)
             for x, y in zip(dkv, returned, strict=True)
         )
-        if hop == 0:
+        if hop in (0, len(halo.hop_tokens) - 1):
             first, last = first.astype(dtype), last.astype(dtype)
         returned = _send_to_previous(group, first, last)
         begin += tokens

@@ -245,10 +245,12 @@ class Gather:
 
         Stacked weights are gathered in the forward and again in the backward pass, with every remat
         policy. A weight that is not stacked is gathered, and its gradient scattered, once per
-        microbatch, even a tied embedding: XLA merges gathers of the same shard, and scatters the
-        sum of the two gradients. Gradients are summed over the axes that their weights are not
-        sharded on (all-reduce) once per step.
+        microbatch. A tied embedding is gathered once, because XLA merges gathers of the same shard,
+        and both of its gradients are scattered, because their sum would need another whole float32
+        table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
+        once per step.
         """
+        tied = None if "head" in table else table.get("embedding")
         sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
         for param in jax.tree.leaves(table):
             size = math.prod(stored_shape(param, self.num_shards))
@@ -259,6 +261,7 @@ class Gather:
             moved = num_microbatches * size * (1 - 1 / self.num_shards)
             num_gathers = 1 if param.num_layers is None else 2
             sent["all-gather"] += moved * self.compute_dtype.itemsize * num_gathers
-            sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize
+            num_scatters = 2 if param is tied else 1
+            sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
             sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
         return sent

@@ -52,7 +52,7 @@ def step(config, devices):
 
 
 @functools.cache
-def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4):
+def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4, is_tied=False):
     """A step for H100s, with equally many tokens per device on every mesh."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     config = settings(
@@ -62,6 +62,7 @@ def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4):
         f"data.row_tokens={seq * DEVICE_TOKENS}",
         num_attention_heads=num_heads,
         num_hidden_layers=num_layers,
+        tie_word_embeddings=is_tied,
     )
     return step(config, compiled.make_devices("h100-80gb", data * seq))
 

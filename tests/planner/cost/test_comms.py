@@ -58,21 +58,22 @@ def check(step, *, dtype, remat="save_attention"):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("data", "seq", "num_heads", "microbatches"),
+    ("data", "seq", "num_heads", "microbatches", "is_tied"),
     [
-        (2, 4, 32, 3),
+        (2, 4, 32, 3, False),
+        (1, 8, 32, 2, True),
         *(
-            pytest.param(1, *sizes, 1, marks=pytest.mark.slow)
+            pytest.param(1, *sizes, 1, False, marks=pytest.mark.slow)
             for sizes in ((32, 32), (8, 64), (32, 64))
         ),
     ],
     ids=str,
 )
-def test_a_gpu_program_sends_the_bytes_of_the_formulas(data, seq, num_heads, microbatches):
-    check(
-        programs.gpu_step(data=data, seq=seq, num_heads=num_heads, microbatches=microbatches),
-        dtype="bf16",
+def test_a_gpu_program_sends_the_bytes_of_the_formulas(data, seq, num_heads, microbatches, is_tied):
+    step = programs.gpu_step(
+        data=data, seq=seq, num_heads=num_heads, microbatches=microbatches, is_tied=is_tied
     )
+    check(step, dtype="bf16")
 
 
 @pytest.mark.e2e
