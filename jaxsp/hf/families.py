@@ -89,8 +89,14 @@ _GEMMA: dict[str, Any] = {
         "use_bidirectional_attention": (False,),
         "hidden_act": ("gelu_pytorch_tanh",),
         "cache_implementation": ("hybrid",),
+        "sliding_window_size": (4096,),
     },
 }
+_PHI_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+"""Code beside the published weights, which is that of transformers."""
 
 
 def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +184,7 @@ FAMILIES = {
         window_fields=QWEN_WINDOW_FIELDS,
         fields=("no_rope_layers", "no_rope_layer_interval"),
         has_rope=lambda given, layer: bool(given["no_rope_layers"][layer]),
+        values={"pretraining_tp": (1, 2)},  # not used by its code
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
@@ -186,7 +193,12 @@ FAMILIES = {
         rope=RopeSupport(
             types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
         ),
-        values={"resid_pdrop": (0,), "embd_pdrop": (0,), "attention_bias": (False,)},
+        values={
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), (0,)),
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False,)),
+            **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),
+            "auto_map": (_PHI_CODE, _PHI_CODE | {"AutoTokenizer": "Xenova/gpt-4o"}),
+        },
     ),
     "granite": Family(
         architecture="GraniteForCausalLM",
@@ -242,6 +254,9 @@ FAMILIES = {
             "use_qk_norm": (False,),
             "position_embedding_type": ("rope_gptj",),
             "rotary_pct": (1,),
+            "cache_implementation": ("hybrid",),
+            "layer_switch": (4,),  # of the published code; transformers has sliding_window_pattern
+            "order_of_interleaved_layers": ("local_attn_first",),
         },
     ),
 }

@@ -41,21 +41,32 @@ def find_problems(
         where = f"{path}.{form}"
         if not isinstance(group, dict):
             problems.append(f"{where} = {format_value(group)}: must be a group of fields, or null.")
+        elif form_problem := _find_form_problem(form, group, support):
+            problems.append(f"{where}: {form_problem}")
         elif is_nested(group, support):
             problems += check.find_nested_problems(group, where)
         else:
             problems += check.find_group_problems(group, where, outside=check.outside)
     if len(forms) == 2 and not problems:
-        theta = {"rope_theta": fields.get("rope_theta")}
         groups = [fields[form] for form in forms]
         if is_nested(groups[0], support):
             groups[0] = groups[0].get(FULL_ATTENTION, {})
-        first, second = ({**theta, **_comparable(group)} for group in groups)
+        first, second = ({**check.outside, **_comparable(group)} for group in groups)
         if first != second:
             problems.append(
                 f"{path}.rope_scaling: must equal {path}.rope_parameters. Leave one out."
             )
     return problems
+
+
+def _find_form_problem(form: str, group: dict[str, Any], support: RopeSupport) -> str | None:
+    """Problem of a group, or of groups for each layer type, that transformers would not read."""
+    if not support.layer_types or is_nested(group, support) == (form == "rope_parameters"):
+        return None
+    types = errors.format_choices(support.layer_types)
+    if form == "rope_parameters":
+        return f"must have groups of fields for layers of {types}. Use rope_scaling for one group."
+    return f"must have no groups for layers of {types}. Use rope_parameters for these."
 
 
 def _comparable(group: dict[str, Any]) -> dict[str, Any]:

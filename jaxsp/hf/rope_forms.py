@@ -83,13 +83,13 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
             local = {"rope_local_base_freq": theta}
         if sliding["rope_type"] != "default" or not (local or theta == groups["rope_theta"]):
             return {}
-    scaling = {name: value for name, value in groups.items() if name != "rope_theta"}
-    is_default = scaling.get("rope_type") == "default"
-    return {
-        "rope_theta": groups["rope_theta"],
-        "rope_scaling": None if is_default else scaling,
-        **local,
-    }
+    outside = {name: groups[name] for name in support.outside_fields if name in groups}
+    scaling = {name: value for name, value in groups.items() if name not in outside}
+    is_default = scaling["rope_type"] == "default"
+    if support.has_outside_original:
+        # transformers 4 reads Phi-3's scaling only with `type`, and without other fields
+        scaling["type"] = scaling.pop("rope_type")
+    return {**outside, "rope_scaling": None if is_default else scaling, **local}
 
 
 def is_nested(group: dict[str, Any], support: RopeSupport) -> bool:

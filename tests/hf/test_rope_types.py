@@ -173,6 +173,7 @@ def test_a_description_has_type_theta_and_extension(name, parts):
 
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
+ALIKE = rope_forms.RopeSupport()
 LAYERED = rope_forms.RopeSupport(
     layer_types=("full_attention", "sliding_attention"), has_local_theta=True
 )
@@ -183,14 +184,14 @@ MINISTRAL = FAMILIES["ministral3"].rope
 PUBLISHED: dict[str, tuple[dict[str, Any], rope_forms.RopeSupport]] = {
     "Qwen3 with YaRN": (
         {"rope_theta": 1e6, "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"}},
-        rope_forms.RopeSupport(),
+        ALIKE,
     ),
     "Yarn-Llama-2": (
         {
             "rope_scaling": {"factor": 16.0, "finetuned": True, "type": "yarn"}
             | {"original_max_position_embeddings": 4096}
         },
-        rope_forms.RopeSupport(),
+        ALIKE,
     ),
     "Gemma 3": (
         {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -234,10 +235,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], rope_forms.RopeSupport]] = {
         },
         MINISTRAL,
     ),
-    "SmolLM3": ({"rope_theta": 5e6}, rope_forms.RopeSupport()),
+    "SmolLM3": ({"rope_theta": 5e6}, ALIKE),
     "gpt-oss": (
         {"rope_theta": 150000.0, "rope_scaling": GROUPS["yarn, gpt-oss"]},
-        rope_forms.RopeSupport(),
+        ALIKE,
     ),
 }
 
@@ -279,35 +280,35 @@ REFUSED: list[tuple[dict[str, Any], rope_forms.RopeSupport, str, list[str]]] = [
         "rope_scaling: ",
         ["rope_parameters"],
     ),
-    (scaling(YARN, factor=0.5), LAYERED, "rope_parameters.factor = 0.5: ", ["1"]),
-    (scaling(YARN, factor=True), LAYERED, "rope_parameters.factor = true: ", ["1"]),
-    (scaling(YARN, beta_fast=0), LAYERED, "rope_parameters.beta_fast = 0: ", ["0"]),
-    (scaling(YARN, beta_fast=1), LAYERED, "rope_parameters.beta_slow = 1: ", ["beta_fast"]),
-    (scaling(YARN, truncate=1), LAYERED, "rope_parameters.truncate = 1: ", ["true or false"]),
-    (scaling(YARN, mscale=-1), LAYERED, "rope_parameters.mscale = -1: ", ["0"]),
-    (scaling(YARN, attention_factor="x"), LAYERED, "rope_parameters.attention_factor = x: ", ["0"]),
-    (scaling(YARN, beta_fats=2.0), LAYERED, "rope_parameters.beta_fats = 2.0: ", ["beta_fast"]),
-    (scaling(YARN, low_freq_factor=2.0), LAYERED, "rope_parameters.low_freq_factor", ["yarn"]),
-    (scaling(YARN, llama_4_scaling_beta=0.1), LAYERED, "rope_parameters.llama_4", ["yarn"]),
+    (scaling(YARN, factor=0.5), ALIKE, "rope_parameters.factor = 0.5: ", ["1"]),
+    (scaling(YARN, factor=True), ALIKE, "rope_parameters.factor = true: ", ["1"]),
+    (scaling(YARN, beta_fast=0), ALIKE, "rope_parameters.beta_fast = 0: ", ["0"]),
+    (scaling(YARN, beta_fast=1), ALIKE, "rope_parameters.beta_slow = 1: ", ["beta_fast"]),
+    (scaling(YARN, truncate=1), ALIKE, "rope_parameters.truncate = 1: ", ["true or false"]),
+    (scaling(YARN, mscale=-1), ALIKE, "rope_parameters.mscale = -1: ", ["0"]),
+    (scaling(YARN, attention_factor="x"), ALIKE, "rope_parameters.attention_factor = x: ", ["0"]),
+    (scaling(YARN, beta_fats=2.0), ALIKE, "rope_parameters.beta_fats = 2.0: ", ["beta_fast"]),
+    (scaling(YARN, low_freq_factor=2.0), ALIKE, "rope_parameters.low_freq_factor", ["yarn"]),
+    (scaling(YARN, llama_4_scaling_beta=0.1), ALIKE, "rope_parameters.llama_4", ["yarn"]),
     (scaling(YARN, llama_4_scaling_beta="a"), MINISTRAL, "rope_parameters.llama_4", ["number"]),
     (scaling(YARN), MINISTRAL, "rope_parameters.llama_4_scaling_beta: ", ["missing", "0.1"]),
     ({"rope_parameters": {}}, MINISTRAL, "rope_parameters.rope_type = default: ", ["yarn"]),
     (scaling(YARN), PHI, "rope_parameters.rope_type = yarn: ", ["default or longrope"]),
     (
         scaling(YARN, partial_rotary_factor=0.5),
-        LAYERED,
+        ALIKE,
         "rope_parameters.partial_rotary_factor = 0.5: ",
         ["model_type", "whole"],
     ),
     (
         scaling(YARN, original_max_position_embeddings=4096.0),
-        LAYERED,
+        ALIKE,
         "rope_parameters.original_max_position_embeddings = 4096.0: ",
         ["whole number"],
     ),
     (
         scaling({"rope_type": "linear", "rope_theta": 1e4}),
-        LAYERED,
+        ALIKE,
         "rope_parameters.factor: ",
         ["missing"],
     ),
@@ -327,6 +328,18 @@ REFUSED: list[tuple[dict[str, Any], rope_forms.RopeSupport, str, list[str]]] = [
         ["0"],
     ),
     ({"partial_rotary_factor": 1.5}, PHI, "partial_rotary_factor = 1.5: ", ["1"]),
+    (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}},
+        LAYERED,
+        "rope_parameters: ",
+        ["full_attention", "rope_scaling"],
+    ),
+    (
+        {"rope_scaling": LAYER_GROUPS["rope_parameters"]},
+        LAYERED,
+        "rope_scaling: ",
+        ["full_attention", "rope_parameters"],
+    ),
     ({"rope_local_base_freq": 1e4}, PHI, "rope_local_base_freq = 10000.0: ", ["rope_theta"]),
     ({"rope_local_base_freq": "x"}, LAYERED, "rope_local_base_freq = x: ", ["1"]),
     (
