@@ -65,7 +65,7 @@ def test_layer_patterns_of_the_families():
     local = "5 default, theta 100"
     full = "None linear, theta 1,000,000, factor 8"
     assert describe("gemma3") == [local, local, full, local, local, full, local, local]
-    local = "5 default, theta 500"
+    local = "5 default, theta 500,000"
     assert describe("olmo3")[:3] == [local] * 3
     assert "yarn" in describe("olmo3")[3]
     # layers without RoPE attend to whole documents

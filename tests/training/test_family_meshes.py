@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from jaxsp.hf import families
+from jaxsp.hf import model_config
 from jaxsp.model.config import LayerConfig, NormNames, QueryScale
 from tests import batches
 from tests.attention.strategies import make_strategy
@@ -84,7 +84,7 @@ CASES = [
 def make_model(name):
     if name == "mixed":
         return MIXED
-    return families.parse_model_config(
+    return model_config.parse_model_config(
         oracle.MODELS[name], field="model.config", row_tokens=ROW_TOKENS
     )
 
