@@ -5,8 +5,8 @@
 Runs jaxsp's own commands: a byte model is trained on documents of 256 tokens of the source of
 Python's standard library, exported, and fine-tuned for a few steps on documents of 2,048 tokens,
 with YaRN and, to compare, without it. Each eval set has the same held-out documents of 2,048
-tokens, with labels in one range of positions only. Needs matplotlib; about an hour on 2 CPU cores.
-Finished parts in the folder of --work are used again.
+tokens, with labels in one range of positions only. Needs matplotlib; about half an hour on 2
+CPU cores. Finished parts in the folder of --work are used again.
 """
 
 import json
@@ -74,7 +74,8 @@ def main(arguments: list[str]) -> int:
         TUNED.format(steps=args.tuning_steps): evaluate(work, "yarn", tuned["yarn"]),
     }
     print(format_table(curves))
-    contents = results.open_results(MODULE, arguments, **machine.read_cpu_versions("jax", "jaxlib"))
+    shown = ["FOLDER" if word == str(args.work) else word for word in arguments]
+    contents = results.open_results(MODULE, shown, **machine.read_cpu_versions("jax", "jaxlib"))
     contents["loss_by_position"] = {
         "first_positions": list(range(0, LONG, BUCKET)),
         "documents": NUM_EVAL_DOCUMENTS,
