@@ -273,4 +273,11 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."
         )
+    no_rope_layers = fields.get("no_rope_layers")
+    num_layers = fields["num_hidden_layers"]
+    if no_rope_layers is not None and len(no_rope_layers) != num_layers:
+        problems.append(
+            f"{path}.no_rope_layers: has {len(no_rope_layers)} entries, but there are {num_layers} "
+            "layers. Give one for each layer, or leave it out."
+        )
     return problems

@@ -58,10 +58,11 @@ class RopeSupport:
 def normalize(group: dict[str, Any]) -> dict[str, Any]:
     """Copies a group, or a group for each layer type, as transformers reads it.
 
-    Types have their present names. Nulls are left out, except for `factor`, which transformers then
-    computes from the numbers of positions.
+    Types have their present names, and are in `rope_type`: with only `type`, transformers would
+    read the default for layers that differ (Gemma 3). Nulls are left out, except for `factor`,
+    which transformers then computes from the numbers of positions.
     """
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, dict):
             value = normalize(value)
@@ -69,6 +70,8 @@ def normalize(group: dict[str, Any]) -> dict[str, Any]:
             value = rope_types.LEGACY_NAMES.get(str(value), value)
         if value is not None or name == "factor":
             kept[str(name)] = value
+    if "type" in kept:
+        kept.setdefault("rope_type", kept["type"])
     return kept
 
 

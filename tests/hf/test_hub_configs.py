@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
+from tests.messages import assert_names
 
 COMMON = {"initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 COMMON |= {"attention_bias": False, "attention_dropout": 0.0, "transformers_version": "4.45.0"}
@@ -134,3 +136,23 @@ def test_transformers_4_finds_the_partial_rotation_and_the_scaling_of_phi():
         assert exported["rope_scaling"] == LONGROPE
         assert exported["partial_rotary_factor"] == 0.75
         assert exported["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_both_names_of_a_rope_type_mean_the_same_where_layers_differ(key):
+    """Transformers 5.23 reads the default type from `type` here."""
+    sizes = {name: GEMMA_2[name] for name in ("num_hidden_layers", "num_attention_heads")}
+    sizes |= {name: GEMMA_2[name] for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
+    fields = sizes | {"model_type": "gemma3_text", "rope_scaling": {key: "linear", "factor": 8.0}}
+    model = model_config.parse_model_config(fields, field="config.json")
+    ropes = [rope.description for rope in model.ropes]
+    assert ropes == ["default, theta 10,000", "linear, theta 1,000,000, factor 8"]
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    assert model_config.parse_model_config(exported, field="config.json") == model
+
+
+def test_a_list_for_another_number_of_layers_is_refused():
+    with pytest.raises(UserError) as raised:
+        model_config.parse_model_config(SMOLLM_3 | {"no_rope_layers": [1, 0]}, field="c")
+    assert_names(raised.value, "2", "36", start="c.no_rope_layers: ")
