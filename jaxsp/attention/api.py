@@ -95,13 +95,13 @@ class Attend:
         kind: Array | int = 0,
         sinks_H: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B l H K"]:
-        """Attends.
+        """Computes the attention of a layer for this device's tokens.
 
         Args:
             tables: result of `make_segment_tables`.
             kind: kind of the layer, as an index into `kinds`; it may be traced.
-            sinks_H: a score of each head whose value is 0, for the softmax of every token. Each
-                device's gradient is its part of a sum over the devices that share the rows.
+            sinks_H: one more score per head in the softmax of every token; its value vector is 0.
+                Each device returns its term of the gradient, to be summed over the group.
         """
         options: dict[str, Any] = {}
         if len(self.kinds) > 1:

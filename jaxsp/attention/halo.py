@@ -94,8 +94,9 @@ def backward(
 class _Rows:
     """Rows of T tokens that a kernel computes: the halo of a chunk, the chunk, and padding.
 
-    Both rows of a device's chunks follow each other, R = 2 B. Rows begin at the first token of the
-    halo, or of the whole row if that is later: cuDNN's rows of one segment begin with the segment.
+    The rows of a device's first and last chunks alternate: R = 2 B. A row begins at the first token
+    of its halo, or of the whole row if that is later, because the cuDNN kernel assumes that a row's
+    only segment begins with the row.
     """
 
     group: ChunkGroup
@@ -210,7 +211,8 @@ def _split_chunks(x: Array, *, axis: int = 1) -> Pair:
 
 
 def _stack_rows(pair: Sequence[Array]) -> Array:
-    """Makes arrays of the first and of the last chunk of each row rows of their own."""
+    """Joins arrays of first and of last chunks along the batch, alternating. Shapes: two [B, ...]
+    to [2 B, ...]."""
     x_B2 = jnp.stack(pair, axis=1)
     return x_B2.reshape(-1, *x_B2.shape[2:])
 

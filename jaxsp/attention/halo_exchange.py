@@ -52,7 +52,8 @@ class Halo:
     def row_tokens(self) -> int:
         """Tokens of a halo and its chunk, and padding.
 
-        With padding, the row divides as evenly as the chunk, if that costs at most an eighth.
+        Padded to a multiple of 2,048 or 512 if the chunk is one, and if the padding is at most an
+        eighth of the tokens.
         """
         tokens = self.num_tokens + self.chunk_tokens
         for preferred in _ROW_MULTIPLES:
@@ -93,10 +94,10 @@ def receive_halos(group: ChunkGroup, halo: Halo, kv: Pair) -> Pair:
 
 
 def return_halos(group: ChunkGroup, halo: Halo, dkv: Pair, dtype: jnp.dtype) -> Pair:
-    """Sums of the gradients of this device's chunks over the halos that they belong to.
+    """Sends the gradients of halos back to the devices that hold their tokens, and sums them there.
 
-    Gradients travel as k and v did, the other way: in `dtype` in the first hop, where they are not
-    sums yet, and in the last one; between them in float32.
+    The hops are those of `receive_halos` in reverse. The first hop to run uses `dtype`, because its
+    gradients are not sums yet, and so does the last one; the hops between them use float32.
     Shapes: [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G, K].
     """
     returned = dkv[0][:, :, :0], dkv[1][:, :, :0]

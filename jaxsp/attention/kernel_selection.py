@@ -23,7 +23,11 @@ def choose(
     devices: Sequence[Device],
     device_bytes: int | None,
 ) -> tuple[Kernel, str]:
-    """The requested kernel, or the first that supports all workloads, and why not the first."""
+    """Chooses the requested kernel, or the first that supports all workloads.
+
+    Returns: the kernel, and the reason that an earlier kernel cannot run; empty if there is none.
+    Raises: UserError if the requested kernel does not support a workload.
+    """
 
     def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
         reasons = (
@@ -45,7 +49,7 @@ def choose(
     fallback_reason = ""
     needs_chunks = workloads[0].chunks_per_row > 1
     for kernel in registry.KERNELS.values():
-        if needs_chunks and not _has_chunks(kernel):
+        if needs_chunks and not _has_chunk_kernel(kernel):
             continue
         reasons = find_reasons(kernel)
         if not reasons:
@@ -62,7 +66,10 @@ def configure(
     devices: Sequence[Device],
     device_bytes: int | None,
 ) -> KernelSettings:
-    """Settings of layers of several kinds, with the memory of those that need most."""
+    """Chooses settings that all kinds of layers share, with the largest memory that a kind needs.
+
+    Raises: UserError for head chunks that a kind of layer does not support.
+    """
 
     def configure_each(head_chunks: int | None) -> list[KernelSettings]:
         return [
@@ -78,8 +85,8 @@ def configure(
         if not enough:
             kv_heads = max(x.num_kv_heads for x in workloads)
             raise UserError(
-                f"attention.head_chunks = null: {most_chunks} chunks are needed, and do not divide "
-                "the heads of layers with windows, which are not gathered. Use "
+                f"attention.head_chunks = null: some layers need {most_chunks} head chunks, and "
+                "the heads of layers with windows cannot be divided into that number. Use "
                 f"attention.kv_heads_per_gather={kv_heads}."
             )
         settings = configure_each(enough[0])
@@ -122,14 +129,14 @@ def _configure(
 
 def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
     """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
-    if strategy.layout_degree == 1 or _has_chunks(kernel):
+    if strategy.layout_degree == 1 or _has_chunk_kernel(kernel):
         return
-    names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunks(k))
+    names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunk_kernel(k))
     raise UserError(
         f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
         f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."
     )
 
 
-def _has_chunks(kernel: Kernel) -> bool:
+def _has_chunk_kernel(kernel: Kernel) -> bool:
     return kernel.make_chunk_kernel(KernelSettings(), ScoreConfig()) is not None

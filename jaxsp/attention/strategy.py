@@ -154,7 +154,7 @@ def count_workloads(
 
 
 def drop_long_windows(scores: Sequence[ScoreConfig], *, row_tokens: int) -> tuple[ScoreConfig, ...]:
-    """The scores of layers without windows that hide no token of a row from another."""
+    """Removes windows that are at least as long as a row, because they mask nothing."""
     return tuple(
         dataclasses.replace(score, window=None)
         if score.window is not None and score.window >= row_tokens

@@ -25,9 +25,9 @@ def describe_excess(
         subject = f"the longest document has {needed:,} tokens, which is"
     text = f"{subject} longer than the {positions:,} positions that the model was trained for"
     if longest_document is not None and longest_document <= positions:
-        return f"{text}; no document is, so all positions are known"
+        return f"{text}; no document is, so no token has an untrained position"
     suggestion = _suggest_extension(fields, needed, positions)
-    return f"{text}: documents beyond that see untrained positions.{suggestion}"
+    return f"{text}: documents beyond that have untrained positions.{suggestion}"
 
 
 def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:
@@ -38,12 +38,12 @@ def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> s
         return ""
     if name in ("linear", "llama3"):
         factor = rope_types.format_factor(group["factor"] * needed / positions)
-        return f" model.rope={{factor: {factor}}} would reach them."
+        return f" Extend the range with model.rope={{factor: {factor}}}."
     original = positions
     if name == "yarn":
         original = group.get(rope_fields.ORIGINAL, positions)
     factor = rope_types.format_factor(needed / original)
-    return f" model.rope={{type: yarn, factor: {factor}}} would reach them."
+    return f" Extend the range with model.rope={{type: yarn, factor: {factor}}}."
 
 
 def _find_group(fields: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class Family:
     """Class that transformers loads an export with."""
     bias_fields: tuple[str, ...] = ()
     required_fields: tuple[str, ...] = ()
-    """Fields whose default is one published size, which a smaller model would silently get."""
+    """Fields that a config.json must have: transformers' default is the size of one published
+    model, which would silently be used for the others."""
     has_output_bias: bool = True
     """False if attention_bias is for q, k and v only."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -44,8 +45,8 @@ class Family:
     window_fields: tuple[str, ...] = ()
     """Fields of this family for sliding windows.
 
-    Without `layer_types` among them, every layer has the window. Otherwise those that `layer_types`
-    names, which transformers derives from the other fields if it is missing.
+    If `layer_types` is one of them, it selects the layers with a window; transformers derives a
+    missing `layer_types` from the other fields. Otherwise every layer has the window.
     """
 
     @property

@@ -20,7 +20,7 @@ FULL_ROTARY_FACTORS = (1,)
 _ONE_GROUP = RopeSupport()
 
 _IGNORED = ("rope_type", "type", "finetuned")
-"""Fields of a group that are no numbers: `finetuned` is in configs of early YaRN models."""
+"""Fields that every group may have; `finetuned` is in configs of early YaRN models."""
 
 
 def find_problems(

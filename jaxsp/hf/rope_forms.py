@@ -76,8 +76,8 @@ def normalize(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
-    """Returns the fields of transformers 4 that say the same as `rope_parameters`; none if they
-    cannot."""
+    """Converts `rope_parameters` to the fields of transformers 4; empty if these cannot express
+    it."""
     local: dict[str, Any] = {}
     if is_nested(groups, support):
         sliding, groups = (groups[name] for name in (SLIDING_ATTENTION, FULL_ATTENTION))

@@ -25,7 +25,7 @@ _OTHER_PARTS = ("vision_tower", "multi_modal_projector")
 
 
 def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
-    """Returns the multimodal family of a config.json; None if it is not of one."""
+    """Returns the multimodal family of a config.json; None for a text model."""
     name = fields.get("model_type")
     return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
 
@@ -73,7 +73,7 @@ def _find_text_problems(text: dict[str, Any], family: MultimodalFamily, path: st
         if text.get(name) is not None:
             problems.append(
                 f"{path}.{name} = {format_value(text[name])}: is not implemented: "
-                f"{family.architecture} ignores it, but not the text model that jaxsp exports. "
+                f"{family.architecture} ignores it, and the exported text model would use it. "
                 "Write null, or leave it out."
             )
     return problems

@@ -37,7 +37,7 @@ def compute_angles(
     5,000,000. So both tables are computed in float64 and combined by the angle-sum formula.
 
     Args:
-        index: number of the rope among `ropes`. All have equally many pairs.
+        index: number of the rope among `ropes`. All rotate the same number of pairs.
     """
     if isinstance(index, int):
         tables = [jnp.asarray(table[index]) for table in _make_tables(ropes)]
@@ -56,7 +56,7 @@ def _make_tables(ropes: tuple[Rope, ...]) -> tuple[np.ndarray, np.ndarray, np.nd
     """Cosines and sines of the coarse tables, times each rope's scale, and those of the fine ones,
     [ropes, entries, pairs]."""
     num_pairs = {len(rope.frequencies) for rope in ropes}
-    assert len(num_pairs) == 1, f"layers rotate {num_pairs} pairs: they must rotate equally many"
+    assert len(num_pairs) == 1, f"layers rotate {num_pairs} pairs: must be the same in all layers"
     frequencies = np.array([rope.frequencies for rope in ropes], np.float64)[:, None]
     scales = np.array([rope.scale for rope in ropes])[:, None, None]
     coarse_positions = np.arange(POSITION_LIMIT // TABLE_STRIDE)[:, None] * TABLE_STRIDE

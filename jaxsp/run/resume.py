@@ -251,7 +251,7 @@ def _layer_differences(
     if ropes:
         text, saved_text = (each[ropes[0]].rope.description for each in (layers, saved))
         if text == saved_text:
-            saved_text = "one with other frequencies or another scale"
+            saved_text = "a RoPE with other frequencies or another scale"
         differences.append((f"rope of {_name_layers(ropes, len(layers))}", text, saved_text))
     return differences
 

@@ -180,7 +180,7 @@ def _primitive_params(q: Array, call_mask: CallMask, score: ScoreConfig) -> dict
     window = score.window
     if window is not None and window >= q.shape[1]:
         window = None
-    assert window is None or not isinstance(call_mask, OffDiagonalBlock), "it has no window"
+    assert window is None or not isinstance(call_mask, OffDiagonalBlock), "block with window"
     assert score.softcap is None, "cudnn_limits.unsupported_reasons refuses it"
     params = {
         "scale": score.find_scale(q.shape[-1]),

@@ -59,7 +59,12 @@ def _attend(
     sinks_H: Array | None,
     *inputs: Any,
 ) -> Array:
-    """Attention of the kind with an index. Args: inputs: q, k, v and the segments."""
+    """Attention of layers of one kind.
+
+    Args:
+        kind: index into `kinds`.
+        inputs: q, k, v and the segments.
+    """
 
     def compute(functions: Sequence[Callable[..., Any]], kind: Any, *arrays: Any) -> Any:
         if len(functions) == 1:
@@ -101,7 +106,7 @@ def add_sinks(
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output and log-sum-exp with one more score for each head, whose value is 0.
 
-    With these, a kernel's backward pass is right as it is: its weights are exp(score - lse).
+    A kernel's backward pass needs no change for them: its weights are exp(score - lse).
 
     Args: mask_BL: tokens in a segment. At the others, the log-sum-exp is ignored, and an output of
         0 stays 0.
