@@ -192,7 +192,7 @@ def test_results_at_padding_are_zero_with_sinks(kernel):
 
 
 def test_sinks_are_those_of_gpt_oss():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="transformers computes with it (extra `test`)")
     from transformers.models.gpt_oss import modeling_gpt_oss
 
     inputs = test_strategies.inputs(6, 2)

@@ -18,7 +18,9 @@ from tests import tolerances
 from tests.messages import assert_names
 
 pytest.importorskip("torch", reason="transformers computes with it (extra `test`)")
-modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
+modeling_phi3 = pytest.importorskip(
+    "transformers.models.phi3.modeling_phi3", reason="needs torch, as above"
+)
 
 HEAD_DIM = 64
 LIST_32 = [1.0 + 0.5 * i for i in range(32)]

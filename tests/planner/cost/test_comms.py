@@ -5,6 +5,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.core import axes
+from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
 from jaxsp.training import available_memory, sharding
 from tests.messages import assert_names
@@ -74,6 +75,20 @@ def test_a_gpu_program_sends_the_bytes_of_the_formulas(data, seq, num_heads, mic
         data=data, seq=seq, num_heads=num_heads, microbatches=microbatches, is_tied=is_tied
     )
     check(step, dtype="bf16")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("window", [4096, 5000], ids=["2 hops", "3 hops"])
+def test_a_gpu_program_of_a_ring_sends_only_windows(window):
+    """Chunks have 2,048 tokens. In bfloat16, gradients of the middle hop are sent in float32."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ["mesh.seq=8", "data.row_tokens=32768", "attention.strategy=ring"]
+    config = programs.settings(*words, model_type="mistral", sliding_window=window)
+    step = programs.step(config, compiled.make_devices("h100-80gb", 8))
+    sent = comms.parse_collectives(step.dump.hlo_text)
+    expected = comms.compute_formula_bytes(step.program)
+    assert expected["collective-permute"] > 0
+    assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
 
 
 @pytest.mark.e2e
