@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jaxsp.config import fields
+from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
@@ -205,6 +206,7 @@ class Config(ConfigSection):
     data: DataConfig
     batch: BatchConfig
     optimizer: OptimizerConfig
+    adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

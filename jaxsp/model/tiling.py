@@ -90,25 +90,41 @@ def apply_in_tiles(
     ) -> tuple[Any, tuple[Array | None, ...], None]:
         shards, arrays, shared = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
+        # None for the others: JAX does not compute the gradients of frozen weights
+        trained, trained_params = (
+            jax.tree.map(
+                lambda leaf, shard: leaf if gather.has_gradient(shard) else None, tree, shards
+            )
+            for tree in (weights, params)
+        )
 
         def add_tile(
             sums: layers.Weights, tile: tuple[Any, Any]
         ) -> tuple[layers.Weights, list[Array]]:
             inputs, dresults = tile
-            _, pull = jax.vjp(lambda *values: function(*values, *shared), weights, *inputs)
+
+            def compute(trained: layers.Weights, *inputs: Array) -> Any:
+                return function(_replace(weights, trained), *inputs, *shared)
+
+            _, pull = jax.vjp(compute, trained, *inputs)
             dweights, *dinputs = pull(dresults)
             sums = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
 
-        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)
         tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
         sums, dtiles = _scan_tiles(add_tile, zeros, tiles)
         dfloats = map(join, dtiles)
-        dshards = jax.tree.map(gather.reduce_scatter, params, sums)
+        dshards = jax.tree.map(gather.reduce_scatter, trained_params, sums)
         return dshards, tuple(next(dfloats) if floating else None for floating in is_float), None
 
     apply.defvjp(lambda *inputs: (apply(*inputs), inputs), backward)
     return apply(shards, arrays, shared)
+
+
+def _replace(weights: layers.Weights, some: layers.Weights) -> layers.Weights:
+    """`weights`, with those of `some` where that is not None."""
+    return jax.tree.map(lambda weight, new: weight if new is None else new, weights, some)
 
 
 def split_tiles(x_Bl: Array, *, tile_shape: tuple[int, ...], pad_value: int = 0) -> Array:

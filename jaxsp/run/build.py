@@ -158,7 +158,7 @@ def _make_initial_weights(
             program.table,
             seed=run.seed,
             mesh=program.mesh,
-            is_offloaded=program.has_offloaded_state,
+            is_on_host=program.is_on_host,
         )
         origin = f"random weights, seed {run.seed}"
     if checkpoint is not None:

@@ -107,7 +107,7 @@ def load_tokenizer(
 def make_weight_loader(
     program: Program, source: ModelFolder
 ) -> tuple[Callable[[], layers.Weights], str]:
-    """Function that loads a Hugging Face folder's weights, as float32, onto the program's mesh.
+    """Function that loads a Hugging Face folder's weights onto the program's mesh.
 
     The files are checked now, and downloaded first if they are on the hub.
 
@@ -121,6 +121,6 @@ def make_weight_loader(
         program.table,
         program.mesh,
         reader.read,
-        is_offloaded=program.has_offloaded_state,
+        is_on_host=program.is_on_host,
     )
     return load, reader.left_out

@@ -71,6 +71,7 @@ def sum_token_losses(
         and cast only then (summed over 256 tiles in bfloat16, it is off by 3 %).
     Memory: the backward pass recomputes a tile's logits. One number per token is saved.
     """
+    is_trained = gather.has_gradient(shard)
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
     labels_TX = split(labels_Bl, pad_value=NO_LABEL)
     weights_TX = None if weights_Bl is None else split(weights_Bl)
@@ -100,8 +101,11 @@ def sum_token_losses(
             _backward_tile, head_VD, dsums.loss, token_loss, transform_logits
         )
         inputs = (split(hidden_BlD), labels_TX, weights_TX, lse_TX)
-        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, jnp.zeros(head.shape, jnp.float32), inputs)
+        zeros_VD = jnp.zeros(head.shape, jnp.float32) if is_trained else None
+        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, zeros_VD, inputs)
         dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
+        if not is_trained:
+            return dhidden_BlD, None
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
         return jax.lax.optimization_barrier((dhidden_BlD, gather.reduce_scatter(head, dhead_VD)))
@@ -140,10 +144,11 @@ def _backward_tile(
     dloss: Array,
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
-    dhead_VD: Array,
+    dhead_VD: Array | None,
     inputs: tuple[Array, Array, Array | None, Array | None],
-) -> tuple[Array, Array]:
-    """Adds a tile to the head's gradient; also returns the gradient of its hidden states."""
+) -> tuple[Array | None, Array]:
+    """Adds a tile to the head's gradient, which is None if the head is frozen; also returns the
+    gradient of the tile's hidden states."""
     hidden_XD, labels_X, weights_X, lse_X = inputs
     logits_XV, pull_logits = jax.vjp(transform_logits, _products(hidden_XD, head_VD))
     if token_loss is None:
@@ -162,7 +167,10 @@ def _backward_tile(
     dlogits_XV = _apply_weights(dlogits_XV * dloss, has_label_X1, weights_X1)
     dproducts_XV = pull_logits(dlogits_XV)[0].astype(head_VD.dtype)
     dhidden_XD = jnp.einsum("XV,VD->XD", dproducts_XV, head_VD, preferred_element_type=jnp.float32)
-    dhead_VD += jnp.einsum("XV,XD->VD", dproducts_XV, hidden_XD, preferred_element_type=jnp.float32)
+    if dhead_VD is not None:
+        dhead_VD += jnp.einsum(
+            "XV,XD->VD", dproducts_XV, hidden_XD, preferred_element_type=jnp.float32
+        )
     return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
 
 

@@ -57,12 +57,14 @@ def state_bytes_per_weight(config: OptimizerConfig) -> int:
 
 
 def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
-    """Optimizer state of every weight of a tree, or of one weight.
+    """Optimizer state of every weight of a tree, or of one weight; None for frozen weights.
 
     Stacked weights have a state for each layer.
     """
 
     def init_param(param: Parameter, weight: Array) -> Any:
+        if not param.is_trainable:
+            return None
         init_layer = build_transform(config, param).init
         return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
 
@@ -96,15 +98,17 @@ def update(
 ) -> tuple[layers.Weights, Any]:
     """Weights and state after a step with the gradients times `grad_scale`.
 
-    Both are unchanged unless `accept`.
+    Both are unchanged unless `accept`, and always those of frozen weights.
 
     Memory: layers are updated one after another, in place, so that the temporaries of one layer
         exist at a time. Arrays in host memory are copied to the device one layer at a time.
     """
 
     def update_param(
-        param: Parameter, gradient: Array, state: Any, weight: Array
+        param: Parameter, gradient: Array | None, state: Any, weight: Array
     ) -> tuple[Array, Any]:
+        if gradient is None:
+            return weight, state
         transform = build_transform(config, param).update
 
         def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:

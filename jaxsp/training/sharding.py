@@ -73,12 +73,15 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, axes.SHARDS)
 
 
-def named_sharding(param: Parameter, mesh: Mesh, *, is_offloaded: bool = False) -> NamedSharding:
+def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
     """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
     sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    if is_offloaded and host_offload.should_offload(param):
-        return sharding.with_memory_kind(host_offload.MEMORY_KIND)
-    return sharding
+    return sharding.with_memory_kind(host_offload.MEMORY_KIND) if is_on_host else sharding
+
+
+def stored_dtype(param: Parameter) -> jnp.dtype:
+    """Dtype of a weight between steps: float32 if it is trained."""
+    return jnp.dtype(param.frozen_as or "float32")
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -106,7 +109,7 @@ class Shard:
     grad_slot: Any
     """Float32 zeros, never read, which the loss is differentiated with respect to.
 
-    The gradient has their shape, dtype and memory.
+    The gradient has their shape, dtype and memory. None for a frozen weight.
     """
 
 
@@ -144,9 +147,11 @@ class Gather:
     gradients_on_host: bool = False
 
     def make_grad_slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
-        """Zeros in the shape and memory of the gradients of these values."""
+        """Zeros in the shape and memory of the gradients of these values; None if frozen."""
 
-        def make_slot(param: Parameter, value: Array) -> Array:
+        def make_slot(param: Parameter, value: Array) -> Array | None:
+            if not param.is_trainable:
+                return None
             return self._move_gradient(param, jnp.zeros(value.shape, jnp.float32))
 
         return jax.tree.map(make_slot, table, values)
@@ -198,6 +203,10 @@ class Gather:
                 ).astype(jnp.float32)
         return Shard(value=None, grad_slot=self._move_gradient(param, summed))
 
+    def has_gradient(self, shard: Shard) -> bool:
+        """False for the shard of a frozen weight."""
+        return shard.grad_slot is not None
+
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""
         return jax.tree.map(self._gather_param, params, shards)
@@ -218,12 +227,14 @@ class Gather:
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
     ) -> layers.Weights:
-        """Gradients of the whole mesh, divided.
+        """Gradients of the whole mesh, divided; None for frozen weights.
 
         Each is summed once over every axis that its weight is not sharded on.
         """
 
-        def reduce_param(param: Parameter, gradient: Array) -> Array:
+        def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
+            if gradient is None:
+                return None
             is_sharded = choose_placement(param, self.num_shards).dim is not None
             sharded_axes = axes.SHARDS if is_sharded else ()
             other_axes = tuple(axis for axis in axes.ALL if axis not in sharded_axes)
@@ -256,11 +267,14 @@ class Gather:
             size = math.prod(stored_shape(param, self.num_shards))
             if choose_placement(param, self.num_shards).dim is None:
                 num_devices = self.num_shards * num_replicas
-                sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
+                if param.is_trainable:
+                    sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
                 continue
             moved = num_microbatches * size * (1 - 1 / self.num_shards)
             num_gathers = 1 if param.num_layers is None else 2
             sent["all-gather"] += moved * self.compute_dtype.itemsize * num_gathers
+            if not param.is_trainable:
+                continue
             num_scatters = 2 if param is tied else 1
             sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
             sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)

@@ -45,6 +45,7 @@ class StepGradients(StepTotals):
     """Gradients of the step's mean token loss, sharded like the weights; `loss` is the mean."""
 
     gradients: layers.Weights
+    """None in place of the gradient of a frozen weight."""
 
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
@@ -72,9 +73,11 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
         lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
         slots,
     )
-    is_on_host = list(map(host_offload.is_on_host, jax.tree.leaves(slots)))
-    host_params = list(itertools.compress(jax.tree.leaves(table), is_on_host))
-    host_slots = list(itertools.compress(jax.tree.leaves(slots), is_on_host))
+    slot_leaves = jax.tree.leaves(slots)
+    is_on_host = list(map(host_offload.is_on_host, slot_leaves))
+    trained_params = [param for param in jax.tree.leaves(table) if param.is_trainable]
+    host_params = list(itertools.compress(trained_params, is_on_host))
+    host_slots = list(itertools.compress(slot_leaves, is_on_host))
 
     def run_microbatch(batch: Batch) -> tuple[tuple[Array, Array], list[Array]]:
         """Sums of losses and of correct tokens, and the gradients in host memory."""
@@ -139,7 +142,9 @@ def _sum_microbatch_loss(
     program: Program, values: layers.Weights, slots: layers.Weights, batch: Batch
 ) -> tuple[Array, Array]:
     """Sum of the token losses of this device's part of a microbatch, and the correct tokens."""
-    shards = jax.tree.map(lambda value, slot: Shard(value=value, grad_slot=slot), values, slots)
+    shards = jax.tree.map(
+        lambda _, value, slot: Shard(value=value, grad_slot=slot), program.table, values, slots
+    )
     hidden_BlD = decoder.hidden_states(
         shards,
         batch,

@@ -98,7 +98,9 @@ def build_step(program: Program) -> jax.stages.Wrapped:
 
 
 def _global_norm(program: Program, gradients: StepGradients) -> Array:
-    def sum_squares(param: Parameter, gradient: Array) -> Array:
+    def sum_squares(param: Parameter, gradient: Array | None) -> Array | None:
+        if gradient is None:
+            return None
         return host_offload.sum_layers(param, lambda layer: jnp.sum(layer * layer), gradient)
 
     squares = jax.tree.map(sum_squares, program.table, gradients.gradients)
@@ -114,7 +116,7 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
         return state
 
     def set_kind(param: Parameter, weight: Array, opt_state: Any) -> tuple[Array, Any]:
-        if not host_offload.should_offload(param):
+        if not program.is_on_host(param):
             return weight, opt_state
         return host_offload.to_host(weight), jax.tree.map(
             lambda x: host_offload.to_host(x) if x.shape == weight.shape else x, opt_state

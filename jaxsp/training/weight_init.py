@@ -1,4 +1,4 @@
-"""Initial master weights on their devices: random, or read from a checkpoint in slices."""
+"""Initial weights on their devices: random, or read from a checkpoint in slices."""
 
 import functools
 import zlib
@@ -26,9 +26,16 @@ _Spans = tuple[tuple[int, int], ...]
 
 
 def random_weights(
-    table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded: bool = False
+    table: layers.Weights,
+    *,
+    seed: int,
+    mesh: Mesh,
+    is_on_host: Callable[[Parameter], bool] = lambda param: False,
 ) -> layers.Weights:
-    """Random master weights, float32, each on its devices; the same numbers on every mesh."""
+    """Random weights, each on its devices; the same numbers on every mesh.
+
+    Args: is_on_host: function that returns True for a weight in host memory.
+    """
     num_shards = device_mesh.num_shards(mesh)
 
     def draw(param: Parameter) -> Array:
@@ -38,8 +45,9 @@ def random_weights(
             key = jax.random.fold_in(key, param.hf_rows[0])
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
-        place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
-        return _build_draw(shape, param.mean, param.std, padding, place)(key)
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
+        dtype = sharding.stored_dtype(param)
+        return _build_draw(shape, dtype, param.mean, param.std, padding, place)(key)
 
     # One after another: the drawing of all weights of a large model may not fit a device
     return jax.tree.map(draw, table)
@@ -48,6 +56,7 @@ def random_weights(
 @functools.cache  # most weights of a model have the shape of another one
 def _build_draw(
     shape: tuple[int, ...],
+    dtype: jnp.dtype,
     mean: float,
     std: float,
     padding: tuple[tuple[int, int], ...],
@@ -60,15 +69,19 @@ def _build_draw(
             whole = mean + std * jax.random.normal(key, shape)
         else:
             whole = jnp.full(shape, mean)
-        return jnp.pad(whole, padding)
+        return jnp.pad(whole, padding).astype(dtype)
 
     return jax.jit(draw, out_shardings=place)
 
 
 def load_weights(
-    table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is_offloaded: bool = False
+    table: layers.Weights,
+    mesh: Mesh,
+    read_slice: ReadSlice,
+    *,
+    is_on_host: Callable[[Parameter], bool] = lambda param: False,
 ) -> layers.Weights:
-    """Master weights from slices that `read_slice` returns, each on its devices.
+    """Weights from slices that `read_slice` returns, each on its devices.
 
     A process reads the slices of its own devices only, each once, even if several devices hold it.
 
@@ -79,7 +92,8 @@ def load_weights(
 
     def load(param: Parameter) -> Array:
         shape = sharding.stored_shape(param, num_shards)
-        place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
+        dtype = sharding.stored_dtype(param)
         owners: dict[_Spans, list[jax.Device]] = {}
         for device, index in place.addressable_devices_indices_map(shape).items():
             assert index is not None, "the device is addressable"
@@ -90,7 +104,7 @@ def load_weights(
         shards = []
         # A callback of make_array_from_callback would hold the shards of all devices at a time
         for spans, devices in owners.items():
-            shard = _read_shard(param, spans, read_slice)
+            shard = _read_shard(param, spans, read_slice, dtype)
             copies = [
                 jax.device_put(shard, SingleDeviceSharding(device, memory_kind=place.memory_kind))
                 for device in devices
@@ -102,9 +116,11 @@ def load_weights(
     return jax.tree.map(load, table)
 
 
-def _read_shard(param: Parameter, spans: _Spans, read_slice: ReadSlice) -> np.ndarray:
+def _read_shard(
+    param: Parameter, spans: _Spans, read_slice: ReadSlice, dtype: jnp.dtype
+) -> np.ndarray:
     """Shard of a stored weight between these indices; zeros where it is padding."""
-    shard = np.zeros([stop - start for start, stop in spans], np.float32)
+    shard = np.zeros([stop - start for start, stop in spans], dtype)
     param_spans = zip(spans[-len(param.shape) :], param.shape, strict=True)
     source = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in param_spans)
     target = tuple(slice(part.stop - part.start) for part in source)

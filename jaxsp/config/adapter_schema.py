@@ -1,0 +1,51 @@
+"""Config section of adapters (LoRA)."""
+
+from typing import Annotated, Literal
+
+import pydantic
+
+from jaxsp.config import fields
+from jaxsp.config.fields import ConfigSection, PositiveCount, PositiveFloat, with_examples
+
+
+class AdapterConfig(ConfigSection):
+    """LoRA: small trained matrices beside the frozen matrices of every layer.
+
+    The adapters train in float32. The other weights are frozen, in model.compute_dtype, without
+    gradients and optimizer state.
+    """
+
+    type: Literal["none", "lora", "dora"] = "none"
+    """none: all weights are trained. lora: y = W x + scale B A x. dora: the rows of W + scale B A are also divided by their norms
+    and multiplied by trained magnitudes."""
+    rank: Annotated[PositiveCount | None, with_examples(16)] = None
+    """Rank of the matrices. null: 16, or that of adapter.source."""
+    alpha: Annotated[PositiveFloat | None, with_examples(32.0)] = None
+    """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
+    use_rslora: bool | None = None
+    """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
+    targets: Annotated[
+        Literal["all-linear"] | tuple[str, ...] | None,
+        with_examples("all-linear", "[q_proj, v_proj]"),
+    ] = None
+    """Projections of a layer that get an adapter, by the names of Hugging Face's files: q_proj,
+    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. null: all-linear, or
+    those of adapter.source."""
+    modules_to_save: Annotated[
+        tuple[Literal["embed_tokens", "lm_head"], ...],
+        with_examples("[embed_tokens, lm_head]", strict=False),
+    ] = ()
+    """Embedding and head, if they are trained too, as whole float32 weights."""
+    source: Annotated[str | None, with_examples("adapters/first", min_length=1)] = None
+    """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
+
+    _expand_home = pydantic.field_validator("source")(fields.expand_home)
+
+    @pydantic.field_validator("targets", mode="before")
+    @classmethod
+    def _check_targets(cls, value: object) -> object:
+        if value is None or value == "all-linear":
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
+        return tuple(value)

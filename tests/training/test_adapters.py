@@ -1,0 +1,118 @@
+"""Adapters on every mesh, with every strategy and memory option, equal those of a plain program.
+
+The reference differentiates all weights, without a mesh; only the adapters' part is compared.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.attention.registry import STRATEGIES
+from jaxsp.model.config import Lora
+from jaxsp.training import host_offload, trainable
+from tests import batches, tolerances
+from tests.training import runs
+from tests.training.test_memory_options import NEEDS_HOST, works_here
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+LORA = Lora(rank=3, scale=2.0, targets=PROJECTIONS)
+DORA = dataclasses.replace(LORA, is_dora=True)
+FUSED = Lora(rank=3, scale=2.0, targets=("self_attn.qkv_proj", "mlp.gate_up_proj"), is_dora=True)
+PLAIN = {"type": "lora"}
+TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
+HOST = {"offload_optimizer": "state_and_gradients", "offload_activations": "layer_inputs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    sizes: tuple[int, int, int]
+    lora: Lora = LORA
+    strategy: str = "auto"
+    memory: dict = dataclasses.field(default_factory=dict)
+    adapter: dict = dataclasses.field(default_factory=lambda: PLAIN)
+    model: dict = dataclasses.field(default_factory=dict)
+    rows: int = 1
+
+
+SAVED = {"type": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
+CASES = {
+    "one device": Case((1, 1, 1), rows=4),
+    "ulysses": Case((1, 2, 4), DORA),
+    "data parallel": Case((1, 8, 1), DORA),
+    "ring": Case((1, 1, 4), strategy="ring", rows=4),
+    "all_gather": Case((2, 1, 2), DORA, strategy="all_gather", rows=4),
+    "replicas": Case((2, 2, 2), adapter=SAVED),
+    "tied": Case((2, 2, 2), DORA, adapter=SAVED, model={"tie_embeddings": True}),
+    "fused": Case((1, 4, 2), FUSED, model={"has_fused_qkv": True, "has_fused_gate_up": True}),
+    "tiles": Case((1, 2, 4), DORA, memory=TILES | {"remat": "full"}),
+    "products kept": Case((1, 2, 4), memory={"remat": "none"}),
+    "MLP kept": Case((1, 2, 4), memory={"remat": "save_attention_and_mlp"}),
+    "activations offloaded": Case(
+        (1, 2, 4), memory={"offload_activations": "layer_inputs_and_attention"}
+    ),
+    "state offloaded": Case((2, 2, 2), DORA, memory={"offload_optimizer": "state"}),
+    "all offloaded": Case((1, 2, 4), DORA, memory=HOST | TILES, adapter=SAVED),
+}
+QUICK = ("ulysses",)
+E2E = ("tied", "fused", "tiles", "ring", "all offloaded")
+
+
+def marks(name):
+    found = [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
+    return found + ([] if works_here(CASES[name].memory) else [NEEDS_HOST])
+
+
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name)) for name in CASES]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_waits(small_shards):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run_of(small_waits):
+    @functools.cache
+    def run(name):
+        case = CASES[name]
+        model = batches.model(**case.model)
+        strategy = None
+        if case.strategy != "auto":
+            strategy = STRATEGIES[case.strategy](seq=case.sizes[-1])
+        return runs.compile_in_thread(
+            case.sizes,
+            config=batches.make_config(memory=case.memory, adapter=case.adapter),
+            model=dataclasses.replace(model, lora=case.lora),
+            rows_per_microbatch=case.rows,
+            strategy=strategy,
+        ).result()
+
+    return run
+
+
+@each_case
+def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, record_property):
+    """SGD with learning rate 1: the step subtracts the gradient."""
+    run = run_of(name)
+    weights = runs.draw_weights(run.program.model)
+    runs.check_gradients(run, weights, runs.ROWS, record_property)
+    before = {path: np.asarray(x) for path, x in run.unpad(run.state(weights).master).items()}
+    _, gradients = runs.compile_reference(run.program.model)(weights, runs.ROWS)
+    state, _ = run.step(run.state(weights), run.rows(runs.ROWS))
+    after = run.unpad(state.master)
+    trained = batches.name_leaves(trainable.select_trained(run.program.table, gradients))
+    for path, gradient in trained.items():
+        error = batches.relative_error(after[path], before[path] - gradient)
+        assert error < tolerances.MESH, path
+    frozen = after.keys() - trained.keys()
+    assert len(frozen) > 10
+    for path in frozen:
+        assert batches.is_bitwise_equal(after[path], before[path]), path
+    assert len(jax.tree.leaves(state.master)) == len(after)
