@@ -31,9 +31,14 @@ _BLOCK_ELEMENTS = 4 * 1024 * 1024
 
 
 def unpadded_shapes(
-    table: layers.Weights, items: Mapping[str, Any]
+    table: layers.Weights, items: Mapping[str, Any], *, like: str = "master"
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes without padding, by path. Args: items: "master", also "opt"."""
+    """Returns shapes and dtypes without padding, by path.
+
+    Args:
+        items: trees of arrays, such as "master" and "opt".
+        like: name of the item with the weights.
+    """
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
@@ -43,10 +48,7 @@ def unpadded_shapes(
         return jax.tree.map(to_unpadded, tree)
 
     return name_leaves(
-        {
-            name: jax.tree.map(shapes_like, table, items["master"], item)
-            for name, item in items.items()
-        }
+        {name: jax.tree.map(shapes_like, table, items[like], item) for name, item in items.items()}
     )
 
 

@@ -7,6 +7,9 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.fields import ConfigSection, PositiveCount, PositiveFloat, with_examples
 
+SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+"""Tensors of `adapter.modules_to_save`, by name."""
+
 
 class AdapterConfig(ConfigSection):
     """LoRA: small trained matrices beside the frozen matrices of every layer.
@@ -16,8 +19,8 @@ class AdapterConfig(ConfigSection):
     """
 
     type: Literal["none", "lora", "dora"] = "none"
-    """none: all weights are trained. lora: y = W x + scale B A x. dora: the rows of W + scale B A are also divided by their norms
-    and multiplied by trained magnitudes."""
+    """none: all weights are trained. lora: y = W x + scale B A x, where W is frozen. dora: each row
+    of W + scale B A is also divided by its norm and multiplied by a trained magnitude."""
     rank: Annotated[PositiveCount | None, with_examples(16)] = None
     """Rank of the matrices. null: 16, or that of adapter.source."""
     alpha: Annotated[PositiveFloat | None, with_examples(32.0)] = None
@@ -28,7 +31,7 @@ class AdapterConfig(ConfigSection):
         Literal["all-linear"] | tuple[str, ...] | None,
         with_examples("all-linear", "[q_proj, v_proj]"),
     ] = None
-    """Projections of a layer that get an adapter, by the names of Hugging Face's files: q_proj,
+    """Projections of a layer with an adapter, by the names of Hugging Face's files: q_proj,
     k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. null: all-linear, or
     those of adapter.source."""
     modules_to_save: Annotated[

@@ -211,6 +211,11 @@ class Config(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def has_frozen_weights(self) -> bool:
+        """True if some of the model's own weights are not trained."""
+        return self.adapter.type != "none"
+
     def with_row_tokens(self, row_tokens: int) -> "Config":
         """Returns the config of steps whose rows have one of the lengths.
 

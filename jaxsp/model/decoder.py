@@ -16,6 +16,9 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
 
+LAYER_PREFIX = "model.layers.{layer}."
+"""Beginning of the names of a layer's tensors in Hugging Face's files."""
+
 
 @functools.lru_cache(maxsize=4)
 def param_table(config: ModelConfig) -> layers.Weights:
@@ -26,7 +29,7 @@ def param_table(config: ModelConfig) -> layers.Weights:
     """
 
     def stack(param: Parameter) -> Parameter:
-        hf_name = "model.layers.{layer}." + param.hf_name
+        hf_name = LAYER_PREFIX + param.hf_name
         return dataclasses.replace(param, hf_name=hf_name, num_layers=config.num_layers)
 
     state = nnx.split(Decoder(config))[1]

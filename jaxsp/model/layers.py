@@ -122,11 +122,11 @@ class Linear(nnx.Module):
         self.weight = _declare_param(matrix)
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = _declare_param(vector) if bias else None
-        adapter = None
+        adapter: LoraAdapter | None = None
         if config.lora is not None and hf_name in config.lora.targets:
             shared = None if fused_with is None else fused_with.adapter
             adapter = LoraAdapter(matrix, config.lora, shared=shared)
-        self.adapter = adapter
+        self.adapter: LoraAdapter | None = adapter
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
@@ -163,7 +163,7 @@ class LoraAdapter(nnx.Module):
             hf_rows=weight.hf_rows,
             is_adapter=True,
         )
-        self.a = _declare_param(a) if shared is None else shared.a
+        self.a: nnx.Param = _declare_param(a) if shared is None else shared.a
         self.b = _declare_param(b)
         magnitude = Parameter(
             shape=(dim_out,),

@@ -71,7 +71,10 @@ class Session:
         console: rich.console.Console,
         preemption: Preemption,
         early_stopping: EarlyStopping,
+        *,
+        base_checksums: dict[str, str],
     ):
+        """Args: base_checksums: checksums of the frozen weights, for checkpoints."""
         config = program.config
         self._program = program
         self._config = config
@@ -81,6 +84,7 @@ class Session:
         self._preemption = preemption
         self._status = preemption.status
         self._early_stopping = early_stopping
+        self._base_checksums = base_checksums
         self._eval_set = preflight.ranking_eval_set(program, inputs)
         self._evaluator = Evaluator(program, inputs.eval_sets)
         self._directory = pathlib.Path(config.run.directory)
@@ -346,4 +350,5 @@ class Session:
             num_tokens_total=self._log.num_tokens,
             has_pending_evaluation=self._has_pending_evaluation,
             early_stopping=self._early_stopping.state,
+            base=self._base_checksums,
         )

@@ -2,7 +2,7 @@
 
 import rich.console
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner
 from jaxsp.reporting import console as output
 from jaxsp.run import preflight
@@ -47,8 +47,10 @@ def train(
     output.print_pairs(console, description)
     preflight.report_checks(program, inputs, console)
     compiled_steps = preflight.compile_steps(program, inputs, console)
-    state = _make_state(program, inputs)
-    session = Session(program, inputs, console, preemption, early_stopping)
+    state, base_checksums = _make_state(program, inputs)
+    session = Session(
+        program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
+    )
     if verbose:
         session.print_assignments()
     with session.open(output.format_pairs(description)):
@@ -70,10 +72,23 @@ def run_steps(session: Session, compiled_steps: CompiledSteps, state: TrainState
     return state
 
 
-def _make_state(program: Program, inputs: RunInputs) -> TrainState:
-    """State before the first step: restored from a checkpoint, or with initial weights."""
+def _make_state(program: Program, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
+    """State before the first step, restored from a checkpoint or with initial weights; and the
+    checksums of the frozen weights.
+
+    Raises: UserError if the checkpoint was trained on other frozen weights.
+    """
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
-        return train_state.init_state(program, inputs.make_weights())
-    like = train_state.abstract_inputs(program)[0]
-    return reader.restore(checkpoint, like, table=program.table, num_steps=inputs.start.step)
+        state = train_state.init_state(program, inputs.make_weights())
+        return state, base.compute_checksums(program.table, state.master)
+    state = reader.restore(
+        checkpoint,
+        train_state.abstract_inputs(program)[0],
+        table=program.table,
+        num_steps=inputs.start.step,
+        frozen=inputs.make_frozen_weights(),
+    )
+    base_checksums = base.compute_checksums(program.table, state.master)
+    base.check(checkpoint, base_checksums)
+    return state, base_checksums

@@ -104,7 +104,7 @@ def sum_token_losses(
         zeros_VD = jnp.zeros(head.shape, jnp.float32) if is_trained else None
         dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, zeros_VD, inputs)
         dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
-        if not is_trained:
+        if dhead_VD is None:
             return dhidden_BlD, None
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.

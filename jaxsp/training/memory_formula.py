@@ -1,6 +1,5 @@
 """Formulas for a step's memory on the device and on the host."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,11 +9,11 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, optimizer, sharding
+from jaxsp.training import host_offload, optimizer, sharding, trainable
 from jaxsp.training.program import Program
+from jaxsp.training.trainable import Predicate
 
 GIB = 2**30
 
@@ -37,7 +36,9 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
     loss_gradients = gradients if program.num_microbatches > 1 else 0
-    embedding = 4 * model.vocab_size * model.hidden_size
+    embedding = 0
+    if program.table["embedding"].is_trainable:
+        embedding = 4 * model.vocab_size * model.hidden_size
     phases = (
         in_layer + _mlp_bytes(program),
         in_layer + _attention_bytes(program) + workspace_bytes,
@@ -87,10 +88,12 @@ def _mlp_bytes(program: Program) -> int:
     tile = min(program.mlp_tile, tokens)
     stream = _stream_bytes(program)
     weights = 3 * D * F + D * model.num_heads * model.head_dim
+    has_gradients = model.lora is None
     if tile < tokens:
         activations = 4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize
-        return activations + (itemsize + 4) * weights
-    return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + 5 * D * F
+        return activations + (itemsize + 4 * has_gradients) * weights
+    gradients = 5 * D * F * has_gradients
+    return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + gradients
 
 
 def _attention_bytes(program: Program) -> int:
@@ -112,7 +115,9 @@ def _loss_bytes(program: Program) -> int:
     tile = min(program.loss_tile, tokens)
     stream = _stream_bytes(program)
     head = program.dtype.itemsize * model.vocab_size * model.hidden_size
-    head_gradient = 4 * model.vocab_size * model.hidden_size
+    head_gradient = 0
+    if decoder.lm_head(program.table).is_trainable:
+        head_gradient = 4 * model.vocab_size * model.hidden_size
     logits = 6 * tile * model.vocab_size
     if tile < tokens:
         return head + logits + head_gradient + 2 * stream
@@ -122,9 +127,10 @@ def _loss_bytes(program: Program) -> int:
 def _state_bytes(program: Program) -> tuple[int, int]:
     """Bytes of a device's weights, optimizer state and working copies; and of its gradients."""
     num_shards = device_mesh.num_shards(program.mesh)
-    stacked = _num_held(program.table, num_shards, host_offload.should_offload_gradient)
+    stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
     state = checkpoint_bytes(program)
-    gradients = 4 * _num_held(program.table, num_shards)
+    state += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
+    gradients = 4 * _num_trained(program.table, num_shards)
     if program.has_offloaded_gradients:
         return state, gradients - 4 * stacked
     if program.has_offloaded_state:
@@ -132,14 +138,22 @@ def _state_bytes(program: Program) -> tuple[int, int]:
     return state, gradients
 
 
-def _num_held(
+def _num_trained(
     table: layers.Weights,
     num_shards: int,
-    is_counted: Callable[[Parameter], bool] = lambda param: True,
+    is_counted: Predicate = lambda param: True,
 ) -> int:
-    """Elements of weights that a device holds."""
+    """Elements of trained weights that a device holds."""
     params = filter(is_counted, jax.tree.leaves(table))
-    return sum(sharding.shard_size(param, num_shards) for param in params)
+    return sum(sharding.shard_size(param, num_shards) for param in params if param.is_trainable)
+
+
+def _frozen_bytes(table: layers.Weights, num_shards: int, is_counted: Predicate) -> int:
+    """Bytes of frozen weights that a device holds."""
+    params = filter(is_counted, jax.tree.leaves(table))
+    return sum(
+        sharding.shard_bytes(param, num_shards) for param in params if not param.is_trainable
+    )
 
 
 def checkpoint_bytes(program: Program) -> int:
@@ -148,9 +162,9 @@ def checkpoint_bytes(program: Program) -> int:
     In bytes per device.
     """
     num_shards = device_mesh.num_shards(program.mesh)
-    num_weights = _num_held(program.table, num_shards)
+    num_weights = _num_trained(program.table, num_shards)
     if program.has_offloaded_state:
-        num_weights -= _num_held(program.table, num_shards, host_offload.should_offload)
+        num_weights -= _num_trained(program.table, num_shards, host_offload.should_offload)
     return num_weights * (4 + optimizer.state_bytes_per_weight(program.config.optimizer))
 
 
@@ -184,19 +198,20 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
-    table = decoder.param_table(model)
+    table = trainable.build_table(model, config)
     num_weights = 0
     if memory.offload_optimizer != "none":
-        num_weights = _num_held(table, num_shards, host_offload.should_offload)
-    num_gradients = 0
+        num_weights = _num_trained(table, num_shards, host_offload.should_offload)
+    num_gradients = frozen_bytes = 0
     if memory.offload_optimizer == "state_and_gradients":
-        num_gradients = _num_held(table, num_shards, host_offload.should_offload_gradient)
+        num_gradients = _num_trained(table, num_shards, host_offload.should_offload_gradient)
+        frozen_bytes = _frozen_bytes(table, num_shards, host_offload.should_offload)
     global_rows = rows_per_microbatch * config.mesh.replica * max(1, num_shards // config.mesh.seq)
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
-        weights=4 * num_weights,
+        weights=4 * num_weights + frozen_bytes,
         moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
         gradients=4 * num_gradients,
     )

@@ -68,6 +68,11 @@ class Program:
         )
 
     @property
+    def has_frozen_weights(self) -> bool:
+        """True if some weights are not trained."""
+        return self.config.has_frozen_weights
+
+    @property
     def has_offloaded_state(self) -> bool:
         """True if weights and optimizer state are in host memory between their uses."""
         return self.config.memory.offload_optimizer != "none"

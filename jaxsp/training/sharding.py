@@ -63,6 +63,11 @@ def shard_size(param: Parameter, num_shards: int) -> int:
     return size if choose_placement(param, num_shards).dim is None else size // num_shards
 
 
+def shard_bytes(param: Parameter, num_shards: int) -> int:
+    """Bytes of a device's shard of a weight between steps, all layers together."""
+    return shard_size(param, num_shards) * stored_dtype(param).itemsize
+
+
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
     """PartitionSpec of a stacked weight, its gradient and its optimizer state."""
     dim = choose_placement(param, num_shards).dim

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding
+from jaxsp.training import host_offload, sharding
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.
@@ -114,6 +114,38 @@ def load_weights(
         return jax.make_array_from_single_device_arrays(shape, place, shards)
 
     return jax.tree.map(load, table)
+
+
+def init_magnitudes(
+    table: layers.Weights, weights: layers.Weights, *, mesh: Mesh
+) -> layers.Weights:
+    """Weights in which DoRA's magnitudes are the norms of the rows of the adapted matrices."""
+
+    def init(params: layers.Weights, values: layers.Weights) -> layers.Weights:
+        new = dict(values)
+        for name, part in params.items():
+            if isinstance(part, Parameter):
+                continue
+            new[name] = init(part, values[name])
+            if "magnitude" in part.get("adapter", {}):
+                magnitude = _row_norms(part["weight"], part["adapter"]["magnitude"], mesh)
+                adapter = new[name]["adapter"]
+                new[name]["adapter"] = adapter | {"magnitude": magnitude(values[name]["weight"])}
+        return new
+
+    return init(table, weights)
+
+
+def _row_norms(matrix: Parameter, magnitude: Parameter, mesh: Mesh) -> Callable[[Array], Array]:
+    """Jitted function that computes the norms of a matrix's rows, stored as `magnitude`."""
+
+    def compute(stored: Array) -> Array:
+        weight = sharding.remove_padding(matrix, host_offload.to_device(stored))
+        norms = jnp.sqrt(jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1))
+        widths = sharding.padding(magnitude, norms.ndim, device_mesh.num_shards(mesh))
+        return jnp.pad(norms, widths)
+
+    return jax.jit(compute, out_shardings=sharding.named_sharding(magnitude, mesh))
 
 
 def _read_shard(
