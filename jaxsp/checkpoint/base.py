@@ -1,11 +1,16 @@
 """Fingerprint of the frozen weights, which belong to a checkpoint without being part of it."""
 
 import pathlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
 
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
-from jaxsp.training import trainable
+from jaxsp.model.layers import Parameter
+from jaxsp.training import sharding, trainable
 
 
 def compute_checksums(table: layers.Weights, weights: layers.Weights) -> dict[str, str]:
@@ -15,6 +20,29 @@ def compute_checksums(table: layers.Weights, weights: layers.Weights) -> dict[st
     shapes = checksums.unpadded_shapes(frozen, items, like="base")
     arrays = checksums.name_leaves(items)
     return checksums.compute_on_devices(arrays, {name: x.shape for name, x in shapes.items()})
+
+
+def check_readable(
+    checkpoint: pathlib.Path,
+    table: layers.Weights,
+    open_weight: Callable[[Parameter], Callable[[int | None], np.ndarray]],
+) -> None:
+    """Checks frozen weights that are read one layer at a time, like `check`.
+
+    Args: open_weight: returns a function that reads a layer, float32, of a parameter.
+    Memory: one weight at a time, all of its layers.
+    """
+
+    def compute(param: Parameter) -> str:
+        read = open_weight(param)
+        if param.num_layers is None:
+            array = read(None)
+        else:
+            array = np.stack([read(layer) for layer in range(param.num_layers)])
+        return checksums.compute_on_host(array.astype(sharding.stored_dtype(param)))
+
+    frozen = trainable.select_frozen(table, table)
+    check(checkpoint, checksums.name_leaves({"base": jax.tree.map(compute, frozen)}))
 
 
 def check(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
@@ -27,7 +55,8 @@ def check(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
     changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        name = changed[0].partition("/")[2]
         raise UserError(
-            f"{checkpoint}: was trained on another base: {changed[0]}{more} differs. Use the "
-            "model, model.compute_dtype, adapter and run.seed of that run."
+            f"{checkpoint}: was trained on another base: {name}{more} differs. Use the model, "
+            "model.compute_dtype, adapter and run.seed of that run."
         )
