@@ -39,6 +39,10 @@ class AdapterConfig(ConfigSection):
         with_examples("[embed_tokens, lm_head]", strict=False),
     ] = ()
     """Embedding and head, if they are trained too, as whole float32 weights."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Format of the frozen matrices of the layers, which are dequantized layer by layer. int8: 8
+    bits, one scale per row. nf4: 4-bit codes with a scale for each 64 weights (QLoRA). none:
+    model.compute_dtype."""
     source: Annotated[str | None, with_examples("adapters/first", min_length=1)] = None
     """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
 

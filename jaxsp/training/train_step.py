@@ -115,7 +115,7 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
     if not program.has_offloaded_state:
         return state
 
-    def set_kind(param: Parameter, weight: Array, opt_state: Any) -> tuple[Array, Any]:
+    def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         if not program.is_on_host(param):
             return weight, opt_state
         return host_offload.to_host(weight), jax.tree.map(
