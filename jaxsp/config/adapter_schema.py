@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from jaxsp.config import fields
-from jaxsp.config.fields import ConfigSection, PositiveCount, PositiveFloat, with_examples
+from jaxsp.config.fields import ConfigSection, Fraction, PositiveCount, PositiveFloat, with_examples
 
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 """Tensors of `adapter.modules_to_save`, by name."""
@@ -27,6 +27,9 @@ class AdapterConfig(ConfigSection):
     """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
     use_rslora: bool | None = None
     """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
+    dropout: Fraction = 0.0
+    """Fraction of the elements of A's input that are set to 0 in training, at random. The same
+    elements on every mesh. Not for dora."""
     targets: Annotated[
         Literal["all-linear"] | tuple[str, ...] | None,
         with_examples("all-linear", "[q_proj, v_proj]"),
@@ -56,3 +59,9 @@ class AdapterConfig(ConfigSection):
         if not isinstance(value, list | tuple) or not value:
             raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
         return tuple(value)
+
+    @pydantic.model_validator(mode="after")
+    def _check_dropout(self) -> "AdapterConfig":
+        if self.type == "dora" and self.dropout:
+            raise ValueError("dropout must be 0 with type dora. Use type lora, or dropout 0")
+        return self

@@ -54,7 +54,7 @@ def apply_in_tiles(
     function: Callable[..., Any],
     params: layers.Weights,
     shards: Any,
-    arrays: tuple[Array, ...],
+    arrays: tuple[Array | None, ...],
     *,
     gather: Gather,
     tile_tokens: int,
@@ -62,31 +62,32 @@ def apply_in_tiles(
 ) -> Any:
     """Computes function(whole weights, *arrays, *shared) for `tile_tokens` tokens at a time.
 
-    Shapes: arrays and results are [B, l, ...]. The function treats each token independently. It is
-        called with [1, tile_tokens, ...], or with all tokens if there is one tile. Every call gets
-        all of `shared`, integers without gradients.
+    Shapes: arrays and results are [B, l, ...]; an array may be None. The function treats each token
+        independently. It is called with [1, tile_tokens, ...], or with all tokens if there is one
+        tile. Every call gets all of `shared`, integers without gradients.
     Precision: a weight's gradient is summed over tiles in float32, and reduced over devices once.
     Memory: the backward pass recomputes each tile. Only shards and arrays are kept for it.
     """
+    assert arrays[0] is not None
     lead = arrays[0].shape[:2]
     if math.prod(lead) <= tile_tokens:
         return function(gather(params, shards), *arrays, *shared)
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    is_float = [x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
     split = functools.partial(split_tiles, tile_shape=(1, tile_tokens))
     join = functools.partial(join_tiles, tile_ndim=2, lead=lead)
 
     @jax.custom_vjp
-    def apply(shards: Any, arrays: tuple[Array, ...], shared: tuple[Any, ...]) -> Any:
+    def apply(shards: Any, arrays: tuple[Array | None, ...], shared: tuple[Any, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
 
-        def compute_tile(_: None, tile: tuple[Array, ...]) -> tuple[None, Any]:
+        def compute_tile(_: None, tile: tuple[Array | None, ...]) -> tuple[None, Any]:
             return None, function(weights, *tile, *shared)
 
         _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
         return jax.tree.map(join, results)
 
     def backward(
-        residuals: tuple[Any, tuple[Array, ...], tuple[Any, ...]], dresults: Any
+        residuals: tuple[Any, tuple[Array | None, ...], tuple[Any, ...]], dresults: Any
     ) -> tuple[Any, tuple[Array | None, ...], None]:
         shards, arrays, shared = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
@@ -103,7 +104,7 @@ def apply_in_tiles(
         ) -> tuple[layers.Weights, list[Array]]:
             inputs, dresults = tile
 
-            def compute(trained: layers.Weights, *inputs: Array) -> Any:
+            def compute(trained: layers.Weights, *inputs: Array | None) -> Any:
                 return function(_replace(weights, trained), *inputs, *shared)
 
             _, pull = jax.vjp(compute, trained, *inputs)

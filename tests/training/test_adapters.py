@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.registry import STRATEGIES
+from jaxsp.attention.ring import Ring
+from jaxsp.model import dropout
 from jaxsp.model.config import Lora
 from jaxsp.training import host_offload, quantization, trainable
 from tests import batches, tolerances
@@ -125,3 +127,60 @@ def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, r
     assert len(frozen) > 10
     for path in frozen:
         assert batches.is_bitwise_equal(after[path], before[path]), path
+
+
+DROPOUT_MESHES = {
+    (1, 1, 1): Case((1, 1, 1), rows=16),
+    (1, 2, 4): Case((1, 2, 4)),
+    (2, 2, 2): Case((2, 2, 2), strategy="ring", rows=2, memory=TILES),
+}
+
+
+@pytest.mark.e2e
+def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits):
+    """On three meshes, with 1, 2 and 8 microbatches, with and without tiles."""
+    model = dataclasses.replace(batches.model(), lora=dataclasses.replace(LORA, dropout=0.3))
+    futures = [
+        runs.compile_in_thread(
+            case.sizes,
+            config=batches.make_config(memory=case.memory, adapter=PLAIN | {"dropout": 0.3}),
+            model=model,
+            rows_per_microbatch=case.rows,
+            functions=("step",),
+            strategy=None if case.strategy == "auto" else Ring(seq=case.sizes[-1]),
+        )
+        for case in DROPOUT_MESHES.values()
+    ]
+    weights = runs.draw_weights(model)
+    results = []
+    for future in futures:
+        run = future.result()
+        state = run.state(weights)
+        rows = run.rows(runs.ROWS)
+        state, first = run.step(state, rows)
+        later = dataclasses.replace(run.state(weights), step=jnp.full_like(state.step, 7))
+        _, second = run.step(later, rows)
+        trained = trainable.select_trained(
+            run.program.table, jax.tree.map(runs.remove_padding, run.program.table, state.master)
+        )
+        results.append((float(first.loss), float(second.loss), batches.name_leaves(trained)))
+    expected = results[0]
+    plain, _ = runs.compile_reference(model)(weights, runs.ROWS)
+    assert abs(expected[0] - expected[1]) > 1e-4
+    assert abs(expected[0] - float(plain[0])) > 1e-4
+    for result in results[1:]:
+        assert result[:2] == pytest.approx(expected[:2], rel=tolerances.MESH)
+        for path, weight in expected[2].items():
+            assert batches.relative_error(result[2][path], weight) < tolerances.MESH, path
+
+
+def test_dropout_keeps_the_expected_fraction_and_mean():
+    x = jnp.ones((2, 50, 400))
+    keys = dropout.make_token_keys(
+        seed=0, step=jnp.int32(3), rows_B=jnp.arange(2), tokens_l=jnp.arange(50)
+    )
+    dropped = dropout.drop(x, keys, name="q_proj", rate=0.25)
+    other = dropout.drop(x, keys, name="v_proj", rate=0.25)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)
