@@ -173,9 +173,12 @@ class OffloadedBytes(NamedTuple):
 
     activations: int
     weights: int
+    """Bytes of trained weights, float32."""
     moments: int
     """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
+    frozen: int = 0
+    """Bytes of frozen weights."""
 
     @property
     def total(self) -> int:
@@ -211,9 +214,10 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
-        weights=4 * num_weights + frozen_bytes,
+        weights=4 * num_weights,
         moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
         gradients=4 * num_gradients,
+        frozen=frozen_bytes,
     )
 
 
