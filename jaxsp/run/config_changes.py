@@ -54,11 +54,7 @@ def list_changes(saved: Config, config: Config) -> tuple[str, ...]:
         for field in before | now
         if before.get(field) != now.get(field) and field not in _UNREPORTED_FIELDS
     }
-    neutral = [
-        change
-        for field, change in changes.items()
-        if is_neutral(field)
-    ]
+    neutral = [change for field, change in changes.items() if is_neutral(field)]
     altering = [change for change in changes.values() if change not in neutral]
     if neutral:
         altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")

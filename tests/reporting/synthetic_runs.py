@@ -66,8 +66,8 @@ def eval_lines(steps: list[int], *, names: tuple[str, ...] = ("held out",)) -> l
         {
             "step": step,
             "data": name,
-            "loss": 2.2 + 2 / step + 0.3 * number,
-            "perplexity": float(np.exp(2.2 + 2 / step)),
+            "loss": 2.2 + 2 / (step + 1) + 0.3 * number,
+            "perplexity": float(np.exp(2.2 + 2 / (step + 1))),
             "token_accuracy": 0.55,
             "num_documents": 10,
             "num_rows": 4,

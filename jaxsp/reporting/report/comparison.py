@@ -148,4 +148,5 @@ def describe_difference(runs: Sequence[RunRecord]) -> str:
     common = "1 common step" if num_steps == 1 else f"{num_steps:,} common steps"
     if not difference:
         return f"The losses are equal in all digits over {common}."
-    return f"The losses differ by at most {facts.format_small(difference)} over {common} (at step {step:,})."
+    text = facts.format_small(difference)
+    return f"The losses differ by at most {text} over {common} (at step {step:,})."

@@ -13,7 +13,7 @@ from jaxsp.reporting.report.run_files import RunRecord, to_number
 NUM_LAST_LOSSES = 20
 """Number of last losses whose mean is the final loss, as in the summary that a run prints."""
 
-UNKNOWN = "–"
+UNKNOWN = "-"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,11 @@ def describe_mesh(run: RunRecord) -> str:
         return UNKNOWN
     sizes = {axis: mesh.get(axis) for axis in ("replica", "data", "seq")}
     shown = [
-        f"{axis} {size}" for axis, size in sizes.items() if axis != "replica" or size not in (1, None)
+        f"{axis} {size}"
+        for axis, size in sizes.items()
+        if axis != "replica" or size not in (1, None)
     ]
-    return " × ".join(shown)
+    return " x ".join(shown)
 
 
 def _describe_attention(run: RunRecord) -> str:
@@ -126,7 +128,7 @@ def _describe_attention(run: RunRecord) -> str:
 def _describe_devices(run: RunRecord) -> str:
     if run.starts:
         start = run.starts[-1]
-        text = f"{start.get('num_devices')} × {start.get('device_kind')}"
+        text = f"{start.get('num_devices')} x {start.get('device_kind')}"
         if (start.get("num_processes") or 1) > 1:
             text += f", {start['num_processes']} processes"
         return text
@@ -245,7 +247,7 @@ def format_percent(fraction: float) -> str:
     return f"{percent:.1f} %"
 
 
-def format_bytes(size: float) -> str:
+def format_bytes(size: float | int) -> str:
     """Formats bytes: `8.7 MiB`, `1.5 GiB`."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit / 10:

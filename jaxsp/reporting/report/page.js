@@ -5,28 +5,30 @@ const isSingle = data.runs.length === 1;
 
 // Options of a line chart for each series; a series that no run has is left out
 const CHARTS = [
-  { series: "loss", title: "Loss", note: "Mean over the loss tokens of each step.", format: FORMATS.number, isLog: false, wide: true, hasMarkers: true },
+  { series: "loss", title: "Loss", note: "Mean over the loss tokens of each step.", format: FORMATS.number, isLog: false, wide: true, canClip: 8, hasMarkers: true },
   { series: "loss_difference", title: "Difference of the losses", note: isSingle ? "" : `Absolute difference from ${data.runs[0].name} at the same step.`, format: FORMATS.small, isLog: false, fromZero: true, canSmooth: false },
   { evals: "loss", title: "Evaluation loss", note: "Mean over the loss tokens of each eval set.", format: FORMATS.number, isLog: false },
   { series: "token_accuracy", title: "Token accuracy", note: "Fraction of loss tokens whose top-1 prediction is correct.", format: FORMATS.percent },
-  { series: "grad_norm", title: "Gradient norm", note: "Before clipping.", format: FORMATS.number, isLog: true, canClip: true, hasMarkers: true },
-  { series: "learning_rate", title: "Learning rate", format: FORMATS.small, isLog: false, fromZero: true, canSmooth: false },
+  { series: "grad_norm", title: "Gradient norm", note: "Before clipping.", format: FORMATS.number, isLog: true, canClip: 5, hasMarkers: true },
+  { series: "learning_rate", title: "Learning rate", format: FORMATS.small, isLog: false, fromZero: true, canSmooth: false, isSteady: true },
   { series: "tokens_per_s", title: "Tokens per second", note: "All devices together.", format: FORMATS.count, fromZero: true },
   { series: "mfu", title: "Model FLOPs utilization (MFU)", note: "Required arithmetic relative to the GPU's bfloat16 peak.", format: FORMATS.percent, fromZero: true },
   { series: "tflops_per_device", title: "TFLOP/s per device", note: "Required arithmetic, without recomputation.", format: FORMATS.small, fromZero: true, unless: "mfu" },
-  { series: "step_s", title: "Time per step", note: "Without evaluations and checkpoints.", format: FORMATS.seconds, isLog: false, fromZero: true, canClip: true },
-  { series: "data_wait_s", title: "Data wait", note: "Part of each step's time in which devices waited for rows.", format: FORMATS.seconds, fromZero: true, canClip: true, canSmooth: false, leastRange: 0.01 },
+  { series: "step_s", title: "Time per step", note: "Without evaluations and checkpoints.", format: FORMATS.seconds, isLog: false, fromZero: true, canClip: 1.5 },
+  { series: "data_wait_s", title: "Data wait", note: "Part of each step's time in which devices waited for rows.", format: FORMATS.seconds, fromZero: true, canClip: 3, canSmooth: false, leastRange: 0.01 },
   { series: "checkpoint_wait_s", title: "Checkpoint wait", note: "Time for which checkpoints delayed steps.", format: FORMATS.seconds, fromZero: true, hasPoints: true, leastRange: 0.01 },
   { series: "padding_fraction", title: "Padding", note: "Fraction of the step's token slots that no document fills.", format: FORMATS.percent, fromZero: true, leastRange: 0.01 },
   { series: "attention_imbalance", title: "Attention imbalance", note: "Work of the busiest group relative to the mean. 1 is balanced.", format: FORMATS.number, leastRange: 0.1 },
-  { series: "device_peak_gib", title: "Peak memory", note: "Highest use of any device of process 0 so far.", format: FORMATS.gib, fromZero: true, canSmooth: false },
+  { series: "device_peak_gib", title: "Peak memory", note: "Highest use of any device of process 0 so far.", format: FORMATS.gib, fromZero: true, canSmooth: false, isSteady: true },
 ];
 
 function makeLines(options) {
   if (options.evals) {
+    const hasOneSet = data.runs.every((run) => run.evals.length <= 1) && new Set(data.runs.flatMap((run) => run.evals.map((set) => set.name))).size === 1;
     let color = 0;
     return data.runs.flatMap((run, index) => run.evals.map((set) => ({
-      name: isSingle ? set.name : `${run.name}: ${set.name}`, run: index, color: color++,
+      name: isSingle ? set.name : hasOneSet ? run.name : `${run.name}: ${set.name}`,
+      run: index, color: hasOneSet ? index : color++, isRunColor: hasOneSet,
       x: set.x, mean: set.series[options.evals], hasPoints: true,
     }))).filter((line) => line.mean.some((value) => value !== null));
   }
@@ -54,7 +56,7 @@ function makeCharts() {
     const hasOther = options.unless && data.runs.some((run) => run.series[options.unless]);
     const lines = hasOther ? [] : makeLines(options);
     if (!lines.length) return;
-    const legend = Boolean(options.evals) && lines.length > 1;
+    const legend = Boolean(options.evals) && lines.length > 1 && !lines[0].isRunColor;
     charts.push(new LineChart(grid, { canSmooth: true, ...options, id, lines, legend, markers: options.hasMarkers ? markers : [] }));
   });
 }

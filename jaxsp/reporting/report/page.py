@@ -6,8 +6,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from jaxsp.config import yaml_io
-from jaxsp.reporting.report import chart_data, comparison, facts, tables
+from jaxsp.reporting.report import bars, chart_data, comparison, facts, tables
+from jaxsp.reporting.report.downsampling import Groups
 from jaxsp.reporting.report.run_files import RunRecord
+
+MAX_TITLE_CHARS = 60
+"""Length of names that are listed in the title."""
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -19,6 +23,8 @@ def render(runs: Sequence[RunRecord], *, is_neutral: Callable[[str], bool]) -> s
         most.
     """
     names = ", ".join(run.name for run in runs)
+    if len(names) > MAX_TITLE_CHARS and len(runs) > 1:
+        names = f"{runs[0].name} and {len(runs) - 1} other runs"
     created = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     parts = {
         "title": html.escape(names),
@@ -28,7 +34,7 @@ def render(runs: Sequence[RunRecord], *, is_neutral: Callable[[str], bool]) -> s
         "notes": _render_notes(runs),
         "sections": _render_sections(runs),
         "data": chart_data.to_script(chart_data.build_data(runs)),
-        "script": _read("charts.js") + _read("page.js"),
+        "script": "".join(map(_read, ("numbers.js", "charts.js", "page.js"))),
     }
     # In one pass, so that {{data}} in a run's name stays as it is
     first, *others = _read("page.html").split("{{")
@@ -73,26 +79,34 @@ def _render_notes(runs: Sequence[RunRecord]) -> str:
     """Notes about what is left out or estimated."""
     notes = []
     for run, groups in zip(runs, chart_data.choose_groups(runs), strict=True):
-        if not run.num_lines:
-            notes.append(f"{run.name}: metrics.jsonl has no step yet.")
-        if not groups.is_exact:
-            notes.append(
-                f"{run.name}: each point of a chart stands for up to {groups.lines_per_point:,} of "
-                f"{run.num_lines:,} lines of metrics.jsonl. Lines are means, bands reach from the "
-                "minimum to the maximum."
-            )
-        if run.num_damaged:
-            lines = "1 line" if run.num_damaged == 1 else f"{run.num_damaged:,} lines"
-            notes.append(f"{run.name}: {lines} could not be read and were left out.")
-        if not run.starts:
-            notes.append(f"{run.name}: starts and memory by cause were not recorded.")
-        if facts.measure_time(run).is_estimate:
-            notes.append(
-                f"{run.name}: not every step has a line (run.log_every). In times, each line "
-                "stands for the steps since the line before it."
-            )
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        notes += [f"{prefix}{note}" for note in _list_notes(run, groups)]
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     return f'<ul class="notes">{items}</ul>' if notes else ""
+
+
+def _list_notes(run: RunRecord, groups: Groups) -> list[str]:
+    """Notes about one run, each with a capital letter."""
+    notes = []
+    if not run.num_lines:
+        notes.append("There is no step in metrics.jsonl yet.")
+    if not groups.is_exact:
+        notes.append(
+            f"Each point of a chart stands for up to {groups.lines_per_point:,} of "
+            f"{run.num_lines:,} lines of metrics.jsonl. Lines are means, bands reach from the "
+            "minimum to the maximum."
+        )
+    if run.num_damaged:
+        lines = "1 line" if run.num_damaged == 1 else f"{run.num_damaged:,} lines"
+        notes.append(f"{lines} of the run's files could not be read, and count for nothing.")
+    if not run.starts:
+        notes.append("Starts and memory by cause are not recorded: an older version wrote the run.")
+    if facts.measure_time(run).is_estimate:
+        notes.append(
+            "Not every step has a line (run.log_every). In times, each line stands for the steps "
+            "since the line before it."
+        )
+    return notes
 
 
 def _render_sections(runs: Sequence[RunRecord]) -> str:
@@ -102,19 +116,21 @@ def _render_sections(runs: Sequence[RunRecord]) -> str:
             "Memory by cause",
             "Each device's memory in the compiled step. Weights, optimizer state and totals are "
             "exact, gradients and saved activations are formulas, and temporaries are the rest.",
-            tables.render_memory(runs),
+            bars.render_memory(runs),
         ),
         (
             "Time by part",
             "Evaluations include those of jaxsp.eval. Downtime between starts, steps that a "
             "restart repeated, and loading are left out.",
-            tables.render_time(runs),
+            bars.render_time(runs),
         ),
         ("Sources", "Tokens in the steps that have a line.", tables.render_sources(runs)),
         (
             "Starts",
             "Each time that training began, new or from a checkpoint.",
-            tables.render_starts(runs) if any(run.starts for run in runs) else "",
+            f'<div class="records">{tables.render_starts(runs)}</div>'
+            if any(run.starts for run in runs)
+            else "",
         ),
         ("Configs", "", "".join(map(_render_config, runs))),
     ]

@@ -182,9 +182,7 @@ def _parse_lines(path: pathlib.Path, *, needs_step: bool) -> Iterator[dict[str, 
             yield record if is_valid else None
 
 
-def _read_lines(
-    path: pathlib.Path, *, needs_step: bool = True
-) -> tuple[list[dict[str, Any]], int]:
+def _read_lines(path: pathlib.Path, *, needs_step: bool = True) -> tuple[list[dict[str, Any]], int]:
     """Returns the records of a file, and the number of damaged lines."""
     records = list(_parse_lines(path, needs_step=needs_step))
     valid = [record for record in records if record is not None]

@@ -2,7 +2,9 @@
 
 import html
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from jaxsp.core import durations
 from jaxsp.reporting.report import facts
@@ -10,32 +12,26 @@ from jaxsp.reporting.report.comparison import ConfigDifference, LossDifference
 from jaxsp.reporting.report.facts import UNKNOWN
 from jaxsp.reporting.report.run_files import RunRecord
 
-TIME_PARTS = {
-    "step": "steps, without waits",
-    "data_wait": "data wait",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint wait",
-    "compilation": "compilation",
-}
-"""Labels of the fields of TimeParts."""
+MAX_SHORT_CHARS = 40
+"""Length of texts that stay on one line in a table of records."""
 
 
 def render_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, numbers_from: int = 1
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, has_numbers: bool = True
 ) -> str:
     """Renders a table whose first column names the row.
 
-    Args: numbers_from: index of the first column that is aligned to the right.
+    Args: has_numbers: all other columns are short, and aligned to the right.
     """
     head = "".join(
-        f'<th scope="col"{_align(index, numbers_from)}>{html.escape(text)}</th>'
+        f'<th scope="col"{_cell_class(text, has_numbers and index > 0)}>{html.escape(text)}</th>'
         for index, text in enumerate(header)
     )
     body = "".join(
         "<tr>"
         + f'<th scope="row">{_escape_name(row[0])}</th>'
         + "".join(
-            f"<td{_align(index, numbers_from)}>{html.escape(text)}</td>"
+            f"<td{_cell_class(text, has_numbers and index > 0)}>{html.escape(text)}</td>"
             for index, text in enumerate(row[1:], 1)
         )
         + "</tr>"
@@ -53,8 +49,11 @@ def _escape_name(name: str) -> str:
     return re.sub("([._/])", r"\1<wbr>", html.escape(name))
 
 
-def _align(index: int, numbers_from: int) -> str:
-    return ' class="number"' if index >= numbers_from else ""
+def _cell_class(text: str, is_number: bool) -> str:
+    """Attribute of a cell."""
+    if is_number:
+        return ' class="number"'
+    return ' class="long"' if len(text) > MAX_SHORT_CHARS else ""
 
 
 def render_comparison(runs: Sequence[RunRecord]) -> str:
@@ -62,7 +61,7 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
     summaries = [facts.summarize(run) for run in runs]
     rows = [[label, *(summary[label] for summary in summaries)] for label in summaries[0]]
     header = ["", *(run.name for run in runs)]
-    return render_table(header, rows, caption="Summary of the runs", numbers_from=99)
+    return render_table(header, rows, caption="Summary of the runs", has_numbers=False)
 
 
 TILES = (
@@ -82,7 +81,8 @@ def render_tiles(run: RunRecord) -> str:
     """Renders the summary of one run: the most important numbers as tiles."""
     summary = facts.summarize(run)
     tiles = "".join(
-        f'<div class="tile"><dt>{html.escape(label)}</dt><dd>{_emphasize(summary[label])}</dd></div>'
+        f'<div class="tile"><dt>{html.escape(label)}</dt>'
+        f"<dd>{_emphasize(summary[label])}</dd></div>"
         for label in TILES
         if summary[label] != UNKNOWN
     )
@@ -136,7 +136,7 @@ def render_config_differences(
         ["Field", *(run.name for run in runs)],
         rows,
         caption="Config fields that differ",
-        numbers_from=99,
+        has_numbers=False,
     )
     for field in changing:
         name = _escape_name(field)
@@ -182,130 +182,40 @@ def render_loss_differences(
     )
 
 
-def render_memory(runs: Sequence[RunRecord]) -> str:
-    """Renders the memory of the compiled steps by cause; empty if no run recorded it."""
-    bars = []
-    for run in runs:
-        memories = facts.list_memory(run)
-        for memory in memories:
-            label = run.name if len(runs) > 1 else "Device"
-            if len(memories) > 1:
-                label += f", rows of {memory['row_tokens']:,}"
-            bars.append((label, memory["device"], memory.get("device_available")))
-            if memory.get("host"):
-                host_label = f"{label}: host" if len(runs) > 1 else "Host"
-                bars.append((host_label, memory["host"], None))
-    return render_bars(
-        [(label, sizes) for label, sizes, _ in bars],
-        form=facts.format_bytes,
-        limits=[limit for _, _, limit in bars],
-        caption="Memory by cause",
-    )
-
-
-def render_time(runs: Sequence[RunRecord]) -> str:
-    """Renders the time of the runs by part; empty if there is none."""
-    bars = []
-    for run in runs:
-        time = facts.measure_time(run)
-        parts = {label: getattr(time, field) for field, label in TIME_PARTS.items()}
-        if time.total:
-            bars.append((run.name if len(runs) > 1 else "Time", parts))
-    return render_bars(bars, form=durations.describe, caption="Time by part")
-
-
-def render_bars(
-    bars: Sequence[tuple[str, Mapping[str, float]]],
-    *,
-    form: Callable[[float], str],
-    caption: str,
-    limits: Sequence[float | None] = (),
-) -> str:
-    """Renders stacked bars with a legend, and a table of the same numbers."""
-    if not bars:
-        return ""
-    causes = list(dict.fromkeys(cause for _, sizes in bars for cause in sizes))
-    causes = [cause for cause in causes if any(sizes.get(cause) for _, sizes in bars)]
-    known_limits = [limit for limit in limits if limit]
-    longest = max([*(sum(sizes.values()) for _, sizes in bars), *known_limits]) or 1
-    lines = []
-    for index, (label, sizes) in enumerate(bars):
-        limit = limits[index] if index < len(limits) else None
-        lines.append(_render_bar(label, sizes, causes, longest=longest, limit=limit, form=form))
-    legend = "".join(
-        f'<li><span class="swatch part{index % 8}"></span>{html.escape(cause)}</li>'
-        for index, cause in enumerate(causes)
-    )
-    rows = [
-        [
-            label,
-            *(form(sizes[cause]) if sizes.get(cause) else UNKNOWN for cause in causes),
-            form(sum(sizes.values())),
-        ]
-        for label, sizes in bars
-    ]
-    table = render_table(["", *causes, "Total"], rows, caption=caption)
-    return f'<ul class="legend">{legend}</ul><div class="bars">{"".join(lines)}</div>{table}'
-
-
-def _render_bar(
-    label: str,
-    sizes: Mapping[str, float],
-    causes: Sequence[str],
-    *,
-    longest: float,
-    limit: float | None,
-    form: Callable[[float], str],
-) -> str:
-    total = sum(sizes.values())
-    segments = ""
-    for index, cause in enumerate(causes):
-        size = sizes.get(cause, 0)
-        if not size:
-            continue
-        fraction = size / longest
-        text = facts.format_percent(size / total) if fraction > 0.12 else ""
-        title = html.escape(f"{cause}: {form(size)} ({facts.format_percent(size / total)})")
-        segments += (
-            f'<span class="part{index % 8}" style="width:{100 * fraction:.3f}%" title="{title}">'
-            f"{text}</span>"
-        )
-    marker = ""
-    if limit:
-        title = html.escape(f"available: {form(limit)}")
-        marker = f'<span class="limit" style="left:{100 * limit / longest:.3f}%" title="{title}"></span>'
-    text = f"{form(total)}" + (f" of {form(limit)} available" if limit else "")
-    return (
-        f'<div class="bar-label"><span>{html.escape(label)}</span><span>{html.escape(text)}</span>'
-        f'</div><div class="bar">{segments}{marker}</div>'
-    )
-
-
 def render_sources(runs: Sequence[RunRecord]) -> str:
     """Renders the tokens of each source; empty if no run has recorded any."""
     names = list(dict.fromkeys(name for run in runs for name in run.source_tokens))
     if not names:
         return ""
     header = ["Source"]
+    columns = []
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        header += [f"{prefix}tokens", f"{prefix}share"]
-    totals = [
-        {name: float(tokens[tokens > 0].sum()) for name, tokens in run.source_tokens.items()}
-        for run in runs
-    ]
-    rows = []
-    for name in names:
-        row = [name]
-        for by_source in totals:
-            all_tokens = sum(by_source.values())
-            tokens = by_source.get(name)
-            row += [
-                UNKNOWN if tokens is None else f"{tokens:,.0f}",
-                UNKNOWN if not tokens else facts.format_percent(tokens / all_tokens),
-            ]
-        rows.append(row)
+        sums = {name: float(np.nansum(tokens)) for name, tokens in run.source_tokens.items()}
+        total = sum(sums.values()) or 1.0
+        fractions = {name: tokens / total for name, tokens in sums.items()}
+        weights = _find_weights(run)
+        header += [f"{prefix}tokens", f"{prefix}fraction"] if prefix else ["Tokens", "Fraction"]
+        columns += [_format_column(sums, "{:,.0f}"), _format_column(fractions, "{:.1%}")]
+        if weights:
+            header.append(f"{prefix}weight" if prefix else "Weight")
+            columns.append(_format_column(weights, "{:g}"))
+    rows = [[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names]
     return render_table(header, rows, caption="Tokens by source")
+
+
+def _format_column(numbers: Mapping[str, float | int], form: str) -> dict[str, str]:
+    return {name: form.format(number).replace("%", " %") for name, number in numbers.items()}
+
+
+def _find_weights(run: RunRecord) -> dict[str, float | int]:
+    """Weights of the config's sources, by name; empty if they have none."""
+    sources = run.get("data", "train")
+    return {
+        str(source.get("name") or source.get("source")): source["weight"]
+        for source in (sources if isinstance(sources, list) else ())
+        if isinstance(source, dict) and isinstance(source.get("weight"), int | float)
+    }
 
 
 def render_starts(runs: Sequence[RunRecord]) -> str:
@@ -318,19 +228,17 @@ def render_starts(runs: Sequence[RunRecord]) -> str:
                     f"{run.name}, start {number}" if len(runs) > 1 else f"Start {number}",
                     str(start.get("time", UNKNOWN)).replace("T", " "),
                     _describe_from_step(start),
-                    f"{start.get('num_devices')} × {start.get('device_kind')}",
-                    " × ".join(map(str, (start.get("mesh") or {}).values())),
+                    " x ".join(map(str, (start.get("mesh") or {}).values())),
+                    f"{start.get('num_devices')} x {start.get('device_kind')}",
+                    "; ".join(map(str, start.get("config_changes") or ())) or "none",
+                    _seconds(start.get("compile_s")),
                     str(start.get("host", UNKNOWN)),
                     f"{start.get('jaxsp_version') or UNKNOWN}, {start.get('jax_version')}",
-                    _seconds(start.get("compile_s")),
-                    "; ".join(map(str, start.get("config_changes") or ())) or "none",
                     str(start.get("checkpoint") or UNKNOWN),
                 ]
             )
-    header = "Start|Time|From step|Devices|Mesh|Host|jaxsp, jax|Compilation|Changes|Checkpoint"
-    return render_table(
-        header.split("|"), rows, caption="Starts of the runs", numbers_from=99
-    )
+    header = "Start|Time|From step|Mesh|Devices|Changes|Compilation|Host|jaxsp, jax|Checkpoint"
+    return render_table(header.split("|"), rows, caption="Starts of the runs", has_numbers=False)
 
 
 def _describe_from_step(start: Mapping[str, object]) -> str:
