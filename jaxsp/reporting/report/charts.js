@@ -163,8 +163,7 @@ class LineChart {
     const { ticks, step } = this.isLog ? logTicks(low, high, numTicks) : niceTicks(low, high, numTicks);
     const format = this.isLog && this.format === FORMATS.number ? FORMATS.small : this.format;
     const labels = ticks.map((tick) => format.tick(tick, step));
-    const longest = Math.max(...labels.map((label) => label.length), 1);
-    this.left = Math.max(48, Math.ceil(longest * 6.7) + 10);
+    this.left = Math.max(48, Math.ceil(Math.max(0, ...labels.map(textWidth))) + 10);
     const bottom = this.height - MARGIN.bottom;
     const innerWidth = this.width - this.left - MARGIN.right;
     this.toX = (x) => this.left + ((x - left) / (right - left)) * innerWidth;
@@ -188,7 +187,7 @@ class LineChart {
     const plot = svgElement("g", { "clip-path": `url(#${clipId})` });
     this.svg.append(plot);
     for (const { line, xs } of drawn) if (line.min) plot.append(this.band(line, xs));
-    for (const item of drawn) if (item.isSmooth && !item.line.min) plot.append(this.path(item, item.raw, { opacity: Math.max(0.08, 0.4 / drawn.length ** 0.8), "stroke-width": 1.1 }));
+    for (const item of drawn) if (item.isSmooth && !item.line.min) plot.append(this.path(item, item.raw, { opacity: Math.max(0.1, 0.45 / Math.sqrt(drawn.length)), "stroke-width": 1.1 }));
     drawn.forEach((item, i) => {
       const isDense = !item.isSmooth && item.xs.length > innerWidth / 3 && !this.isSteady;
       const width = isDense ? 1.2 : i === 0 && drawn.length > 1 ? 2.8 : 1.9;
@@ -208,12 +207,15 @@ class LineChart {
     if (state.axis === "step") ticks = ticks.filter(Number.isInteger);
     this.svg.append(svgElement("line", { class: "axis", x1: this.left, x2: this.width - MARGIN.right, y1: bottom, y2: bottom }));
     this.svg.append(svgElement("text", { x: 0, y: bottom + 18 }, axis.title));
+    let end = textWidth(axis.title);
     for (const tick of ticks) {
       const x = this.toX(tick);
       const label = state.axis === "step" && Math.abs(tick) < 1e5 ? FORMATS.count.full(tick) : axis.format.tick(tick, step);
-      const halfWidth = label.length * 3.4;
-      const place = Math.min(Math.max(x, halfWidth), this.width - halfWidth);
+      const halfWidth = textWidth(label) / 2;
+      const place = Math.min(x, this.width - halfWidth);
       this.svg.append(svgElement("line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 }));
+      if (place - halfWidth < end + 6) continue;
+      end = place + halfWidth;
       this.svg.append(svgElement("text", { x: place, y: bottom + 18, "text-anchor": "middle" }, label));
     }
   }
@@ -432,6 +434,14 @@ class LineChart {
     const note = element("p", { className: "note", textContent: `${shown.length} of ${steps.length} points.` });
     return element("div", {}, note, box);
   }
+}
+
+const measure = document.createElement("canvas").getContext("2d");
+measure.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+
+// Width of a label of an axis, in pixels
+function textWidth(text) {
+  return measure.measureText(text).width;
 }
 
 function cell(tag, text) {

@@ -37,6 +37,11 @@ function duration(seconds) {
   return `${Number((minutes / 1440).toPrecision(3))} d`;
 }
 
+function tickOfCount(value, step) {
+  const digits = value === 0 ? 1 : Math.ceil(Math.log10(Math.abs(value) / step)) + 1;
+  return digits > 4 ? Math.round(value).toLocaleString("en-US") : withUnit(value, Math.max(3, digits));
+}
+
 // How each kind of number is written: at ticks, which are `step` apart, and in full
 const FORMATS = {
   number: {
@@ -48,7 +53,7 @@ const FORMATS = {
     tick: (value, step) => `${(100 * value).toFixed(decimalsOf(100 * step))} %`,
     full: (value) => `${significant(100 * value, 4)} %`,
   },
-  count: { tick: (value) => withUnit(value, 3), full: (value) => Math.round(value).toLocaleString("en-US") },
+  count: { tick: tickOfCount, full: (value) => Math.round(value).toLocaleString("en-US") },
   seconds: { tick: (value, step) => duration(Number(value.toFixed(decimalsOf(step)))), full: duration },
   gib: {
     tick: (value, step) => `${value.toFixed(decimalsOf(step))} GiB`,
