@@ -101,7 +101,7 @@ def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     assert losses[0] == losses[1]
 
 
-def test_a_start_is_recorded_with_the_memory_that_the_banner_prints(runs):
+def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     folder, *_ = runs
     (start,) = lines(folder / "first", "starts.jsonl")
     assert (start["num_devices"], start["mesh"]["seq"], start["num_steps"]) == (2, 2, 4)
