@@ -88,9 +88,7 @@ def hidden_states(
     def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
         shards, indices = inputs
         x_BlD = remat.name_layer_input(x_BlD)
-        keys = None
-        if token_keys is not None and indices.layer is not None:
-            keys = dropout.fold_layer(token_keys, indices.layer)
+        keys = dropout.fold_layer(token_keys, indices.layer)
         q_BlHK, k_BlGK, v_BlGK, mlp_input_BlD = apply(
             lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
             params["layers"]["pre_attention"],
@@ -112,10 +110,7 @@ def hidden_states(
         )
         return x_BlD, None
 
-    indices = _layer_indices(config, attend)
-    if token_keys is not None:
-        indices = indices._replace(layer=jnp.arange(config.num_layers, dtype=jnp.int32))
-    inputs = shards["layers"], indices
+    inputs = shards["layers"], _layer_indices(config, attend, has_dropout=token_keys is not None)
     x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
     return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
 
@@ -127,15 +122,16 @@ class LayerIndices(NamedTuple):
     """Index into `ModelConfig.ropes`."""
     attention: Int32[Array, "N"] | None
     """Index into `Attend.kinds`."""
-    layer: Int32[Array, "N"] | None = None
+    layer: Int32[Array, "N"] | None
     """Number of the layer, for dropout."""
 
 
-def _layer_indices(config: ModelConfig, attend: Attend) -> LayerIndices:
+def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
     ropes = [config.ropes.index(layer.rope) for layer in config.layers]
     indices = LayerIndices(
         rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
         attention=None,
+        layer=jnp.arange(config.num_layers, dtype=jnp.int32) if has_dropout else None,
     )
     if len(attend.kinds) == 1:
         return indices

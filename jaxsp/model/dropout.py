@@ -24,8 +24,10 @@ def make_token_keys(
     return jax.random.key_data(fold(row_keys_B, tokens_l))
 
 
-def fold_layer(keys: Keys, layer: Int32[Array, ""]) -> Keys:
-    """Keys of the tokens in a layer."""
+def fold_layer(keys: Keys | None, layer: Int32[Array, ""] | None) -> Keys | None:
+    """Keys of the tokens in a layer; None without dropout."""
+    if keys is None or layer is None:
+        return None
     fold = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))
     return jax.random.key_data(fold(jax.random.wrap_key_data(keys), layer))
 

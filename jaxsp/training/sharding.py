@@ -234,10 +234,13 @@ class Gather:
         )
         return gather(shard)
 
+    def is_gradient_on_host(self, param: Parameter) -> bool:
+        """True if the gradient of a weight is in host memory."""
+        can_offload = param.is_trainable and host_offload.should_offload_gradient(param)
+        return self.gradients_on_host and can_offload
+
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
-        if self.gradients_on_host and host_offload.should_offload_gradient(param):
-            return host_offload.to_host(gradient)
-        return gradient
+        return host_offload.to_host(gradient) if self.is_gradient_on_host(param) else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array

@@ -9,7 +9,6 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -82,11 +81,8 @@ def _local_gradients(
         lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
         slots,
     )
-    slot_leaves = jax.tree.leaves(slots)
-    is_on_host = list(map(host_offload.is_on_host, slot_leaves))
-    trained_params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    host_params = list(itertools.compress(trained_params, is_on_host))
-    host_slots = list(itertools.compress(slot_leaves, is_on_host))
+    host_params = list(filter(gather.is_gradient_on_host, jax.tree.leaves(table)))
+    host_slots = list(filter(host_offload.is_on_host, jax.tree.leaves(slots)))
 
     def run_microbatch(batch: Batch, index: Array | int) -> tuple[tuple[Array, Array], list[Array]]:
         """Sums of losses and of correct tokens, and the gradients in host memory."""
@@ -126,11 +122,16 @@ def _local_gradients(
         targets,
     )
     totals = _sum_over_mesh(*sums, batch)
-    divisor = jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
-    if "loss_weight" in totals:
-        divisor = jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
+    divisor = _loss_divisor(totals)
     loss = totals["loss"] / divisor
     return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+
+
+def _loss_divisor(totals: dict[str, Array]) -> Array:
+    """Number, or total weight, of a step's loss tokens; 1 if there are none."""
+    if "loss_weight" in totals:
+        return jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
+    return jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
 
 
 def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
