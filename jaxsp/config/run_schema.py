@@ -42,8 +42,8 @@ class RunConfig(ConfigSection):
     """Interval between evaluations of the eval sets. A number of steps, or epoch: at the end of
     each epoch of run.epochs. They are also evaluated after the last step. null: only then."""
     eval_at_start: bool = False
-    """Also evaluate before the first step. The results have step 0 in eval.jsonl and the trackers. A
-    resumed run does not repeat this evaluation."""
+    """Also evaluate before the first step. The results have step 0 in eval.jsonl and the trackers.
+    A resumed run does not repeat this evaluation."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
     is a lower loss on the eval set of checkpoint.best_eval. The run then writes a checkpoint and
