@@ -18,7 +18,7 @@ SEND_INTERVAL_S = 1.0
 MAX_LINES = 40
 """Number of steps per send: MLflow takes at most 1,000 numbers per request."""
 
-MAX_ERROR_LENGTH = 200
+MAX_ERROR_LENGTH = 150
 
 
 class BackgroundTracker:
@@ -74,9 +74,9 @@ class BackgroundTracker:
         if self._is_finished:
             return
         self._is_abandoned = True
+        reason = self._failure or "it does not answer"
         self._tracker.abandon()
         unsent = self._find_unsent()
-        reason = self._failure or "it does not answer"
         if unsent:
             count = sum(len(point.numbers) for point in unsent)
             steps = f"steps {unsent[0].step} to {unsent[-1].step}"
@@ -94,7 +94,8 @@ class BackgroundTracker:
                 self._send_all()
                 self._is_finished = True
                 return
-            except Exception as error:  # whatever a tracker raises must not end the run
+            # whatever a tracker raises, also SystemExit, must not end this thread
+            except BaseException as error:
                 self._record_failure(error)
             if is_last_attempt:
                 return
@@ -136,7 +137,7 @@ class BackgroundTracker:
             ]
         return unsent
 
-    def _record_failure(self, error: Exception) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         self._failure = describe_error(error)
         if not self._has_printed_failure and not self._is_abandoned:
             self._has_printed_failure = True
@@ -156,11 +157,13 @@ class BackgroundTracker:
 def describe_error(error: BaseException) -> str:
     """Describes an error in a line: the system's reason if there is one, such as a closed port."""
     for cause in _causes(error):
+        if isinstance(cause, TimeoutError):
+            return "it does not answer"
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-    text = next(iter(str(error).strip().splitlines()), "")
+    text = " ".join(str(error).split()).rstrip(".")
     if len(text) > MAX_ERROR_LENGTH:
-        text = f"{text[:MAX_ERROR_LENGTH]}..."
+        text = f"{text[:MAX_ERROR_LENGTH].rpartition(' ')[0]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

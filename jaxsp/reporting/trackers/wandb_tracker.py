@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.background import describe_error
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
@@ -22,8 +23,17 @@ NAME = "wandb"
 FINISH_TIMEOUT_S = 10.0
 """Time limit for W&B's process to upload the rest at the end, and at most run.shutdown_grace."""
 
-INIT_TIMEOUT_S = 30.0
-"""Time limit for W&B's server to accept the run. W&B's default is 90."""
+INIT_TIMEOUT_S = 8.0
+"""Time limit for W&B's server to accept the run, which is then recorded offline. W&B's default is
+90, in which a short run would end and leave nothing to upload."""
+
+ENVIRONMENT = {
+    "WANDB_SILENT": "true",
+    # Otherwise W&B sends its errors to its makers, which delays the end of a process by 20 s where
+    # there is no network
+    "WANDB_ERROR_REPORTING": "false",
+}
+"""Settings of W&B that a user may override."""
 
 _OFFLINE_MODES = ("offline", "dryrun")
 
@@ -43,13 +53,23 @@ def make_tracker(run: TrackedRun) -> Tracker:
 
 
 def find_mode() -> str:
-    """Mode of W&B: that of its settings, but offline where there is no login."""
+    """Mode of W&B: that of its settings, but offline where there is no login.
+
+    Raises: UserError if W&B refuses its settings, for example a key of the wrong length.
+    """
     import wandb
 
-    os.environ.setdefault("WANDB_SILENT", "true")
-    mode = wandb.setup().settings.mode
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        mode = "offline"
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        mode = wandb.setup().settings.mode
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            mode = "offline"
+    except Exception as error:  # W&B raises errors of many kinds
+        raise UserError(
+            f"logging.trackers = [wandb]: wandb refuses its settings: {describe_error(error)}. "
+            "Correct them, or set WANDB_MODE=offline in the environment."
+        ) from None
     return mode
 
 
@@ -67,10 +87,7 @@ class WandbTracker(Tracker):
         self._must_be_offline = False
 
     def start(self) -> None:
-        import wandb
-
-        with contextlib.suppress(Exception):  # what is left of an earlier attempt
-            wandb.teardown()
+        self.abandon()  # what is left of an earlier attempt
         mode = "offline" if self._must_be_offline else find_mode()
         run_id = self._run.read_id(NAME)
         is_new = run_id is None
@@ -83,8 +100,7 @@ class WandbTracker(Tracker):
             if mode in _OFFLINE_MODES:
                 raise
             self._must_be_offline = True
-            with contextlib.suppress(Exception):
-                wandb.teardown()
+            self.abandon()
             self._init("offline", run_id, is_new=True)
             distributed.log(
                 f"wandb: {describe_error(error)}. This run is recorded offline; upload it with "
@@ -113,7 +129,8 @@ class WandbTracker(Tracker):
 
         for pid in _find_service_processes():
             os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(Exception):  # removes W&B's exit handler first, then fails
+        # removes W&B's exit handler first, then fails
+        with contextlib.suppress(Exception, SystemExit):
             wandb.teardown()
 
     def _init(self, mode: Any, run_id: str, *, is_new: bool) -> None:
