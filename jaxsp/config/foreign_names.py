@@ -272,9 +272,9 @@ not needed: async_checkpointing async_mode async_save enable_checkpointing check
     checkpoint.folder (checkpoints are written to run.directory while training goes on)
 logging.trackers: report_to log_with (a list of tensorboard, wandb and mlflow; metrics.jsonl is
     always written)
-logging.trackers=[tensorboard]: tensorboard use_tensorboard enable_tensorboard (the default)
-logging.trackers=[wandb]: wandb use_wandb enable_wandb
-logging.trackers=[mlflow]: mlflow use_mlflow enable_mlflow
+logging.trackers=tensorboard: tensorboard use_tensorboard enable_tensorboard (the default)
+logging.trackers=wandb: wandb use_wandb enable_wandb
+logging.trackers=mlflow: mlflow use_mlflow enable_mlflow
 logging.project: wandb_project wandb_project_name mlflow_experiment_name experiment_name
 logging.run_name: run.name wandb_name wandb_run_name wandb_exp_name mlflow_run_name
 not needed: wandb_* mlflow_* (set the environment variable of the same name in upper case, such as
