@@ -242,7 +242,6 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
                 "per_device_train_batch_size": "batch.rows_per_microbatch=1",
                 "eval_strategy, eval_steps": "run.eval_every=200",
                 "load_best_model_at_end": "checkpoint.keep_best=1",
-                "report_to": "logging.trackers=[wandb]",
                 "seed": "run.seed=7",
             },
         ),

@@ -43,22 +43,40 @@ class LineReader:
         self._metrics = _File(metrics)
         self._evals = _File(evals)
         self._waiting: list[Point] = []
+        """Evaluations after a step that may not have been read yet."""
+        self._last_step = -1
 
     def read(self, max_lines: int) -> list[Point]:
         """Returns the next points, those of at most `max_lines` steps; empty at the end.
 
-        A step comes before its evaluations, and these before the next step. metrics.jsonl is read
-        first: at that time, eval.jsonl has all evaluations before the last step that was read.
+        A step comes before its evaluations, and these before the next step.
         """
-        steps = [tracker.make_point(line, group="train") for line in self._metrics.read(max_lines)]
-        self._waiting += [
+        while True:
+            points = self._read_due(max_lines)
+            if points or not self._waiting:
+                return points
+
+    def _read_due(self, max_lines: int) -> list[Point]:
+        """Returns the next points, but keeps evaluations after a step that it has not read.
+
+        The run writes a step, its evaluations, and then the next step. metrics.jsonl is read first,
+        so each step is returned with all evaluations before it. Meanwhile the run may write more
+        steps and an evaluation after them, which waits until metrics.jsonl has been read again.
+        """
+        known = self._waiting
+        lines = self._metrics.read(max_lines)
+        steps = [tracker.make_point(line, group="train") for line in lines]
+        if steps:
+            self._last_step = steps[-1].step
+        max_step = self._last_step
+        if len(steps) < max_lines and known:
+            # metrics.jsonl was read up to its end after they had been written
+            max_step = max(max_step, *(point.step for point in known))
+        new = [
             tracker.make_point(line, group=f"eval/{line.get('data')}")
             for line in self._evals.read()
         ]
-        due = self._waiting
-        self._waiting = []
-        if len(steps) == max_lines:
-            last_step = steps[-1].step
-            self._waiting = [point for point in due if point.step > last_step]
-            due = [point for point in due if point.step <= last_step]
+        evals = [*known, *new]
+        self._waiting = [point for point in evals if point.step > max_step]
+        due = [point for point in evals if point.step <= max_step]
         return sorted([*steps, *due], key=lambda point: point.step)
