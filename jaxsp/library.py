@@ -71,7 +71,7 @@ def load_model(
         config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging.tensorboard) have no effect.
+            checkpoint, logging.trackers) have no effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:

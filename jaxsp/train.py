@@ -13,6 +13,7 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
+from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, preview, resume, trainer
 from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir
 from jaxsp.runtime.cluster import Process
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(arguments)
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
+    if process.index == 0:
+        registry.check_installed(config.logging)
     if args.preview:
         preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
         return

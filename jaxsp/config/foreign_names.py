@@ -90,7 +90,7 @@ def is_off(value: Any) -> bool:
 
 _TABLE = """
 run.directory: output_dir save save_dir save_folder dump_folder base_output_directory
-run.directory: run_name run.name exp_name experiment_name job_name (a run's name is its folder's)
+run.directory: exp_name job_name (a run's name is its folder's)
 run.seed: random_seed manual_seed data_seed shuffle_seed data_shuffle_seed
 not needed: shuffle dataset_shuffle shuffle_merged_datasets enable_data_shuffling (run.seed
     decides the order of rows)
@@ -270,12 +270,19 @@ not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf
     last_save_model_only (python -m jaxsp.export makes a Hugging Face folder of a checkpoint)
 not needed: async_checkpointing async_mode async_save enable_checkpointing checkpoint.enable
     checkpoint.folder (checkpoints are written to run.directory while training goes on)
-logging.tensorboard: report_to log_with tensorboard use_tensorboard enable_tensorboard
-    (TensorBoard and metrics.jsonl only, both always on by default)
+logging.trackers: report_to log_with (a list of tensorboard, wandb and mlflow; metrics.jsonl is
+    always written)
+logging.trackers=tensorboard: tensorboard use_tensorboard enable_tensorboard (the default)
+logging.trackers=wandb: wandb use_wandb enable_wandb
+logging.trackers=mlflow: mlflow use_mlflow enable_mlflow
+logging.project: wandb_project wandb_project_name mlflow_experiment_name experiment_name
+logging.run_name: run.name wandb_name wandb_run_name wandb_exp_name mlflow_run_name
+not needed: wandb_* mlflow_* (set the environment variable of the same name in upper case, such as
+    MLFLOW_TRACKING_URI or WANDB_ENTITY)
 not needed: logging_dir tensorboard_dir tensorboard_path save_tb_folder (it is
     run.directory/tensorboard)
-not offered: wandb wandb_* use_wandb enable_wandb mlflow_* use_mlflow comet_* use_comet swanlab_*
-    trackio_* (TensorBoard and metrics.jsonl only; both are in run.directory)
+not offered: comet_* use_comet swanlab_* trackio_* (logging.trackers is a list of tensorboard,
+    wandb and mlflow)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start
     profile_step_end profile_freq (the first and last step, such as [3, 5])
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir

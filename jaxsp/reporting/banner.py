@@ -17,6 +17,8 @@ from jaxsp.data.packing.summary import format_count
 from jaxsp.hf import context_range
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_options, sharding
 from jaxsp.training.inputs import RunInputs
@@ -43,6 +45,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("evaluation", _describe_evaluation(program, inputs)),
         *_fold("note", _describe_long_documents(program, inputs)),
         ("output", _describe_output(program, inputs)),
+        ("trackers", _describe_trackers(program)),
     ]
     return [(label, text) for label, text in entries if text]
 
@@ -198,7 +201,7 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
         names.append("eval.jsonl")
-    if config.logging.tensorboard:
+    if "tensorboard" in config.logging.trackers:
         names.append("tensorboard/")
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[0] > inputs.start.step:
@@ -213,6 +216,14 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
         times = f"every {interval} and at the end"
     names += ["model/", f"checkpoints/ ({times})"]
     return f"{config.run.directory}: {', '.join(names)}"
+
+
+def _describe_trackers(program: Program) -> str:
+    """Describes trackers that are not files of the run; only process 0 has trackers."""
+    if jax.process_index() > 0:
+        return ""
+    run = TrackedRun(program.config, from_step=0, is_resume=False)
+    return registry.describe(run, program.config.logging.trackers)
 
 
 def summarize_run(

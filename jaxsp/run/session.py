@@ -23,6 +23,8 @@ from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
+from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
 from jaxsp.run import preflight
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -119,10 +121,15 @@ class Session:
             starts.record_start(self._directory, start_line)
             # A new run also drops lines of an evaluation before its first step, and repeats it
             from_step = self._start.step if self._is_resume else self._start.step - 1
-            self._metrics_writer = stack.enter_context(
-                MetricsWriter(
-                    self._directory, from_step=from_step, tensorboard=config.logging.tensorboard
+            trackers = stack.enter_context(
+                registry.open_trackers(
+                    TrackedRun(config, from_step=from_step, is_resume=self._is_resume),
+                    config.logging.trackers,
+                    find_outcome=self._find_outcome,
                 )
+            )
+            self._metrics_writer = stack.enter_context(
+                MetricsWriter(self._directory, from_step=from_step, trackers=trackers)
             )
             self._checkpoint_writer = stack.enter_context(
                 CheckpointWriter(
@@ -281,6 +288,14 @@ class Session:
         )
         with distributed.ignore_broken_pipe():
             output.print_pairs(self._console, summary_pairs)
+
+    def _find_outcome(self) -> Outcome:
+        """Outcome of the run for its trackers, if no exception ended it."""
+        if self._is_training and not self._log.can_continue:
+            return "failed"
+        step = self._log.num_steps if self._is_training else self._start.step
+        is_complete = self._is_stopped_early or step >= self._program.num_steps
+        return "finished" if is_complete or self._preemption.reason is None else "stopped"
 
     def _print_early_stop(self, step: int) -> None:
         self._progress.print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
