@@ -10,12 +10,14 @@ from jaxsp import cli
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
+from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
 from jaxsp.run import resume
 from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.storage import copies
 
 if TYPE_CHECKING:
     import transformers
@@ -24,16 +26,19 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Runs the command. Weights are written in the run's compute dtype, as used for its losses."""
     args = _make_parser().parse_args(arguments)
+    if urls.is_url(args.out):
+        raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
     out = pathlib.Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: already exists. Use a new or empty folder, or remove it.")
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = run_paths.find_latest(args.run)
+    checkpoint = run_paths.find_latest(copies.make_local(args.run, field="RUN_OR_CHECKPOINT"))
     if checkpoint is None:
         raise UserError(
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."
         )
+    copies.fetch(checkpoint)
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
     table = decoder.param_table(model_config.parse_model_config(meta.model, field="model.config"))
@@ -77,7 +82,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run's directory (its latest checkpoint), or a checkpoint",
+        help="a run's directory (its latest checkpoint), or a checkpoint; also as a URL",
     )
     parser.add_argument(
         "out", metavar="OUT_DIR", help="folder to create; must not exist, or be empty"

@@ -25,6 +25,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import data_sets, model_files, resume
 from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import memory_options, weight_init
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.program import Program
@@ -117,6 +118,7 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
+    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -163,7 +165,7 @@ def _make_initial_weights(
         origin = f"random weights, seed {run.seed}"
     if checkpoint is not None:
         origin = f"step {checkpoint.meta.step} of {checkpoint.path}"
-    elif (pathlib.Path(run.directory) / run_paths.CONFIG_FILE).is_file():
+    elif (run_paths.local_dir(run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return load, origin
 

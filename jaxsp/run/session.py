@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pathlib
 import time
 from collections.abc import Iterator
 
@@ -83,7 +82,7 @@ class Session:
         self._early_stopping = early_stopping
         self._eval_set = preflight.ranking_eval_set(program, inputs)
         self._evaluator = Evaluator(program, inputs.eval_sets)
-        self._directory = pathlib.Path(config.run.directory)
+        self._directory = run_paths.local_dir(config.run)
         self._is_resume = self._start.is_resume_in(self._directory)
         self._has_pending_evaluation = False
         self._is_stopped_early = False

@@ -45,6 +45,9 @@ _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 
 _locked_dirs: set[pathlib.Path] = set()
 
+_own_copies: set[pathlib.Path] = set()
+"""Local copies of run directories that this process writes besides process 0."""
+
 
 @contextlib.contextmanager
 def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
@@ -107,13 +110,34 @@ def create(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(directory))
-        if jax.process_index() == 0:
+        if is_writer(directory):
             with _report_write_errors(directory):
                 config_file.save(config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
         _wait_until_visible(directory)
         return stack.pop_all()
+
+
+@contextlib.contextmanager
+def write_own_copy(folder: pathlib.Path) -> Iterator[None]:
+    """Context in which this process writes the run's files in a folder that process 0 does not see.
+
+    Nodes without a shared file system have such folders if run.directory is a URL.
+    """
+    _own_copies.add(folder.resolve())
+    try:
+        yield
+    finally:
+        _own_copies.discard(folder.resolve())
+
+
+def is_writer(folder: pathlib.Path) -> bool:
+    """True if this process makes folders and writes metadata in a run directory, or below one."""
+    if jax.process_index() == 0:
+        return True
+    resolved = folder.resolve()
+    return any(path in _own_copies for path in (resolved, *resolved.parents))
 
 
 @contextlib.contextmanager
@@ -153,26 +177,26 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
     if holder.get("host") != platform.node():
         print(
             f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "
-            f"{_describe_holder(holder)}",
+            f"{describe_holder(holder)}",
             flush=True,
         )
         if _is_alive(folder / HEARTBEAT_FILE):
             raise _in_use_error(folder, holder)
     print(
-        f"{folder}: the run of {_describe_holder(holder)} was killed; this run takes over",
+        f"{folder}: the run of {describe_holder(holder)} was killed; this run takes over",
         flush=True,
     )
 
 
 def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
-    description = f": {_describe_holder(holder)}" if holder else ""
+    description = f": {describe_holder(holder)}" if holder else ""
     return UserError(
         f"run.directory = {folder}: is in use by another process{description}. "
         "Wait for it, or use another folder."
     )
 
 
-def _describe_holder(holder: dict[str, Any]) -> str:
+def describe_holder(holder: dict[str, Any]) -> str:
     """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
     text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
