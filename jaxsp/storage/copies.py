@@ -38,7 +38,7 @@ def make_local(text: str, *, field: str) -> str:
     except ValueError as error:
         raise UserError(f"{field} = {text}: {error}.") from None
     run_url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
-    store = ObjectStore(run_url, field=field)
+    store = ObjectStore(run_url, label=f"{field} = {text}")
     folder = urls.cache_dir() / "downloads" / urls.name_local(run_url)
     listing = store.retry(store.list)
     if run_paths.CONFIG_FILE not in listing:

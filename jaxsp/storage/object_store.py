@@ -41,12 +41,14 @@ class ObjectStore:
     library's own errors: `is_transient` and `describe` classify them.
     """
 
-    def __init__(self, url: str, *, field: str):
-        """Raises: UserError if the package for this kind of URL is missing."""
+    def __init__(self, url: str, *, label: str):
+        """Args:   label: field and value for messages, such as `run.directory = s3://bucket/run`.
+        Raises: UserError if the package for this kind of URL is missing.
+        """
         self.url = url.rstrip("/")
-        self._field = field
+        self._label = label
         self._root = self.url.partition("://")[2]
-        self._fs = _open_filesystem(self.url, field)
+        self._fs = _open_filesystem(self.url, label)
 
     def list(self, prefix: str = "") -> dict[str, ObjectInfo]:
         """Returns all objects whose names begin with a prefix, which ends in / or is empty."""
@@ -63,16 +65,18 @@ class ObjectStore:
             if info["type"] == "file" and path.startswith(f"{folder}/")
         }
 
-    def glob(self) -> dict[str, ObjectInfo]:
-        """Returns the objects that match the URL as a pattern, by their URLs."""
-        scheme = self.url.partition("://")[0]
-        found = self._fs.glob(self._root, detail=True)
+    def find(self, pattern: str, *, is_glob: bool) -> dict[str, ObjectInfo]:
+        """Returns the objects that match a name or a glob; a folder matches nothing."""
+        path = self._path(pattern)
+        if is_glob:
+            found = self._fs.glob(path, detail=True)
+        else:
+            found = {path: self._fs.info(path)} if self._fs.exists(path) else {}
         if not found:
             self._check_bucket()
+        start = len(self._root) + 1
         return {
-            f"{scheme}://{path}": _to_info(info)
-            for path, info in found.items()
-            if info["type"] == "file"
+            name[start:]: _to_info(info) for name, info in found.items() if info["type"] == "file"
         }
 
     def read(self, name: str) -> bytes | None:
@@ -140,7 +144,7 @@ class ObjectStore:
                 is_over = time.monotonic() - began + wait_s > START_PATIENCE_S
                 if is_over or not is_transient(error):
                     raise UserError(
-                        f"{self._field} = {self.url}: cannot be used: {reason}. Check the URL, the "
+                        f"{self._label}: cannot be used: {reason}. Check the URL, the "
                         "credentials and the network."
                     ) from None
             if not is_reported:
@@ -180,14 +184,14 @@ def _status(error: BaseException) -> int | None:
     return code if isinstance(code, int) else None
 
 
-def _open_filesystem(url: str, field: str) -> Any:
+def _open_filesystem(url: str, label: str) -> Any:
     scheme = url.partition("://")[0]
     package = urls.PACKAGES[scheme]
     try:
         importlib.import_module(package)
     except ModuleNotFoundError:
         raise UserError(
-            f"{field} = {url}: needs the package {package}. Run: pip install 'jaxsp[{scheme}]'."
+            f"{label}: needs the package {package}. Run: pip install 'jaxsp[{scheme}]'."
         ) from None
     import fsspec
 

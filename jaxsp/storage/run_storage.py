@@ -44,7 +44,7 @@ def open_run(run: RunConfig) -> Iterator[None]:
     if not urls.is_url(run.directory):
         yield
         return
-    store = ObjectStore(run.directory, field="run.directory")
+    store = ObjectStore(run.directory, label=f"run.directory = {run.directory}")
     folder = run_paths.local_dir(run)
     with contextlib.ExitStack() as stack:
         lock = None
