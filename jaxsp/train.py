@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
         with (
-            run_dir.lock(folder, config_path=args.config),
+            run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
             Watchdog(config.run, status, has_heartbeat=process.index == 0),
         ):

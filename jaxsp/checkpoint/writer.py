@@ -93,10 +93,12 @@ class CheckpointWriter:
         status: RunStatus | None = None,
         before_write: Callable[[], None] = lambda: None,
         eval_set: dict[str, str] | None = None,
+        has_separate_folders: bool = False,
     ):
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
+        has_separate_folders: see ArrayWriter.
         """
         self._directory = directory.absolute()
         self._table = table
@@ -109,7 +111,7 @@ class CheckpointWriter:
         self._written_mib = 0
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._arrays = ArrayWriter()
+        self._arrays = ArrayWriter(has_separate_folders=has_separate_folders)
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""

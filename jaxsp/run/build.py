@@ -164,7 +164,7 @@ def _make_initial_weights(
         )
         origin = f"random weights, seed {run.seed}"
     if checkpoint is not None:
-        origin = f"step {checkpoint.meta.step} of {checkpoint.path}"
+        origin = f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     elif (run_paths.local_dir(run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return load, origin

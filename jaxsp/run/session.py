@@ -126,6 +126,7 @@ class Session:
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
                     before_write=self._metrics_writer.sync,
                     eval_set=self._eval_set,
+                    has_separate_folders=run_dir.may_be_separate(config.run),
                 )
             )
             self._progress = stack.enter_context(

@@ -16,8 +16,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxsp.config import config_file
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import files, paths
+from jaxsp.core import files, paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
@@ -50,7 +51,7 @@ _own_copies: set[pathlib.Path] = set()
 
 
 @contextlib.contextmanager
-def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
+def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None) -> Iterator[None]:
     """Context in which no other run can use a folder.
 
     Process 0 takes the lock for all processes of a job. A nested lock of the same folder does
@@ -58,10 +59,13 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
     within a node only, the holder's heartbeat shows whether it is alive. At the end, files and
     folders that were created for the lock are removed if no run has started.
 
-    Args: config_path: config of the command, written to HOLDER_FILE.
+    Args:
+        config_path: config of the command, written to HOLDER_FILE.
+        name: name of the folder in messages; default: its path.
     Raises: UserError that describes the holder of the lock, or the reason why the folder cannot be
         created or locked.
     """
+    name = name or str(folder)
     paths.check_folder(folder, field="run.directory")
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
@@ -77,7 +81,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
                 "Use another folder."
             ) from None
         stack.callback(os.close, lock_fd)
-        _acquire(folder, lock_fd)
+        _acquire(folder, lock_fd, name)
         stack.callback(_remove_created, folder, created)
         _locked_dirs.add(resolved)
         stack.callback(_locked_dirs.discard, resolved)
@@ -132,6 +136,11 @@ def write_own_copy(folder: pathlib.Path) -> Iterator[None]:
         _own_copies.discard(folder.resolve())
 
 
+def may_be_separate(run: RunConfig) -> bool:
+    """True if processes of a run may write to local copies that the others do not see."""
+    return urls.is_url(run.directory) and jax.process_count() > 1
+
+
 def is_writer(folder: pathlib.Path) -> bool:
     """True if this process makes folders and writes metadata in a run directory, or below one."""
     if jax.process_index() == 0:
@@ -152,7 +161,7 @@ def _report_write_errors(folder: pathlib.Path) -> Iterator[None]:
         ) from None
 
 
-def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
+def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
     """Locks the file, and prints a line if the previous run was killed.
 
     Raises: UserError if another run holds the lock, or if the file system has no locks.
@@ -161,7 +170,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use_error(folder, holder) from None
+        raise _in_use_error(name, holder) from None
     except OSError as error:
         if error.errno not in _NO_LOCK_ERRNOS:
             raise
@@ -171,7 +180,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
             "mount this one with locks (Lustre: -o flock)."
         ) from None
     if os.fstat(lock_fd).st_nlink == 0:  # its holder has just removed the folder that it created
-        raise _in_use_error(folder, holder)
+        raise _in_use_error(name, holder)
     if not holder:
         return
     if holder.get("host") != platform.node():
@@ -181,17 +190,17 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
             flush=True,
         )
         if _is_alive(folder / HEARTBEAT_FILE):
-            raise _in_use_error(folder, holder)
+            raise _in_use_error(name, holder)
     print(
-        f"{folder}: the run of {describe_holder(holder)} was killed; this run takes over",
+        f"{name}: the run of {describe_holder(holder)} was killed; this run takes over",
         flush=True,
     )
 
 
-def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
+def _in_use_error(name: str, holder: dict[str, Any]) -> UserError:
     description = f": {describe_holder(holder)}" if holder else ""
     return UserError(
-        f"run.directory = {folder}: is in use by another process{description}. "
+        f"run.directory = {name}: is in use by another process{description}. "
         "Wait for it, or use another folder."
     )
 

@@ -17,6 +17,13 @@ from jaxsp.storage.object_store import ObjectInfo, ObjectStore
 
 _META = f"{run_paths.META}/metadata"
 
+PARTS_DIR = "parts"
+"""Folder of a checkpoint in the store with an empty object for each local copy that has shards."""
+
+_LAST_FILE = f"{run_paths.MASTER}/manifest.ocdbt"
+"""File that a checkpoint has once all its files are there. It is absent if several nodes wrote the
+checkpoint: then each has only its own shards, and the store's list shows what is missing."""
+
 _NUM_THREADS = 4
 
 _stores: dict[pathlib.Path, ObjectStore] = {}
@@ -97,8 +104,16 @@ def _is_small(name: str) -> bool:
     return not name.startswith(skipped) and name not in run_dir.BOOKKEEPING_FILES
 
 
+def show(path: pathlib.Path) -> str:
+    """Returns the URL of a path in a local copy; of other paths, the path."""
+    for folder, store in _stores.items():
+        if path.resolve().is_relative_to(folder):
+            return f"{store.url}/{path.resolve().relative_to(folder).as_posix()}"
+    return str(path)
+
+
 def fetch(checkpoint: pathlib.Path) -> None:
-    """Downloads the arrays of a checkpoint in the local copy of a run; other paths are left alone.
+    """Downloads what a checkpoint in a local copy lacks; other paths are left alone.
 
     Raises: UserError if the store cannot be used.
     """
@@ -109,20 +124,22 @@ def fetch(checkpoint: pathlib.Path) -> None:
     prefix = f"{run_paths.CHECKPOINTS_DIR}/{checkpoint.name}/"
     with lock(folder):
         # after a kill, this machine may have a checkpoint that the store does not have yet
-        if (checkpoint / run_paths.MASTER).is_dir():
+        if (checkpoint / _LAST_FILE).exists():
             return
-        listing = store.retry(lambda: store.list(prefix))
-        names = {name: info for name, info in listing.items() if not name.endswith(_META)}
-        mib = sum(info.size for info in names.values()) / 2**20
-        distributed.log(f"{store.url}/{prefix.rstrip('/')}: downloading {mib:,.0f} MiB")
+        missing = {
+            name: info
+            for name, info in store.retry(lambda: store.list(prefix)).items()
+            if not name.startswith(f"{prefix}{PARTS_DIR}/") and not (folder / name).exists()
+        }
+        if not missing:
+            return
+        mib = sum(info.size for info in missing.values()) / 2**20
+        distributed.log(f"{show(checkpoint)}: downloading {mib:,.0f} MiB")
         partial = folder.with_name(f"{folder.name}.download")
-        _download(store, partial, names)
-        downloaded = partial / prefix
-        # the folder of the weights last, because it marks a complete download
-        for path in sorted(downloaded.iterdir(), key=lambda path: path.name == run_paths.MASTER):
-            target = checkpoint / path.name
-            shutil.rmtree(target, ignore_errors=True)
-            path.rename(target)
+        _download(store, partial, missing)
+        for name in sorted(missing, key=lambda name: name.endswith(f"/{_LAST_FILE}")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).rename(folder / name)
         shutil.rmtree(partial)
 
 
@@ -137,13 +154,11 @@ def fetch_again(checkpoint: pathlib.Path) -> bool:
         return False
     _fetched_again.add(checkpoint)
     name = f"{run_paths.CHECKPOINTS_DIR}/{checkpoint.name}/{_META}"
-    content = store.retry(lambda: store.read(name))
-    if content is None:
+    if store.retry(lambda: store.read(name)) is None:
         return False
+    distributed.log(f"{checkpoint} IS DAMAGED; it is replaced by the copy in {store.url}")
     with lock(folder):
-        shutil.rmtree(checkpoint / run_paths.MASTER, ignore_errors=True)
-        (checkpoint / run_paths.META).mkdir(parents=True, exist_ok=True)
-        (checkpoint / _META).write_bytes(content)
+        shutil.rmtree(checkpoint, ignore_errors=True)
     fetch(checkpoint)
     return True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxsp.core import durations, files
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.runtime import distributed, run_dir, run_paths
-from jaxsp.storage import object_store
+from jaxsp.storage import copies, object_store
 from jaxsp.storage.object_store import ObjectStore
 
 POLL_S = 2.0
@@ -31,9 +31,6 @@ _NUM_THREADS = 4
 """Files that are uploaded at the same time; s3fs also uploads parts of one file in parallel."""
 
 _META = f"{run_paths.META}/metadata"
-
-_PARTS = "parts"
-"""Folder of a checkpoint in the store with an empty object for each folder that was uploaded."""
 
 _SKIPPED_DIRS = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR)
 
@@ -90,13 +87,12 @@ class Mirror:
     def start(self) -> None:
         """Removes incomplete checkpoints from the store, and starts the thread."""
         shutil.rmtree(self._links, ignore_errors=True)
-        if self._part == 0:
-            for step, names in _group_by_step(self._store.list(_checkpoint_name())).items():
-                content = self._store.read(f"{_checkpoint_name(step)}{_META}")
-                if content is None:
-                    self._store.delete(names)
-                else:
-                    self._complete[step] = content
+        for step, names in _group_by_step(self._store.list(_checkpoint_name())).items():
+            content = self._store.read(f"{_checkpoint_name(step)}{_META}")
+            if content is not None:
+                self._complete[step] = content
+            elif self._part == 0:
+                self._store.delete(names)
         self._thread.start()
 
     def stop(self) -> None:
@@ -203,12 +199,12 @@ class Mirror:
                 self._delete_checkpoint(step)
             self._upload_arrays(step, linked)
         if self._part > 0:
-            self._store.write(f"{prefix}{_PARTS}/{self._part}", b"")
+            self._store.write(f"{prefix}{copies.PARTS_DIR}/{self._part}", b"")
         else:
             names = self._store.list(prefix)
             self._progress += len(names) != self._num_seen
             self._num_seen = len(names)
-            num_parts = sum(name.startswith(f"{prefix}{_PARTS}/") for name in names)
+            num_parts = sum(name.startswith(f"{prefix}{copies.PARTS_DIR}/") for name in names)
             if num_parts < self._num_parts - 1:
                 self._failure = f"the shards of checkpoint {step} from other nodes are missing"
                 return False
