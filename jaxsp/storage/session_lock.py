@@ -70,10 +70,10 @@ class SessionLock:
         self.sessions = (self._holder["session"], latest.get("session"))
         self._number += 1
         content = f"{json.dumps(self._holder)}\n".encode()
-        created = self._store.retry(lambda: self._store.create(_name(self._number), content))
-        # a retried request may have been successful before
+        self._store.retry(lambda: self._store.create(_name(self._number), content))
+        # False says nothing: a request that was repeated may have been successful before
         winner = _parse(self._store.read(_name(self._number)))
-        if not created and winner.get("session") != self._holder["session"]:
+        if winner.get("session") != self._holder["session"]:
             raise self._in_use_error(run_dir.describe_holder(winner))
         self._write_heartbeat()
         older = [number for number in _list_numbers(self._store) if number < self._number]
@@ -83,9 +83,9 @@ class SessionLock:
     def check(self) -> None:
         """Ends this process if another run has taken over."""
         highest = max(_list_numbers(self._store), default=0)
-        if highest <= self._number:
-            return
         winner = _parse(self._store.read(_name(highest)))
+        if winner.get("session", self._holder["session"]) == self._holder["session"]:
+            return
         distributed.log(
             f"{self._store.url}: {run_dir.describe_holder(winner)} has taken over this run, which "
             f"could not reach the store for {HEARTBEAT_TIMEOUT_S:g} s or was suspended. This run "

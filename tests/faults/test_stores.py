@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import export
+from jaxsp.core import urls
 from jaxsp.runtime import run_paths
 from jaxsp.storage import copies
 from tests import commands
@@ -17,66 +18,69 @@ from tests.storage import store_server
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 400
-SAVE_EVERY = 40
+NUM_STEPS = 150
 
 URL = f"s3://{store_server.BUCKET}/runs/first"
 
 
-class StoreRun:
+class StoreRun(kills.Run):
     """A run whose directory is URL, on one of several machines."""
 
-    def __init__(self, config: pathlib.Path):
-        self._config = config
-        self._files = store_server.open_filesystem()
+    def start_on(self, machine: str) -> subprocess.Popen:
+        """Starts or resumes the run; its output is read from stdout."""
+        cache = self.config.parent / machine
+        self.directory = cache / "jaxsp/runs" / urls.name_local(URL)
+        changes = ("mesh.data=1", "mesh.seq=2", "mesh.virtual_cpu_devices=2")
+        return commands.start_python(
+            "-m",
+            "jaxsp.train",
+            self.config,
+            f"run.directory={URL}",
+            *changes,
+            env={"XDG_CACHE_HOME": str(cache)},
+            stderr=subprocess.STDOUT,
+        )
 
-    def start(self, machine: str) -> subprocess.Popen:
-        words = (f"run.directory={URL}", "mesh.data=1", "mesh.seq=2", "mesh.virtual_cpu_devices=2")
-        env = {"XDG_CACHE_HOME": str(self._config.parent / machine)}
-        return commands.start_python("-m", "jaxsp.train", self._config, *words, env=env)
-
-    def wait_for_step(self, process: subprocess.Popen, step: int) -> int:
-        """Waits until the store has a checkpoint of this step or a later one, and returns it."""
+    def signal_after(self, process: subprocess.Popen, num_lines: int, number: int) -> str:
+        """Sends a signal when metrics.jsonl has this many lines, and returns the output."""
         deadline = time.monotonic() + 120
-        while True:
-            found = self._files.glob(f"{URL}/checkpoints/*/meta/metadata")
-            latest = max((int(name.split("/")[-3]) for name in found), default=0)
-            if latest >= step:
-                return latest
-            assert process.poll() is None, process.communicate()[1]
+        while self.num_lines() < num_lines:
+            assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(0.02)
+        process.send_signal(number)
+        return process.communicate(timeout=120)[0]
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """Reads the output of a process until a line contains a text."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines))
 
 
 def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch):
-    case = kills.Case(tmp_path, num_steps=NUM_STEPS, save_every=SAVE_EVERY, eval_every=100)
+    case = kills.Case(tmp_path, num_steps=NUM_STEPS, save_every=10, eval_every=50)
     kills.run_undisturbed(case, "1x2", timeout_s=300)
     with store_server.run_server() as server:
-        run = StoreRun(tmp_path / "config.yaml")
-        process = run.start("machine-a")
-        killed_at = run.wait_for_step(process, SAVE_EVERY)
-        process.kill()
-        process.communicate()
-        assert killed_at < NUM_STEPS
+        run = StoreRun(case.faulty.config, "first")
+        run.signal_after(run.start_on("machine-a"), 40, signal.SIGKILL)
+        assert 40 <= run.num_lines() < NUM_STEPS
+        output = run.signal_after(run.start_on("machine-a"), 80, signal.SIGTERM)
+        assert 80 <= run.num_lines() < NUM_STEPS, output
 
-        process = run.start("machine-a")
-        stopped_at = run.wait_for_step(process, killed_at + 1)
-        process.send_signal(signal.SIGTERM)
-        output, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        assert stopped_at < NUM_STEPS, output
-
-        process = run.start("machine-b")
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "was compiled" in line:
-                break
+        process = run.start_on("machine-b")
+        output = read_until(process, "was compiled")
         server.stop()
-        time.sleep(5)
+        output += read_until(process, "CANNOT BE WRITTEN")
         server.start()
-        output, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        assert server.env["AWS_SECRET_ACCESS_KEY"] not in output + error
+        output += process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+        assert server.env["AWS_SECRET_ACCESS_KEY"] not in output
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-c"))
         local = copies.make_local(URL, field="RUN")

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,9 @@ def run_server() -> Iterator[StoreServer]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.env.items():
             patch.setitem(os.environ, name, value)
+        # all servers of a process have the same objects
+        reset = urllib.request.Request(f"{server.env['AWS_ENDPOINT_URL']}/moto-api/reset", data=b"")
+        urllib.request.urlopen(reset).close()
         open_filesystem().mkdir(BUCKET)
         yield server
     if server._server is not None:

@@ -1,6 +1,8 @@
 """Object stores, with a real S3-compatible server: objects, uploads, outages, locks, copies."""
 
 import json
+import shutil
+import sys
 import threading
 import time
 
@@ -89,12 +91,16 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
     server, monkeypatch, url, reason
 ):
     if url.startswith("gs:"):
-        monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(UserError) as caught:
+        monkeypatch.setitem(sys.modules, "gcsfs", None)
+
+    def use_store():
         store = ObjectStore(url, label=f"run.directory = {url}")
         if reason == "Access Denied":
             monkeypatch.setattr(store._fs, "find", deny)
         store.retry(store.list)
+
+    with pytest.raises(UserError) as caught:
+        use_store()
     assert caught.value.problems[0].startswith(f"run.directory = {url}: ")
     assert reason in caught.value.problems[0]
 
@@ -115,7 +121,9 @@ def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(server, 
 def test_a_checkpoint_has_its_metadata_last_and_after_the_metrics(store, tmp_path, monkeypatch):
     names = []
     upload, write = store.upload, store.write
-    monkeypatch.setattr(store, "upload", lambda file, name: names.append(name) or upload(file, name))
+    monkeypatch.setattr(
+        store, "upload", lambda file, name: names.append(name) or upload(file, name)
+    )
     monkeypatch.setattr(store, "write", lambda name, text: names.append(name) or write(name, text))
     uploads = make_mirror(store, tmp_path / "run")
     write_checkpoint(tmp_path / "run", 3)
@@ -154,7 +162,7 @@ def test_a_checkpoint_that_is_deleted_during_its_upload_is_completed(store, tmp_
     upload = store.upload
 
     def delete_and_upload(file, name):
-        __import__("shutil").rmtree(tmp_path / "run/checkpoints/3")
+        shutil.rmtree(tmp_path / "run/checkpoints/3")
         upload(file, name)
 
     monkeypatch.setattr(store, "upload", delete_and_upload)
