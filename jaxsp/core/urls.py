@@ -10,13 +10,15 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
 def is_url(text: str) -> bool:
-    """True if a text begins with the scheme of an object store."""
-    return text.partition("://")[0] in PACKAGES and "://" in text
+    """True if a text begins like a URL, of an object store or not."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 
 def check(url: str) -> None:
     """Checks the form of a URL. Raises: ValueError with the rule and an example."""
     scheme, _, path = url.partition("://")
+    if scheme not in PACKAGES:
+        raise ValueError("must be a path or begin with s3:// or gs://. Use s3://bucket/path")
     example = f"{scheme}://bucket/path"
     if re.search(r"[@?#]", path):
         raise ValueError(

@@ -113,7 +113,7 @@ def show(path: pathlib.Path) -> str:
 
 
 def fetch(checkpoint: pathlib.Path) -> None:
-    """Downloads what a checkpoint in a local copy lacks; other paths are left alone.
+    """Downloads what a checkpoint in a local copy lacks; other paths are not changed.
 
     Raises: UserError if the store cannot be used.
     """

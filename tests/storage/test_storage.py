@@ -120,7 +120,8 @@ def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(server, 
 
 def test_a_checkpoint_has_its_metadata_last_and_after_the_metrics(store, tmp_path, monkeypatch):
     names = []
-    upload, write = store.upload, store.write
+    upload = store.upload
+    write = store.write
     monkeypatch.setattr(
         store, "upload", lambda file, name: names.append(name) or upload(file, name)
     )
