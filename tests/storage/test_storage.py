@@ -88,7 +88,7 @@ def test_an_object_is_created_once_and_a_missing_one_is_none(store):
     ],
 )
 def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
-    server, monkeypatch, url, reason
+    server, monkeypatch, capfd, url, reason
 ):
     if url.startswith("gs:"):
         monkeypatch.setitem(sys.modules, "gcsfs", None)
@@ -103,6 +103,7 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
         use_store()
     assert caught.value.problems[0].startswith(f"run.directory = {url}: ")
     assert reason in caught.value.problems[0]
+    assert capfd.readouterr().err == ""
 
 
 def deny(*_, **__):
@@ -155,6 +156,9 @@ def test_a_checkpoint_is_deleted_after_a_later_one_is_complete(store, tmp_path, 
         "checkpoints/6/master/manifest.ocdbt",
         "checkpoints/6/meta/metadata",
     ]
+    shutil.rmtree(tmp_path / "run/checkpoints/6")
+    assert uploads._try_sync(everything=False)
+    assert "checkpoints/6/meta/metadata" in store.list()
 
 
 def test_a_checkpoint_that_is_deleted_during_its_upload_is_completed(store, tmp_path, monkeypatch):
