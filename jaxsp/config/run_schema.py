@@ -23,7 +23,12 @@ class RunConfig(ConfigSection):
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
     tensorboard/, model/, checkpoints/, heartbeat.json and lock. It may also contain wandb/,
-    mlflow.db, trackers.json, nonfinite_steps.jsonl and damaged/, which are safe to delete."""
+    mlflow.db, trackers.json, nonfinite_steps.jsonl and damaged/, which are safe to delete. Or a
+    URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy, which is uploaded
+    while training continues."""
+    staging: Annotated[str | None, with_examples("/scratch/jaxsp", min_length=1)] = None
+    """Folder of the local copy if directory is a URL. Its disk must hold the checkpoints that the
+    run keeps, and two more. null: ~/.cache/jaxsp/runs, or below XDG_CACHE_HOME."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Seed of the random weights and of the order of rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
@@ -54,7 +59,7 @@ class RunConfig(ConfigSection):
     this."""
     resume: Annotated[str, with_examples("auto", min_length=1)] = "auto"
     """Checkpoint to resume from. auto: the latest one in run.directory, if there is one. never:
-    none; run.directory must be new or empty. Otherwise the path of a run directory or of a
+    none; run.directory must be new or empty. Otherwise the path or URL of a run directory or of a
     checkpoint; run.directory must be new or empty."""
     on_data_change: Literal["error", "restart", "continue"] = "error"
     """Action when the data, seed or row length changed since the checkpoint. error: refuse to
@@ -94,7 +99,7 @@ class RunConfig(ConfigSection):
     """XLA options for compiling the step. They are added to those in the banner or replace them,
     and take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
 
-    _expand_home = pydantic.field_validator("directory", "resume")(fields.expand_home)
+    _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 
     @pydantic.field_validator("save_every", mode="before")
     @classmethod

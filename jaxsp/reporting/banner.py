@@ -1,7 +1,6 @@
 """Banner and summary: what a run will do, printed before its first step, and what it did."""
 
 import collections
-import pathlib
 import platform
 import statistics
 import textwrap
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes, durations
+from jaxsp.core import axes, durations, urls
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
@@ -19,7 +18,7 @@ from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.training import memory_options, sharding
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.program import Program
@@ -150,7 +149,7 @@ def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
         return ""
     run = program.config.run
     times = []
-    if run.eval_at_start and not inputs.start.is_resume_in(pathlib.Path(run.directory)):
+    if run.eval_at_start and not inputs.start.is_resume_in(run_paths.local_dir(run)):
         times.append("before the first step")
     if run.eval_every == "epoch":
         times.append("after every epoch")
@@ -236,6 +235,7 @@ def summarize_run(
 ) -> list[tuple[str, str]]:
     """Returns the summary of a finished run, with the command to run next."""
     directory = program.config.run.directory
+    out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens
     first_loss = "none" if first.loss is None else f"{first.loss:.4f}"
@@ -247,5 +247,5 @@ def summarize_run(
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
         ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
+        ("next", f"python -m jaxsp.export {directory} {out}"),
     ]

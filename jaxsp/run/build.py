@@ -25,6 +25,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import memory_options
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.program import Program
@@ -123,6 +124,7 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
+    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -165,7 +167,7 @@ def _describe_origin(
     """Describes where the weights of the first step come from."""
     config = program.config
     if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {checkpoint.path}"
+        return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:
         origin = f"random weights, seed {config.run.seed}"
     else:
@@ -174,7 +176,7 @@ def _describe_origin(
             origin += f": {weights.left_out}"
     if config.adapter.source is not None:
         origin += f"; adapters of {config.adapter.source}"
-    if (pathlib.Path(config.run.directory) / run_paths.CONFIG_FILE).is_file():
+    if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return origin
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pathlib
 import time
 from collections.abc import Iterator
 
@@ -90,7 +89,7 @@ class Session:
         self._base_checksums = base_checksums
         self._eval_set = preflight.ranking_eval_set(program, inputs)
         self._evaluator = Evaluator(program, inputs.eval_sets)
-        self._directory = pathlib.Path(config.run.directory)
+        self._directory = run_paths.local_dir(config.run)
         self._is_resume = self._start.is_resume_in(self._directory)
         self._has_pending_evaluation = False
         self._is_stopped_early = False
@@ -140,6 +139,7 @@ class Session:
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
                     before_write=self._metrics_writer.sync,
                     eval_set=self._eval_set,
+                    has_separate_folders=run_dir.may_be_separate(config.run),
                 )
             )
             self._progress = stack.enter_context(

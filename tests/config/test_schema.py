@@ -190,6 +190,12 @@ MESSAGES = {
     "run.early_stopping_patience=2": (
         "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05."
     ),
+    "run.directory=az://bucket/run": (
+        "run.directory = az://bucket/run: must .* s3:// or gs://.*=runs/first."
+    ),
+    "run.resume=s3://key:secret@bucket/run": (
+        "run.resume = .*: must have only a bucket and a path.*=auto."
+    ),
     "run.early_stopping_min_delta=0.1": (
         "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0."
     ),

@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
+NUM_STEPS = 2000
+"""Steps of the run with a killed server. They take longer than MLflow takes to start."""
+
 SOURCE = "a*.jsonl"
 """Name of the training data, with a character that MLflow refuses."""
 
@@ -107,7 +110,7 @@ def server(folder):
 
 
 def start(folder, server, *, steps):
-    """Starts the run, or resumes it."""
+    """Starts the run, or resumes it. Evaluates four times at most."""
     env = {
         "HOME": str(folder),  # no login of the user
         "NETRC": str(folder / "netrc"),
@@ -115,7 +118,12 @@ def start(folder, server, *, steps):
         "MLFLOW_TRACKING_URI": server.uri,
     }
     return commands.start_python(
-        "-m", "jaxsp.train", folder / "config.yaml", f"run.steps={steps}", env=env
+        "-m",
+        "jaxsp.train",
+        folder / "config.yaml",
+        f"run.steps={steps}",
+        f"run.eval_every={max(2, steps // 4)}",
+        env=env,
     )
 
 
@@ -142,11 +150,18 @@ def read_expected(directory):
     return numbers
 
 
-def read_mlflow(uri):
-    """Numbers of the only run of an MLflow server or database, by name and step, and the run."""
+def read_mlflow_run(uri):
+    """The only run of an MLflow server or database, with the last value of each metric."""
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def read_mlflow(uri):
+    """Numbers of the only run of an MLflow server or database, by name and step, and the run."""
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    run = read_mlflow_run(uri)
     numbers = {}
     for name in run.data.metrics:
         for metric in client.get_metric_history(run.info.run_id, name):
@@ -223,12 +238,13 @@ def test_mlflow_and_wandb_show_every_number_of_metrics_and_eval(folder, server):
 
 def test_a_run_whose_mlflow_server_is_killed_ends_well(folder, server):
     directory = folder / "run"
-    first_id = read_mlflow(server.uri)[1].info.run_id
+    _, first = read_mlflow(server.uri)
     first_wandb_id = read_wandb(directory)[1].run_id
-    process = start(folder, server, steps=12)
-    metrics = directory / "metrics.jsonl"
-    while metrics.read_bytes().count(b"\n") < 6 and process.poll() is None:
-        time.sleep(0.005)
+    process = start(folder, server, steps=NUM_STEPS)
+    total = "train/num_tokens_total"
+    while read_mlflow_run(server.uri).data.metrics[total] == first.data.metrics[total]:
+        assert process.poll() is None, "ended before MLflow received a step"
+        time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)  # otherwise the run might end first
     server.kill()
     process.send_signal(signal.SIGCONT)
@@ -237,10 +253,10 @@ def test_a_run_whose_mlflow_server_is_killed_ends_well(folder, server):
     assert lost.startswith("mlflow: ")
     assert "NOT SENT" in lost
     expected = read_expected(directory)
-    assert {step for _, step in expected} == set(range(1, 13))
+    assert {step for _, step in expected} == set(range(1, NUM_STEPS + 1))
     numbers, run = read_mlflow(server.database)
-    assert run.info.run_id == first_id
-    assert {step for _, step in numbers} >= {1, 2, 3, 4}
+    assert run.info.run_id == first.info.run_id
+    assert {step for _, step in numbers} >= {1, 2, 3, 4, 5}
     assert numbers.items() < expected.items()
     numbers, record = read_wandb(directory)
     assert record.run_id == first_wandb_id
@@ -251,8 +267,8 @@ def test_a_run_whose_mlflow_server_is_killed_ends_well(folder, server):
 def test_the_next_process_sends_what_a_killed_server_has_missed(folder, server):
     server.start()
     server.wait()
-    _, lines = end(start(folder, server, steps=14))
+    _, lines = end(start(folder, server, steps=NUM_STEPS + 2))
     assert lines == []
     numbers, run = read_mlflow(server.uri)
     assert numbers == read_expected(folder / "run")
-    assert run.data.tags["run.steps"] == "14"
+    assert run.data.tags["run.steps"] == str(NUM_STEPS + 2)

@@ -96,6 +96,13 @@ def finish(thread, *, outcome="finished", limit_s=60.0):
     return time.monotonic() - began
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def steps_of(points):
     return [(point.group, point.step) for point in points]
 
@@ -173,8 +180,7 @@ def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
     for step in range(1, 6):
         files.add_step(step)
         thread.notify()
-    while not fake.points:
-        time.sleep(0.01)
+    wait_until(lambda: fake.points)
     finish(thread)
     assert [point.step for point in fake.points] == [1, 2, 3, 4, 5]
     assert fake.num_starts == 4
@@ -189,8 +195,7 @@ def test_a_tracker_that_always_fails_costs_two_lines_and_no_time(files, capfd):
     for step in range(1, 5):
         files.add_step(step)
     thread.start()
-    while fake.num_starts < 3:
-        time.sleep(0.01)
+    wait_until(lambda: fake.num_starts >= 3)
     assert finish(thread, limit_s=60) < 10
     failed, lost = capfd.readouterr().err.splitlines()
     assert "FAILS" in failed

@@ -3,13 +3,13 @@
 import abc
 import dataclasses
 import json
-import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from jaxsp.config.schema import Config
 from jaxsp.core import files
+from jaxsp.runtime import run_paths
 
 STATE_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
@@ -68,7 +68,7 @@ class TrackedRun:
     """Facts about a run for its trackers, and its ids there."""
 
     def __init__(self, config: Config, *, from_step: int, is_resume: bool):
-        self.directory = pathlib.Path(config.run.directory)
+        self.directory = run_paths.local_dir(config.run)
         self.config: dict[str, Any] = config.model_dump(mode="json")
         self.project = config.logging.project
         """logging.project; None if the config does not set it."""
