@@ -25,7 +25,7 @@ class AdapterConfig(ConfigSection):
     """Rank of the matrices. null: 16, or that of adapter.source."""
     alpha: Annotated[PositiveFloat | None, with_examples(32.0)] = None
     """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
-    use_rslora: bool | None = None
+    use_rslora: Annotated[bool | None, with_examples(True)] = None
     """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
     targets: Annotated[
         Literal["all-linear"] | tuple[str, ...] | None,

@@ -84,10 +84,27 @@ def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Paramet
         return read_weight
 
     def merge(layer: int | None) -> np.ndarray:
-        merged = read_weight(layer) + (read_b(layer) @ read_a(layer)) * np.float32(lora.scale)
-        if read_magnitude is not None:
-            norms = np.sqrt(np.sum(np.square(merged, dtype=np.float64), axis=-1))
-            merged *= (read_magnitude(layer) / norms).astype(np.float32)[:, None]
-        return merged
+        magnitude = None if read_magnitude is None else read_magnitude(layer)
+        weights = read_weight(layer), read_a(layer), read_b(layer)
+        return merge_matrix(*weights, scale=lora.scale, magnitude_o=magnitude)
 
     return merge
+
+
+def merge_matrix(
+    weight_oi: np.ndarray,
+    a_ri: np.ndarray,
+    b_or: np.ndarray,
+    *,
+    scale: float,
+    magnitude_o: np.ndarray | None = None,
+) -> np.ndarray:
+    """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
+    """
+    merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
+    if magnitude_o is not None:
+        norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
+        merged_oi *= (magnitude_o / norms_o).astype(np.float32)[:, None]
+    return merged_oi

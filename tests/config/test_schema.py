@@ -321,7 +321,7 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        wrong = "x" if key == "data.eval" else "[]"
+        wrong = "x" if key in ("data.eval", "adapter.modules_to_save") else "[]"
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
         )
@@ -346,6 +346,8 @@ def test_the_values_in_suggestions_are_valid(file):
                 "data.eval=[{source: a.txt, format: text, name: held out}]",
             ],
         }
+        if group == "adapter" and name != "type":
+            other[key] = ["adapter.type=lora"]
         config_file.load(file, [example, *other.get(key, [])])
 
 
