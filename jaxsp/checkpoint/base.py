@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import sharding, trainable
+from jaxsp.training import quantization, trainable
 
 
 def compute_checksums(table: layers.Weights, weights: layers.Weights) -> dict[str, str]:
@@ -33,13 +34,13 @@ def check_readable(
     Memory: one weight at a time, all of its layers.
     """
 
-    def compute(param: Parameter) -> str:
+    def compute(param: Parameter) -> Any:
         read = open_weight(param)
         if param.num_layers is None:
             array = read(None)
         else:
             array = np.stack([read(layer) for layer in range(param.num_layers)])
-        return checksums.compute_on_host(array.astype(sharding.stored_dtype(param)))
+        return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
 
     frozen = trainable.select_frozen(table, table)
     check(checkpoint, checksums.name_leaves({"base": jax.tree.map(compute, frozen)}))

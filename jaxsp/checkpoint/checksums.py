@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload
+from jaxsp.training import host_offload, quantization
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -41,6 +41,9 @@ def unpadded_shapes(
     """
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
+        if quantization.is_quantized(param):
+            return quantization.describe(param, param.stacked_shape)
+
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
             shape = param.stacked_shape if x.shape == weight.shape else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from jaxsp.config import fields
-from jaxsp.config.fields import ConfigSection, PositiveCount, PositiveFloat, with_examples
+from jaxsp.config.fields import ConfigSection, Fraction, PositiveCount, PositiveFloat, with_examples
 
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 """Tensors of `adapter.modules_to_save`, by name."""
@@ -27,6 +27,9 @@ class AdapterConfig(ConfigSection):
     """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
     use_rslora: Annotated[bool | None, with_examples(True)] = None
     """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
+    dropout: Fraction = 0.0
+    """Fraction of the elements of A's input that are set to 0 in training, at random. The same
+    elements on every mesh. Not for dora."""
     targets: Annotated[
         Literal["all-linear"] | tuple[str, ...] | None,
         with_examples("all-linear", "[q_proj, v_proj]"),
@@ -39,6 +42,10 @@ class AdapterConfig(ConfigSection):
         with_examples("[embed_tokens, lm_head]", strict=False),
     ] = ()
     """Embedding and head, if they are trained too, as whole float32 weights."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Format of the frozen matrices of the layers, which are dequantized layer by layer. int8: 8
+    bits, one scale per row. nf4: 4-bit codes with a scale for each 64 weights (QLoRA). none:
+    model.compute_dtype."""
     source: Annotated[str | None, with_examples("adapters/first", min_length=1)] = None
     """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
 
@@ -52,3 +59,9 @@ class AdapterConfig(ConfigSection):
         if not isinstance(value, list | tuple) or not value:
             raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
         return tuple(value)
+
+    @pydantic.model_validator(mode="after")
+    def _check_dropout(self) -> "AdapterConfig":
+        if self.type == "dora" and self.dropout:
+            raise ValueError("dropout must be 0 with type dora. Use type lora, or dropout 0")
+        return self

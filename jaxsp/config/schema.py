@@ -177,7 +177,8 @@ class MemoryConfig(ConfigSection):
     ] = "none"
     """Arrays kept in host memory between steps. state: float32 weights and the optimizer's moments;
     the update copies one layer at a time to its device, and weights in the compute dtype stay
-    there. state_and_gradients: also finished gradients. Requires jax 0.11.1 or later."""
+    there. state_and_gradients: also finished gradients, and frozen weights. Requires jax 0.11.1 or
+    later."""
     mlp_tile_tokens: Annotated[Literal["auto"] | PositiveCount, with_examples(4096)] = "auto"
     """Tokens per device that go through a layer's projections and MLP at a time; tiles are
     recomputed in the backward pass. auto: all tokens, or fewer if the step does not fit."""

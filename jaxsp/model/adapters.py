@@ -47,6 +47,7 @@ def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
         scale=alpha / (math.sqrt(rank) if adapter.use_rslora else rank),
         targets=find_targets(list_projections(model), adapter.targets or "all-linear"),
         is_dora=adapter.type == "dora",
+        dropout=adapter.dropout,
     )
     return dataclasses.replace(model, lora=lora)
 

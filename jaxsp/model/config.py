@@ -66,6 +66,8 @@ class Lora:
     targets: tuple[str, ...]
     """Names of the adapted projections in a layer. Example: `self_attn.q_proj`."""
     is_dora: bool = False
+    dropout: float = 0.0
+    """Fraction of the elements of A's input that are set to 0 in training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

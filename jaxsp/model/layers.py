@@ -16,8 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.model import rope
+from jaxsp.model import dropout, rope
 from jaxsp.model.config import Lora, ModelConfig
+from jaxsp.model.dropout import Keys
 
 Weights = dict[str, Any]
 """Nested dict of arrays, with the structure that the modules declare."""
@@ -128,10 +129,11 @@ class Linear(nnx.Module):
             adapter = LoraAdapter(matrix, config.lora, shared=shared)
         self.adapter: LoraAdapter | None = adapter
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
+        """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
         if self.adapter is not None:
-            y = self.adapter(x, y, self.weight[...])
+            y = self.adapter(x, y, self.weight[...], keys)
         if self.bias is None:
             return y
         # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
@@ -173,13 +175,26 @@ class LoraAdapter(nnx.Module):
         )
         self.magnitude = _declare_param(magnitude) if lora.is_dora else None
         self.scale = lora.scale
+        self.dropout = lora.dropout
+        self.name = name
 
     def __call__(
-        self, x: Float[Array, "... i"], y: Float[Array, "... o"], weight_oi: Float[Array, "o i"]
-    ) -> Float[Array, "... o"]:
-        """The adapted product. Args: y: the product of x and the frozen weight."""
+        self,
+        x: Float[Array, "B l i"],
+        y: Float[Array, "B l o"],
+        weight_oi: Float[Array, "o i"],
+        keys: Keys | None,
+    ) -> Float[Array, "B l o"]:
+        """The adapted product.
+
+        Args:
+            y: the product of x and the frozen weight.
+            keys: of the tokens, for dropout; None: no dropout.
+        """
         a_ri = self.a[...]
         b_or = self.b[...]
+        if keys is not None:
+            x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
         delta = jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a_ri), b_or)
         y = y + scale(delta, self.scale)
         if self.magnitude is None:
@@ -272,15 +287,16 @@ class PreAttention(nnx.Module):
         self,
         x_BlD: Float[Array, "B l D"],
         positions_Bl: Int32[Array, "B l"],
+        keys: Keys | None = None,
         rope_index: Int32[Array, ""] | int = 0,
     ) -> AttentionInputs:
-        """Args: rope_index: index into `ModelConfig.ropes`."""
+        """Args: keys: as in `Linear`. rope_index: index into `ModelConfig.ropes`."""
         config = self.config
         x_BlD = _apply_norm(self.norm, x_BlD)
         angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
-        q = self._split_heads(self.q(x_BlD), self.q_norm)
-        k = self._split_heads(self.k(x_BlD), self.k_norm)
-        v = self._split_heads(self.v(x_BlD), None)
+        q = self._split_heads(self.q(x_BlD, keys), self.q_norm)
+        k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
+        v = self._split_heads(self.v(x_BlD, keys), None)
         q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
         k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
         if config.query_scale is not None:
@@ -329,12 +345,11 @@ class MLP(nnx.Module):
         self.down = linear(F, D, hf_name="mlp.down_proj")
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
-        gate, up = (
-            checkpoint_name(y, name)
-            for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True)
-        )
-        return self.down(self._activate(gate) * up)
+    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
+        """Args: keys: as in `Linear`."""
+        products = (self.gate(x, keys), self.up(x, keys))
+        gate, up = map(checkpoint_name, products, MLP_CHECKPOINT_NAMES)
+        return self.down(self._activate(gate) * up, keys)
 
     def _activate(self, gate: Array) -> Array:
         if self.activation == "silu":
@@ -363,13 +378,15 @@ class PostAttention(nnx.Module):
         x_BlD: Float[Array, "B l D"],
         out_BlHK: Float[Array, "B l H K"],
         mlp_input: Float[Array, "B l D"] | None = None,
+        keys: Keys | None = None,
     ) -> Float[Array, "B l D"]:
-        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention."""
-        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
+        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention. keys: as in
+        `Linear`."""
+        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1), keys)
         x_BlD = x_BlD + scale(_apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = _apply_norm(self.norm, x_BlD)
-        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input))
+        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input, keys))
         return x_BlD + scale(mlp_out_BlD, self.residual_scale)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.checkpoint import base
@@ -17,7 +18,7 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import Lora, ModelConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training import sharding, trainable
+from jaxsp.training import quantization, trainable
 
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
@@ -70,7 +71,7 @@ def _select_layer(array: np.ndarray, layer: int | None) -> np.ndarray:
 def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
     """A layer of a frozen weight, as training used it."""
     whole = reader.read(param, layer, tuple(slice(size) for size in param.shape))
-    return whole.astype(sharding.stored_dtype(param)).astype(np.float32)
+    return np.asarray(quantization.decode(param, quantization.encode(param, whole), jnp.float32))
 
 
 def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:

@@ -3,10 +3,10 @@
 import rich.console
 
 from jaxsp.checkpoint import base, reader
-from jaxsp.reporting import banner
+from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.run import preflight
-from jaxsp.run.preflight import CompiledSteps
+from jaxsp.run.preflight import StepFunctions
 from jaxsp.run.session import Session
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -46,27 +46,30 @@ def train(
     description = banner.describe_run(program, inputs)
     output.print_pairs(console, description)
     preflight.report_checks(program, inputs, console)
-    compiled_steps = preflight.compile_steps(program, inputs, console)
+    compiled = preflight.compile_steps(program, inputs, console)
+    start_line = starts.describe_start(
+        program, inputs, memory=compiled.memory, compile_s=compiled.seconds
+    )
     state, base_checksums = _make_state(program, inputs)
     session = Session(
         program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
     )
     if verbose:
         session.print_assignments()
-    with session.open(output.format_pairs(description)):
+    with session.open(output.format_pairs(description), start_line):
         if session.evaluate_before_training(state):
-            state = run_steps(session, compiled_steps, state)
+            state = run_steps(session, compiled.functions, state)
             session.save_last(state)
     session.print_outcome()
 
 
-def run_steps(session: Session, compiled_steps: CompiledSteps, state: TrainState) -> TrainState:
+def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> TrainState:
     """Runs steps until the last one or until the run stops early, and returns the final state."""
     for step, batch, counts in session.batches:
         if not session.should_dispatch(step):
             break
         session.before_dispatch(step, counts)
-        state, metrics = compiled_steps[counts.row_tokens](state, batch)  # asynchronous
+        state, metrics = functions[counts.row_tokens](state, batch)  # asynchronous
         session.after_dispatch(metrics, counts)
         session.evaluate_and_save(step, state)
     return state

@@ -29,8 +29,9 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
         workspace_bytes: estimate of the attention kernel's workspace.
     """
     model = program.model
-    state, gradients = _state_bytes(program)
-    saved = model.num_layers * _saved_bytes(program)
+    resident = resident_bytes(program)
+    gradients = resident.gradients
+    saved = resident.activations
     prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
     stream = _stream_bytes(program)
     in_layer = saved + gradients + prefetched
@@ -45,7 +46,39 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
         saved + loss_gradients + _loss_bytes(program),
         gradients + embedding + 2 * stream,
     )
-    return int(state + max(phases))
+    return int(resident.weights + resident.moments + max(phases))
+
+
+class ResidentBytes(NamedTuple):
+    """Formula for the bytes of a device's arrays that are live during most of a step."""
+
+    weights: int
+    """Float32 weights, copies in the compute dtype of those in host memory, and frozen weights."""
+    moments: int
+    """Bytes of the optimizer state, such as AdamW's moments."""
+    gradients: int
+    activations: int
+    """Activations that all layers save for the backward pass."""
+
+
+def resident_bytes(program: Program) -> ResidentBytes:
+    """Arrays that a device holds during most of a step."""
+    num_shards = device_mesh.num_shards(program.mesh)
+    stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
+    num_weights = _num_device_weights(program)
+    weights = 4 * num_weights
+    weights += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
+    gradients = 4 * _num_trained(program.table, num_shards)
+    if program.has_offloaded_gradients:
+        gradients -= 4 * stacked
+    elif program.has_offloaded_state:
+        weights += program.dtype.itemsize * stacked
+    return ResidentBytes(
+        weights=weights,
+        moments=optimizer.state_bytes_per_weight(program.config.optimizer) * num_weights,
+        gradients=gradients,
+        activations=program.model.num_layers * _saved_bytes(program),
+    )
 
 
 def _stream_bytes(program: Program) -> int:
@@ -124,20 +157,6 @@ def _loss_bytes(program: Program) -> int:
     return head + max(logits, 2 * tile * model.vocab_size + head_gradient) + 2 * stream
 
 
-def _state_bytes(program: Program) -> tuple[int, int]:
-    """Bytes of a device's weights, optimizer state and working copies; and of its gradients."""
-    num_shards = device_mesh.num_shards(program.mesh)
-    stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
-    state = checkpoint_bytes(program)
-    state += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
-    gradients = 4 * _num_trained(program.table, num_shards)
-    if program.has_offloaded_gradients:
-        return state, gradients - 4 * stacked
-    if program.has_offloaded_state:
-        state += program.dtype.itemsize * stacked
-    return state, gradients
-
-
 def _num_trained(
     table: layers.Weights,
     num_shards: int,
@@ -161,11 +180,17 @@ def checkpoint_bytes(program: Program) -> int:
 
     In bytes per device.
     """
+    bytes_per_weight = 4 + optimizer.state_bytes_per_weight(program.config.optimizer)
+    return _num_device_weights(program) * bytes_per_weight
+
+
+def _num_device_weights(program: Program) -> int:
+    """Elements of trained weights that a device holds in its own memory."""
     num_shards = device_mesh.num_shards(program.mesh)
     num_weights = _num_trained(program.table, num_shards)
     if program.has_offloaded_state:
         num_weights -= _num_trained(program.table, num_shards, host_offload.should_offload)
-    return num_weights * (4 + optimizer.state_bytes_per_weight(program.config.optimizer))
+    return num_weights
 
 
 class OffloadedBytes(NamedTuple):
@@ -173,9 +198,12 @@ class OffloadedBytes(NamedTuple):
 
     activations: int
     weights: int
+    """Bytes of trained weights, float32."""
     moments: int
     """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
+    frozen: int = 0
+    """Bytes of frozen weights."""
 
     @property
     def total(self) -> int:
@@ -211,9 +239,10 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
-        weights=4 * num_weights + frozen_bytes,
+        weights=4 * num_weights,
         moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
         gradients=4 * num_gradients,
+        frozen=frozen_bytes,
     )
 
 

@@ -62,7 +62,7 @@ def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
     Stacked weights have a state for each layer.
     """
 
-    def init_param(param: Parameter, weight: Array) -> Any:
+    def init_param(param: Parameter, weight: Any) -> Any:
         if not param.is_trainable:
             return None
         init_layer = build_transform(config, param).init
@@ -105,8 +105,8 @@ def update(
     """
 
     def update_param(
-        param: Parameter, gradient: Array | None, state: Any, weight: Array
-    ) -> tuple[Array, Any]:
+        param: Parameter, gradient: Array | None, state: Any, weight: Any
+    ) -> tuple[Any, Any]:
         if gradient is None:
             return weight, state
         transform = build_transform(config, param).update

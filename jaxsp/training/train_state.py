@@ -13,7 +13,7 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, sharding, weight_init
+from jaxsp.training import optimizer, quantization, sharding, weight_init
 from jaxsp.training.program import Program
 
 
@@ -42,7 +42,7 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     """These weights and an initial optimizer state."""
     shapes = abstract_inputs(program)[0]
 
-    def init_param(param: Parameter, weight: jax.ShapeDtypeStruct, opt_state: Any) -> Any:
+    def init_param(param: Parameter, weight: Any, opt_state: Any) -> Any:
         if not param.is_trainable:
             return None
 
@@ -63,10 +63,14 @@ def abstract_weights(program: Program) -> layers.Weights:
     """Weights as jax.ShapeDtypeStructs with shardings."""
     num_shards = device_mesh.num_shards(program.mesh)
 
-    def describe(param: Parameter) -> jax.ShapeDtypeStruct:
+    def describe(param: Parameter) -> Any:
         shape = sharding.stored_shape(param, num_shards)
         place = sharding.named_sharding(param, program.mesh, is_on_host=program.is_on_host(param))
-        return jax.ShapeDtypeStruct(shape, sharding.stored_dtype(param), sharding=place)
+
+        def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        return jax.tree.map(add_sharding, quantization.describe(param, shape))
 
     return jax.tree.map(describe, program.table)
 
@@ -78,7 +82,7 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     """
     replicated = NamedSharding(program.mesh, PartitionSpec())
 
-    def describe_state(param: Parameter, weight: jax.ShapeDtypeStruct) -> Any:
+    def describe_state(param: Parameter, weight: Any) -> Any:
         """Optimizer state, of which arrays in the shape of the weight have its sharding."""
         if not param.is_trainable:
             return None

@@ -11,6 +11,7 @@ from jaxsp.config.schema import Config
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
+from jaxsp.training import quantization
 
 Predicate = Callable[[Parameter], bool]
 
@@ -27,7 +28,9 @@ def build_table(model: ModelConfig, config: Config) -> layers.Weights:
     def freeze(param: Parameter) -> Parameter:
         if param.is_adapter or param.hf_name in saved:
             return param
-        return dataclasses.replace(param, frozen_as=config.model.compute_dtype)
+        is_quantized = adapter.quantization != "none" and quantization.can_quantize(param)
+        frozen_as = adapter.quantization if is_quantized else config.model.compute_dtype
+        return dataclasses.replace(param, frozen_as=frozen_as)
 
     return jax.tree.map(freeze, decoder.param_table(model))
 

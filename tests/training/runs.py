@@ -20,7 +20,14 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter, Weights
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding, step_gradients, train_state, train_step, trainable
+from jaxsp.training import (
+    quantization,
+    sharding,
+    step_gradients,
+    train_state,
+    train_step,
+    trainable,
+)
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded
@@ -80,9 +87,9 @@ def put_weights(
     """Puts unsharded weights on a mesh, padded and sharded as in a training state."""
     num_shards = device_mesh.num_shards(mesh)
 
-    def put(param: Parameter, weight: Any) -> jax.Array:
+    def put(param: Parameter, weight: Any) -> Any:
         widths = sharding.padding(param, weight.ndim, num_shards)
-        stored = np.pad(np.asarray(weight, sharding.stored_dtype(param)), widths)
+        stored = quantization.encode(param, np.pad(np.asarray(weight, np.float32), widths))
         return jax.device_put(
             stored, sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
         )
@@ -152,6 +159,7 @@ def remove_padding(param: Parameter, stored: jax.Array | None) -> np.ndarray | N
     """Returns a weight without its padding; None for the gradient of a frozen weight."""
     if stored is None:
         return None
+    stored = quantization.decode(param, stored, jnp.dtype("float32"))
     return np.asarray(stored)[(..., *(slice(size) for size in param.shape))]
 
 

@@ -7,12 +7,15 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsp.attention.registry import STRATEGIES
+from jaxsp.attention.ring import Ring
+from jaxsp.model import dropout
 from jaxsp.model.config import Lora
-from jaxsp.training import host_offload, trainable
+from jaxsp.training import host_offload, quantization, trainable
 from tests import batches, tolerances
 from tests.training import runs
 from tests.training.test_memory_options import NEEDS_HOST, works_here
@@ -56,8 +59,10 @@ CASES = {
     "state offloaded": Case((2, 2, 2), DORA, memory={"offload_optimizer": "state"}),
     "all offloaded": Case((1, 2, 4), DORA, memory=HOST | TILES, adapter=SAVED),
 }
+for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
+    CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
 QUICK = ("ulysses",)
-E2E = ("tied", "fused", "tiles", "ring", "all offloaded")
+E2E = ("nf4", "tied", "fused", "tiles", "ring", "all offloaded")
 
 
 def marks(name):
@@ -97,11 +102,18 @@ def run_of(small_waits):
     return run
 
 
+def round_to_stored(param, weight):
+    """A weight as a step sees it, which quantization has changed."""
+    stored = quantization.encode(param, np.asarray(weight))
+    return quantization.decode(param, stored, jnp.dtype("float32"))
+
+
 @each_case
 def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, record_property):
     """SGD with learning rate 1: the step subtracts the gradient."""
     run = run_of(name)
-    weights = runs.draw_weights(run.program.model)
+    drawn = runs.draw_weights(run.program.model)
+    weights = jax.tree.map(round_to_stored, run.program.table, drawn)
     runs.check_gradients(run, weights, runs.ROWS, record_property)
     before = {path: np.asarray(x) for path, x in run.unpad(run.state(weights).master).items()}
     _, gradients = runs.compile_reference(run.program.model)(weights, runs.ROWS)
@@ -115,4 +127,60 @@ def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, r
     assert len(frozen) > 10
     for path in frozen:
         assert batches.is_bitwise_equal(after[path], before[path]), path
-    assert len(jax.tree.leaves(state.master)) == len(after)
+
+
+DROPOUT_MESHES = {
+    (1, 1, 1): Case((1, 1, 1), rows=16),
+    (1, 2, 4): Case((1, 2, 4)),
+    (2, 2, 2): Case((2, 2, 2), strategy="ring", rows=2, memory=TILES),
+}
+
+
+@pytest.mark.e2e
+def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits):
+    """On three meshes, with 1, 2 and 8 microbatches, with and without tiles."""
+    model = dataclasses.replace(batches.model(), lora=dataclasses.replace(LORA, dropout=0.3))
+    futures = [
+        runs.compile_in_thread(
+            case.sizes,
+            config=batches.make_config(memory=case.memory, adapter=PLAIN | {"dropout": 0.3}),
+            model=model,
+            rows_per_microbatch=case.rows,
+            functions=("step",),
+            strategy=None if case.strategy == "auto" else Ring(seq=case.sizes[-1]),
+        )
+        for case in DROPOUT_MESHES.values()
+    ]
+    weights = runs.draw_weights(model)
+    results = []
+    for future in futures:
+        run = future.result()
+        state = run.state(weights)
+        rows = run.rows(runs.ROWS)
+        state, first = run.step(state, rows)
+        later = dataclasses.replace(run.state(weights), step=jnp.full_like(state.step, 7))
+        _, second = run.step(later, rows)
+        trained = trainable.select_trained(
+            run.program.table, jax.tree.map(runs.remove_padding, run.program.table, state.master)
+        )
+        results.append((float(first.loss), float(second.loss), batches.name_leaves(trained)))
+    expected = results[0]
+    plain, _ = runs.compile_reference(model)(weights, runs.ROWS)
+    assert abs(expected[0] - expected[1]) > 1e-4
+    assert abs(expected[0] - float(plain[0])) > 1e-4
+    for result in results[1:]:
+        assert result[:2] == pytest.approx(expected[:2], rel=tolerances.MESH)
+        for path, weight in expected[2].items():
+            assert batches.relative_error(result[2][path], weight) < tolerances.MESH, path
+
+
+def test_dropout_keeps_the_expected_fraction_and_mean():
+    x = jnp.ones((2, 50, 400))
+    keys = dropout.make_token_keys(
+        seed=0, step=jnp.int32(3), rows_B=jnp.arange(2), tokens_l=jnp.arange(50)
+    )
+    dropped = dropout.drop(x, keys, name="q_proj", rate=0.25)
+    other = dropout.drop(x, keys, name="v_proj", rate=0.25)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)
