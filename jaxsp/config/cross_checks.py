@@ -116,8 +116,13 @@ def _check_chat_template(sections: Sections) -> Iterator[str]:
 
 
 def _check_adapter(sections: Sections) -> Iterator[str]:
-    """Checks that fields of the adapter are set only if there is one."""
+    """Checks that fields of the adapter are set only if it has them."""
     adapter = sections["adapter"]
+    if adapter.get("type") == "dora" and adapter.get("dropout"):
+        yield (
+            f"adapter.dropout = {yaml_io.format_value(adapter['dropout'])}: must be 0 with "
+            "adapter.type = dora. Set adapter.type=lora, or adapter.dropout=0."
+        )
     if adapter.get("type", "none") != "none":
         return
     default = AdapterConfig()

@@ -253,6 +253,10 @@ adapter.rank: lora_r lora_rank lora_dim peft.r peft.dim peft.rank lora.r lora.ra
     peft_config.r
 adapter.alpha: lora_alpha peft.alpha lora.alpha (null: twice the rank)
 adapter.use_rslora: use_rslora lora_use_rslora peft_use_rslora
+adapter.dropout: lora_dropout peft.dropout lora.dropout
+adapter.quantization=nf4: load_in_4bit qlora use_qlora (with adapter.type=lora)
+adapter.quantization=int8: load_in_8bit (with adapter.type=lora)
+adapter.quantization=...: quantization_bit quant_bits (nf4 or int8, with adapter.type=lora)
 adapter.targets=...: lora_target_modules target_modules lora_target lora_target_names
     lora_target_parameters (a list of projections; all-linear, the default, for all)
 adapter.targets=all-linear: lora_target_linear target_linear (the default)
@@ -301,9 +305,8 @@ logging.profile_steps=...: profile profiler profiler_steps enable_profiling prof
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
-not offered: qlora relora_* load_in_4bit load_in_8bit bnb_* quantization_config quantization_bit
-    quant_method quant_bits (frozen weights are in model.compute_dtype; adapter.type=lora and
-    memory.offload_optimizer=state save memory)
+not offered: relora_* bnb_* quantization_config quant_method (quantization of frozen weights is
+    adapter.quantization=nf4, or int8)
 not offered: freeze_* unfrozen_parameters trainable_parameters (all weights are trained, or with
     adapter.type=lora only small matrices beside them)
 not offered: rl rlhf_type dpo_* kto_* rpo_* trl reward_model kd_* (supervised training only)

@@ -324,8 +324,9 @@ def save_adapter(
         f"{_PREFIX}{name}": tensor for name, tensor in writer.list_tensors(weights, table).items()
     }
     embedding = named.get(_PREFIX + SAVED_MODULES["embed_tokens"])
-    is_tied = model.tie_embeddings and embedding is not None
-    if is_tied:
+    is_tied = False
+    if model.tie_embeddings and embedding is not None:
+        is_tied = True
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]

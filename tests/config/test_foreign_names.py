@@ -44,7 +44,9 @@ ANSWERS = {
     "attention.kernel": "attn_implementation flash_attention",
     "memory.remat": "remat_policy gradient_checkpointing activation_checkpointing",
     "memory.offload_activations": "activation_offloading",
-    "memory.offload_optimizer": "offload_optimizer_device load_in_4bit",
+    "memory.offload_optimizer": "offload_optimizer_device",
+    "adapter.dropout": "lora_dropout",
+    "adapter.quantization": "load_in_4bit load_in_8bit quantization_bit",
     "adapter.type": "use_peft use_dora peft_use_dora",
     "adapter.rank": "lora_r lora_rank lora.r peft.dim",
     "adapter.alpha": "lora_alpha",
@@ -81,7 +83,7 @@ ANSWERS = {
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
     NOT_NEEDED: "packing sample_packing padding_free deepspeed lora_qkv_kernel",
-    NOT_OFFERED: "wandb_project lora_dropout load_in_4bit push_to_hub tensor_parallel",
+    NOT_OFFERED: "wandb_project lora_bias rank_pattern push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
 
@@ -293,7 +295,7 @@ def test_a_page_names_the_options_of_nested_groups_by_their_last_word_if_they_ar
 
 
 def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
-    names = {"lr": 1.0, "seq_len": 8, "lora_dropout": 0.1, "packing": True}
+    names = {"lr": 1.0, "seq_len": 8, "lora_bias": "all", "packing": True}
     messages = problems(names)
     assert len(messages) == len(names)
 

@@ -351,6 +351,28 @@ def test_the_values_in_suggestions_are_valid(file):
         config_file.load(file, [example, *other.get(key, [])])
 
 
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["adapter.rank=8", "adapter.targets=[q_proj]"], ["rank", "targets"]),
+        (["adapter.type=none", "adapter.use_rslora=false"], ["use_rslora"]),
+        (["adapter.quantization=nf4"], ["quantization"]),
+        (["adapter.source=a/b", "adapter.modules_to_save=[lm_head]"], ["source", "modules_to_save"]),
+        (["adapter.type=dora", "adapter.dropout=0.1"], ["dropout"]),
+    ],
+)
+def test_a_field_that_the_adapter_does_not_have_is_refused(file, words, fields):
+    messages = problems(file, *words)
+    assert [message.split(" ")[0] for message in messages] == [f"adapter.{name}" for name in fields]
+    assert all("adapter.type=lora" in message for message in messages)
+
+
+def test_the_saved_config_of_a_run_without_an_adapter_loads_again(file, tmp_path):
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(config_file.load(file, []).model_dump(mode="json")))
+    assert config_file.load(saved, []).adapter.type == "none"
+
+
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
     """It has the default of max_segments_per_row, which is more than the row has tokens."""
     saved = tmp_path / "saved.yaml"
