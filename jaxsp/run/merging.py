@@ -18,7 +18,7 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import Lora, ModelConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training import quantization, trainable
+from jaxsp.training import quantization, sharding, trainable
 
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
@@ -58,6 +58,31 @@ def merge_base(
     base.check_readable(checkpoint, table, lambda param: read[_key(param)])
     merge = functools.partial(_merge_weight, read, model.lora)
     return plain_table, jax.tree.map(merge, plain_table)
+
+
+def merge_state(
+    weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of all weights of a program with frozen weights, like `merge_base`.
+
+    Args: weights: arrays of this process's devices or numpy's, as a training state has them.
+    """
+    read: dict[_Key, ReadLayer] = {}
+
+    def add(param: Parameter, stored: Any) -> None:
+        read[_key(param)] = functools.partial(_read_stored, param, stored)
+
+    jax.tree.map(add, table, weights)
+    merge = functools.partial(_merge_weight, read, model.lora)
+    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def _read_stored(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
+    """A layer of a weight of a training state, float32 and without padding."""
+    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[layer]), stored)
+    whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
+    return np.asarray(sharding.remove_padding(param, whole))
 
 
 def _key(param: Parameter) -> _Key:

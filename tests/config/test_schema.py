@@ -357,7 +357,10 @@ def test_the_values_in_suggestions_are_valid(file):
         (["adapter.rank=8", "adapter.targets=[q_proj]"], ["rank", "targets"]),
         (["adapter.type=none", "adapter.use_rslora=false"], ["use_rslora"]),
         (["adapter.quantization=nf4"], ["quantization"]),
-        (["adapter.source=a/b", "adapter.modules_to_save=[lm_head]"], ["source", "modules_to_save"]),
+        (
+            ["adapter.source=a/b", "adapter.modules_to_save=[lm_head]"],
+            ["source", "modules_to_save"],
+        ),
         (["adapter.type=dora", "adapter.dropout=0.1"], ["dropout"]),
     ],
 )
