@@ -185,7 +185,7 @@ def _load_config(
 ) -> Config:
     """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
 
-    The model is always that of WHAT.
+    The model, and the adapter of a run, are always those of WHAT.
     """
     if file is not None:
         fields = config_file.read(file)
@@ -196,6 +196,7 @@ def _load_config(
     model = {"source": what, "config": None}
     if meta is not None:
         model = {name: meta.config["model"][name] for name in model}
+        fields = fields | {"adapter": meta.config["adapter"]}
     replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
     if meta is not None and file is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine
@@ -226,6 +227,11 @@ def _load_config(
                 f"model.{name}: must be the model of {what}. To evaluate another model, use its "
                 f"name instead of {what}."
             )
+    if meta is not None and config.adapter != config_file.parse(meta.config).adapter:
+        raise UserError(
+            f"adapter: must be that of {what}. To evaluate another one, export it, and use the "
+            "name of its base with adapter.type=lora adapter.source=FOLDER."
+        )
     return config
 
 

@@ -75,10 +75,14 @@ def _export_adapter(
         directory=args.out,
         small_files=resume.find_model_dir(checkpoint),
     )
+    _write_chat_template(config, pathlib.Path(args.out))
+    lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
+    if config.model.source is None:
+        return [*lines, "it belongs to random weights (model.config), which are in no file"]
+    loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
     return [
-        f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)",
-        f"load it with peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r}), which "
-        "needs PyTorch; --merge exports the whole model instead",
+        *lines,
+        f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
     ]
 
 
@@ -115,8 +119,7 @@ def _export_model(
         directory=out,
         dtype=dtype,
     )
-    if config.data.chat_template is not None:  # chats must be rendered as in training
-        (out / "chat_template.jinja").write_text(config.data.chat_template, encoding="utf-8")
+    _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
         lines.append(
@@ -129,6 +132,13 @@ def _export_model(
         "which needs PyTorch"
     )
     return lines
+
+
+def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
+    """Writes the run's chat template, so that chats are rendered as in training."""
+    if config.data.chat_template is not None:
+        path = directory / "chat_template.jinja"
+        path.write_text(config.data.chat_template, encoding="utf-8")
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -245,6 +245,30 @@ optimizer.beta2: adam_beta2 adam_b2 beta_2 b2
 optimizer.eps: adam_epsilon adam_eps epsilon
 optimizer.max_grad_norm: clip_grad grad_clip clip_grad_norm gradient_clipping gradient_clip_val
     gradient_clipping_threshold max_norm (null: no clipping)
+adapter.type=...: adapter train_type tuner_type finetuning_type peft_type peft_method peft_scheme
+    (lora or dora; none, the default, trains all weights)
+adapter.type=lora: lora use_lora use_peft enable_lora peft
+adapter.type=dora: use_dora lora_use_dora peft_use_dora
+adapter.rank: lora_r lora_rank lora_dim peft.r peft.dim peft.rank lora.r lora.rank lora_config.r
+    peft_config.r
+adapter.alpha: lora_alpha peft.alpha lora.alpha (null: twice the rank)
+adapter.use_rslora: use_rslora lora_use_rslora peft_use_rslora
+adapter.dropout: lora_dropout peft.dropout lora.dropout
+adapter.quantization=nf4: load_in_4bit qlora use_qlora (with adapter.type=lora)
+adapter.quantization=int8: load_in_8bit (with adapter.type=lora)
+adapter.quantization=...: quantization_bit quant_bits (nf4 or int8, with adapter.type=lora)
+adapter.targets=...: lora_target_modules target_modules lora_target lora_target_names
+    lora_target_parameters (a list of projections; all-linear, the default, for all)
+adapter.targets=all-linear: lora_target_linear target_linear (the default)
+adapter.modules_to_save=...: modules_to_save lora_modules_to_save additional_target (embed_tokens,
+    lm_head or both)
+adapter.source: lora_model_dir lora_path lora_weights adapter_path adapter_name_or_path adapters
+    peft_model_id peft_model_path (a folder with adapter_config.json)
+not needed: lora_mlp_kernel lora_qkv_kernel lora_o_kernel autocast_adapter_dtype lora_dtype
+    lora_ckpt_dtype (adapters are float32 and computed in model.compute_dtype)
+not offered: lora_* peft_* loraplus_* peft_init_lora_weights init_lora_weights rank_pattern
+    alpha_pattern layers_to_transform layers_pattern exclude_modules lisa_* vera_* galore_*
+    (LoRA, rsLoRA or DoRA of one rank in all layers; see configs/README.md)
 memory.remat=...: remat_policy gradient_checkpointing gradient_checkpointing_*
     activation_checkpointing activation_checkpoint activation_checkpoint_mode
     activation_checkpoint.mode ac_mode recompute_granularity recompute_activations
@@ -288,14 +312,10 @@ logging.profile_steps=...: profile profiler profiler_steps enable_profiling prof
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
-not offered: adapter lora lora_* use_lora qlora peft peft_* use_peft use_dora relora_*
-    load_in_4bit load_in_8bit bnb_* quantization_config
-    quantization_bit quant_method quant_bits (no adapters or quantization; all weights are trained,
-    memory.offload_optimizer=state saves memory)
-not needed: train_type tuner_type finetuning_type (full is what jaxsp does: all weights are
-    trained; adapters are not offered)
-not offered: freeze_* unfrozen_parameters modules_to_save target_modules trainable_parameters (all
-    weights are trained)
+not offered: relora_* bnb_* quantization_config quant_method (quantization of frozen weights is
+    adapter.quantization=nf4, or int8)
+not offered: freeze_* unfrozen_parameters trainable_parameters (all weights are trained, or with
+    adapter.type=lora only small matrices beside them)
 not offered: rl rlhf_type dpo_* kto_* rpo_* trl reward_model kd_* (supervised training only)
 not offered: dropout attention_dropout hidden_dropout neftune_noise_alpha noisy_embedding_alpha
     label_smoothing label_smoothing_factor z_loss (cross entropy without dropout; a loss of your

@@ -14,7 +14,7 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
 from jaxsp.hf import context_range
-from jaxsp.model import flops
+from jaxsp.model import adapters, flops
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
@@ -29,7 +29,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     entries = [
         ("devices", _describe_devices(program)),
         ("mesh", _describe_mesh(program)),
-        ("model", _describe_model(program, inputs)),
+        *_fold("model", _describe_model(program, inputs)),
         *_fold("rope", describe_rope(program)),
         ("weights", _describe_placement(program)),
         ("start", inputs.weights_origin),
@@ -75,11 +75,35 @@ def _describe_mesh(program: Program) -> str:
 
 
 def _describe_model(program: Program, inputs: RunInputs) -> str:
-    num_parameters = flops.num_parameters(program.table)
+    params = jax.tree.leaves(program.table)
+    num_own = flops.num_parameters([param for param in params if not param.is_adapter])
+    text = f"{inputs.hf_config['model_type']}, {num_own:,} parameters, {program.dtype} compute"
+    if not program.has_frozen_weights:
+        return f"{text}, float32 master weights"
+    num_trained = flops.num_parameters([param for param in params if param.is_trainable])
+    formats = dict.fromkeys(param.frozen_as for param in params if param.frozen_as is not None)
     return (
-        f"{inputs.hf_config['model_type']}, {num_parameters:,} parameters, "
-        f"{program.dtype} compute, float32 master weights"
+        f"{text}; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %): "
+        f"{_describe_adapter(program)}; the model's others are frozen in {' and '.join(formats)}"
     )
+
+
+def _describe_adapter(program: Program) -> str:
+    """Describes the adapters, and the model's own weights that are trained with them."""
+    adapter = program.config.adapter
+    lora = program.model.lora
+    assert lora is not None, "the model has adapters"
+    names = [target.rpartition(".")[2] for target in lora.targets]
+    targets = f"all {len(names)} projections"
+    if len(names) < len(adapters.list_projections(program.model)):
+        targets = ", ".join(names)
+    kind = "DoRA" if lora.is_dora else "LoRA"
+    text = f"{kind} of rank {lora.rank}, scale {lora.scale:g}, on {targets}"
+    if adapter.dropout:
+        text += f", with dropout {adapter.dropout:g}"
+    if adapter.modules_to_save:
+        text += f", and all of {' and '.join(adapter.modules_to_save)}"
+    return text
 
 
 def _describe_placement(program: Program) -> str:
@@ -92,7 +116,7 @@ def _describe_placement(program: Program) -> str:
         return "every device holds all weights, because they are too small to shard"
     text = f"sharded over {num_shards} devices"
     if small:
-        num_bytes = sum(4 * param.size * (param.num_layers or 1) for param in small)
+        num_bytes = sum(sharding.shard_bytes(param, num_shards) for param in small)
         text += f", except {num_bytes / 2**20:.1f} MiB of small ones that every device holds"
     return text
 

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
@@ -179,9 +179,10 @@ def make_start_point(
     Raises: UserError if the checkpoint is of another model, optimizer or data.
     """
     saved = config_file.parse(meta.config)
+    merge = " --merge" if saved.has_frozen_weights else ""
     suggestion = (
-        "Undo the change, or start a new run with these weights: "
-        f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."
+        "Undo the change, or start a new run with these weights: python -m jaxsp.export "
+        f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
     problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
     if saved.optimizer.name != config.optimizer.name:
@@ -233,10 +234,13 @@ def _model_problems(
         if name not in ("layers", "lora") and value != getattr(saved, name)
     ]
     differences += _layer_differences(model.layers, saved.layers)
+    adapter = vars(config.adapter)
+    if config.adapter.type != saved_config.adapter.type:
+        adapter = {"type": config.adapter.type}
     return [
-        f"adapter.{name} = {value}: is {getattr(saved_config.adapter, name)} in {checkpoint}. "
-        f"{suggestion}"
-        for name, value in vars(config.adapter).items()
+        f"adapter.{name} = {yaml_io.format_value(value)}: is "
+        f"{yaml_io.format_value(getattr(saved_config.adapter, name))} in {checkpoint}. {suggestion}"
+        for name, value in adapter.items()
         if name != "source" and value != getattr(saved_config.adapter, name)
     ] + [
         f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
