@@ -148,10 +148,13 @@ def checkpoint_bytes(program: Program) -> int:
     In bytes per device.
     """
     num_shards = device_mesh.num_shards(program.mesh)
-    num_weights = _num_held(program.table, num_shards)
-    if program.has_offloaded_state:
-        num_weights -= _num_held(program.table, num_shards, host_offload.should_offload)
-    return num_weights * (4 + optimizer.state_bytes_per_weight(program.config.optimizer))
+    total = 0
+    for param in jax.tree.leaves(program.table):
+        state = optimizer.state_bytes(program.config.optimizer, param, num_shards)
+        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
+        on_device = 4 * sharding.shard_size(param, num_shards) + state.like_weight
+        total += state.others + (0 if is_offloaded else on_device)
+    return total
 
 
 class OffloadedBytes(NamedTuple):
@@ -186,8 +189,13 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
     table = decoder.param_table(model)
     num_weights = 0
+    moments = 0
     if memory.offload_optimizer != "none":
         num_weights = _num_held(table, num_shards, host_offload.should_offload)
+        moments = sum(
+            optimizer.state_bytes(config.optimizer, param, num_shards).like_weight
+            for param in filter(host_offload.should_offload, jax.tree.leaves(table))
+        )
     num_gradients = 0
     if memory.offload_optimizer == "state_and_gradients":
         num_gradients = _num_held(table, num_shards, host_offload.should_offload_gradient)
@@ -197,7 +205,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
         weights=4 * num_weights,
-        moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
+        moments=moments,
         gradients=4 * num_gradients,
     )
 

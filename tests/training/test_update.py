@@ -10,6 +10,7 @@ from jaxsp import attention
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, train_step
+from jaxsp.training.optimizers import schedules
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
@@ -104,12 +105,12 @@ def test_only_matrices_decay():
 )
 def test_learning_rates(schedule, after_warmup):
     config = batches.make_config(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
-    rate = jax.jit(optimizer.build_schedule(config, num_steps=8))
+    rate = jax.jit(schedules.build_schedule(config, num_steps=8))
     assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx(
         [2, 4, 6, 8, *after_warmup], abs=1e-5
     )
     config = batches.make_config(learning_rate=8, schedule=schedule).optimizer
-    rate = jax.jit(optimizer.build_schedule(config, num_steps=4))
+    rate = jax.jit(schedules.build_schedule(config, num_steps=4))
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
 
 
@@ -119,7 +120,7 @@ def test_learning_rates(schedule, after_warmup):
 )
 def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
     as_fraction, as_steps = (
-        optimizer.build_schedule(
+        schedules.build_schedule(
             batches.make_config(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
         )
         for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
