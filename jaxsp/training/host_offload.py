@@ -110,9 +110,10 @@ def update_each_layer(
 
     size = group_size or 1
     num_groups, num_remaining = divmod(param.num_layers, size)
-    target = jax.lax.fori_loop(
-        0, num_groups, lambda group, target: update_layers(group * size, target, size), target
-    )
+    if num_groups:
+        target = jax.lax.fori_loop(
+            0, num_groups, lambda group, target: update_layers(group * size, target, size), target
+        )
     if num_remaining:
         target = update_layers(num_groups * size, target, num_remaining)
     return target

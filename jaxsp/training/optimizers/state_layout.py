@@ -93,7 +93,7 @@ def remove_padding(param: Parameter, stored_weight: Sequence[int], tree: Any) ->
 def add_padding(tree: Any, like: Any) -> Any:
     """Adds zeros to arrays up to the shapes of `like`."""
 
-    def add(x: Array, target: Array) -> Array:
+    def add(x: Array, target: Any) -> Array:
         if x.shape == target.shape:
             return x
         return jnp.pad(x, [(0, big - own) for own, big in zip(x.shape, target.shape, strict=True)])
