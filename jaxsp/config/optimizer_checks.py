@@ -27,7 +27,7 @@ def _format(fields: dict[str, Any], name: str) -> str:
 def _check_options(fields: dict[str, Any]) -> Iterator[str]:
     """Checks that each hyperparameter that is set applies to the optimizer."""
     optimizer = fields.get("name", "adamw")
-    if optimizer not in DEFAULTS:
+    if not isinstance(optimizer, str) or optimizer not in DEFAULTS:
         return
     own = DEFAULTS[optimizer]
     names = dict.fromkeys(name for options in DEFAULTS.values() for name in options)
@@ -48,7 +48,7 @@ def _suggest_optimizers(name: str) -> str:
 def _check_schedule(fields: dict[str, Any]) -> Iterator[str]:
     """Checks that each field of a schedule that is set applies to it."""
     schedule = fields.get("schedule", "cosine")
-    if schedule not in SCHEDULE_FIELDS:
+    if not isinstance(schedule, str) or schedule not in SCHEDULE_FIELDS:
         return
     names = dict.fromkeys(name for own in SCHEDULE_FIELDS.values() for name in own)
     for name in names:

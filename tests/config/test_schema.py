@@ -465,7 +465,8 @@ def test_the_help_has_types_and_defaults():
         "run.save_every  (int | duration | epoch | null; default 30m)",
         "run.shutdown_grace  (duration; default 25s)",
         "run.stop_after  (duration | null; default null)",
-        "optimizer.eps  (float; default 1e-08)",
+        "optimizer.eps  (float | null; default null)",
+        "optimizer.weight_decay  (float; default 0.0)",
         "memory.mlp_tile_tokens  (auto | int; default auto)",
     ):
         assert line in text

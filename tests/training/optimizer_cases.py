@@ -12,10 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.schema import Config
 from jaxsp.model.layers import Parameter
-from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, train_state
-from jaxsp.training.optimizers import adamw8bit, registry, schedules, state_layout
-from jaxsp.training.program import Program
+from jaxsp.training import optimizer
+from jaxsp.training.optimizers import registry, schedules, state_layout
 from tests import batches
 from tests.training import runs
 
@@ -198,9 +196,7 @@ def make_optax(config: Config) -> optax.GradientTransformation:
     rate = optax.linear_schedule(own.learning_rate, 0.0, NUM_STEPS)
     params = batches_params()
     names = [
-        (name, index)
-        for name, param in params.items()
-        for index in range(param.num_layers or 1)
+        (name, index) for name, param in params.items() for index in range(param.num_layers or 1)
     ]
     decays = {key: params[key[0]].is_matrix for key in names}
     is_layer_matrix = {key: registry.is_layer_matrix(params[key[0]]) for key in names}

@@ -29,7 +29,7 @@ RESERVED = "reserved"
 
 CATEGORIES: Mapping[str, str] = {
     WEIGHTS: "float32 master weights, and copies in the compute dtype if the master is on the host",
-    OPTIMIZER: "the optimizer's moments",
+    OPTIMIZER: "the optimizer's state, such as moments",
     GRADIENTS: "summed over the step, one shard on each device",
     SAVED_ACTIVATIONS: "saved for the backward pass: layer inputs and attention outputs",
     ATTENTION: "queries, keys, values, outputs, their gradients, and buffers of collectives",

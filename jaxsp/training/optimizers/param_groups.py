@@ -51,6 +51,24 @@ def find_problems(config: OptimizerConfig, table: layers.Weights) -> list[str]:
     return problems
 
 
+def describe(config: OptimizerConfig, table: layers.Weights) -> list[str]:
+    """Describes each group. Example: `model.embed_tokens*: 1,024 weights, frozen`."""
+    params = jax.tree.leaves(table)
+    lines = []
+    for group in config.groups:
+        own = [param for param in params if find_group(config, param) is group]
+        size = sum(param.size * (param.num_layers or 1) for param in own)
+        parts = [f"{group.pattern}: {size:,} weights"]
+        if group.learning_rate_factor != 1:
+            parts.append(f"learning rate x {group.learning_rate_factor:g}")
+        if group.weight_decay is not None:
+            parts.append(f"weight decay {group.weight_decay:g}")
+        if group.frozen:
+            parts.append("frozen")
+        lines.append(", ".join(parts))
+    return lines
+
+
 def _check_patterns(config: OptimizerConfig, params: list[Parameter]) -> Iterator[str]:
     """Yields a message for each group without weights."""
     names = list(dict.fromkeys(param.hf_name for param in params))

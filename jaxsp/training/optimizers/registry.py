@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training.optimizers import adamw8bit, muon
+from jaxsp.training.optimizers import adafactor, adamw8bit, muon
 
 MakeTransform = Callable[[OptimizerConfig], optax.GradientTransformation]
 
@@ -58,9 +58,7 @@ def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
-    """As `--optim adafactor` of transformers: the learning rate is that of the config, not scaled
-    by the weights. Updates are clipped at a root mean square of 1."""
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    return adafactor.make_transform()
 
 
 def _momentum(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -71,7 +69,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(make_transform=_adam),
     "sgd": Optimizer(make_transform=_sgd),
     "lion": Optimizer(make_transform=_lion),
-    "adafactor": Optimizer(make_transform=_adafactor),
+    "adafactor": Optimizer(make_transform=_adafactor, sent_bytes=adafactor.sent_bytes),
     "muon": Optimizer(
         make_transform=_adam,
         make_matrix_transform=_momentum,
