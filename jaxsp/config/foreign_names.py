@@ -267,8 +267,7 @@ optimizer.name: optim optim_type optimizer optimizer.type optimizer_type opt_typ
     lion, adafactor, muon or adamw8bit)
 optimizer.learning_rate: lr peak_lr max_lr base_lr
 optimizer.groups=...: lr_groups embedding_lr embedding_lr_scale decoupled_lr decoupled_min_lr
-    param_groups param_groups_overrides ([{pattern: model.embed_tokens*,
-    learning_rate_factor: 0.1}])
+    param_groups param_groups_overrides ([{pattern: lm_head*, learning_rate_factor: 0.1}])
 optimizer.schedule: lr_scheduler lr_scheduler_type lr_schedule lr_schedule_type lr_decay_style
     scheduler scheduler.type scheduler_type (cosine, linear, constant, wsd or inverse_sqrt)
 optimizer.warmup_fraction: warmup_ratio lr_warmup_fraction warmup_steps_fraction

@@ -140,7 +140,7 @@ class OptimizerConfig(ConfigSection):
     def get_option(self, name: str) -> float:
         """Value of a field of DEFAULTS: as set, or the default of this optimizer."""
         value = getattr(self, name)
-        return DEFAULTS[self.name][name] if value is None else value
+        return float(DEFAULTS[self.name][name] if value is None else value)
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Number of warmup steps in a run of `num_steps` steps."""

@@ -321,11 +321,16 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        wrong = "x" if key == "data.eval" else "[]"
+        wrong = "x" if key in ("data.eval", "optimizer.groups") else "[]"
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
         )
         other = {
+            "optimizer.decay_fraction": ["optimizer.schedule=wsd"],
+            "optimizer.decay_steps": ["optimizer.schedule=wsd"],
+            "optimizer.decay_shape": ["optimizer.schedule=wsd"],
+            "optimizer.momentum": ["optimizer.name=sgd"],
+            "optimizer.nesterov": ["optimizer.name=sgd", "optimizer.momentum=0.9"],
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],

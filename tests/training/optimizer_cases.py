@@ -144,7 +144,7 @@ def unpad(master: Any) -> dict[str, np.ndarray]:
     return batches.name_leaves(jax.tree.map(runs.remove_padding, TABLE, master))
 
 
-def unpad_state(config: Config, master: Any, state: Any) -> list[np.ndarray]:
+def unpad_state(master: Any, state: Any) -> list[np.ndarray]:
     """Arrays of the optimizer state without padding."""
 
     def unpad_param(param, weight, own):
@@ -177,14 +177,14 @@ def run_optax(config: Config) -> dict[str, np.ndarray]:
 
 def _unstack(tree: Any) -> dict[tuple[str, int], jax.Array]:
     unstacked = {}
-    params = batches_params()
+    params = name_params()
     for name, array in batches.name_leaves(tree).items():
         layers = array if params[name].num_layers else array[None]
         unstacked |= {(name, index): jnp.asarray(layer) for index, layer in enumerate(layers)}
     return unstacked
 
 
-def batches_params() -> dict[str, Parameter]:
+def name_params() -> dict[str, Parameter]:
     """Parameters by name."""
     leaves = jax.tree.leaves_with_path(TABLE)
     return {".".join(str(key.key) for key in path): param for path, param in leaves}
@@ -194,7 +194,7 @@ def make_optax(config: Config) -> optax.GradientTransformation:
     """The optimizer of optax, with the learning rates of the config; only matrices decay."""
     own = config.optimizer
     rate = optax.linear_schedule(own.learning_rate, 0.0, NUM_STEPS)
-    params = batches_params()
+    params = name_params()
     names = [
         (name, index) for name, param in params.items() for index in range(param.num_layers or 1)
     ]

@@ -82,7 +82,7 @@ def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformat
         )
         direction, new = adam.update(gradient, whole)
         return direction, State(
-            count=new.count, mu=_quantize_signed(new.mu), nu=_quantize_positive(new.nu)
+            count=new.count, mu=quantize_signed(new.mu), nu=quantize_positive(new.nu)
         )
 
     return optax.GradientTransformation(init, update)
@@ -99,14 +99,14 @@ def dequantize(moment: Quantized) -> Float32[Array, "o i"]:
     return numbers * _spread(moment.scales, codes.shape[1])
 
 
-def _quantize_signed(numbers: Float[Array, "o i"]) -> Quantized:
+def quantize_signed(numbers: Float[Array, "o i"]) -> Quantized:
     scales = _block_maxima(numbers)
     magnitudes = _find_nearest(jnp.abs(numbers), scales, _SIGNED)
     codes = jnp.where(numbers < 0, -magnitudes, magnitudes).astype(jnp.int8)
     return Quantized(codes=codes, scales=scales)
 
 
-def _quantize_positive(numbers: Float[Array, "o i"]) -> Quantized:
+def quantize_positive(numbers: Float[Array, "o i"]) -> Quantized:
     scales = _block_maxima(numbers)
     codes = _find_nearest(numbers, scales, _POSITIVE)
     codes = jnp.where(numbers > 0, jnp.maximum(codes, 1), codes).astype(jnp.uint8)

@@ -50,7 +50,7 @@ def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
     momentum = config.get_option("momentum")
     if not momentum:
         return optax.identity()
-    return optax.trace(momentum, nesterov=bool(config.get_option("nesterov")))
+    return optax.trace(momentum, nesterov=bool(config.nesterov))
 
 
 def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
