@@ -2,8 +2,9 @@
 
 The iterations need whole matrices, and matrices are sharded. An all-to-all exchanges layers for
 shards: of a group of as many layers as there are shards, each device gets one whole matrix. Another
-all-to-all brings the shards back. Nothing is computed twice, and a device sends its shard twice.
-(An all-gather would send num_shards times as much, and repeat all arithmetic on every device.)
+all-to-all brings the shards back. Nothing is computed twice, and a device sends its shard twice. An
+all-gather of the momenta would send num_shards / 2 times as much (Llama-3.1-8B on 8 GPUs: 12.2 GB
+instead of 3.1 GB per step), and each device would repeat all arithmetic.
 
     group of 2 layers   | layer 0, rows 0-1 | layer 0, rows 2-3 |
                         | layer 1, rows 0-1 | layer 1, rows 2-3 |
