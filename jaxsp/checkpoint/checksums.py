@@ -18,8 +18,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload
-from jaxsp.training.optimizers import state_layout
+from jaxsp.training import host_offload, optimizer_state
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -38,7 +37,7 @@ def unpadded_shapes(
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
-            shape = state_layout.unpadded_shape(param, weight.shape, x.shape)
+            shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
         return jax.tree.map(to_unpadded, tree)

@@ -15,10 +15,10 @@ from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload
-from jaxsp.training.optimizers import param_groups, registry, state_layout
+from jaxsp.training import host_offload, matrix_exchange, optimizer_state
+from jaxsp.training.optimizer_state import StateBytes
+from jaxsp.training.optimizers import param_groups, registry
 from jaxsp.training.optimizers.registry import OPTIMIZERS
-from jaxsp.training.optimizers.state_layout import StateBytes
 
 
 def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
@@ -53,7 +53,7 @@ def init(config: OptimizerConfig, param: Parameter) -> Any:
 
 def state_bytes(config: OptimizerConfig, param: Parameter, num_shards: int) -> StateBytes:
     """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
-    return state_layout.held_bytes(param, describe_state(config, param), num_shards)
+    return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
 
 
 def sent_bytes(
@@ -65,8 +65,16 @@ def sent_bytes(
     """
     totals: Counter[str] = Counter()
     for param in jax.tree.leaves(table):
-        totals.update(OPTIMIZERS[config.name].sent_bytes(param, num_shards, itemsize))
+        if _needs_whole_matrices(config, param):
+            totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
+        state = describe_state(config, param)
+        totals.update(optimizer_state.sent_bytes(param, state, num_shards))
     return dict(totals)
+
+
+def _needs_whole_matrices(config: OptimizerConfig, param: Parameter) -> bool:
+    has_finish = OPTIMIZERS[config.name].finish_matrices is not None
+    return has_finish and registry.is_layer_matrix(param)
 
 
 def map_weights_and_state(
@@ -106,26 +114,29 @@ def update(
 
     Args: dtype: compute dtype, for updates that need whole matrices.
     """
-    own = OPTIMIZERS[config.name]
+    num_shards = device_mesh.num_shards(mesh)
 
     def update_param(
         param: Parameter, gradient: Array, state: Any, weight: Array
     ) -> tuple[Array, Any]:
-        rate = learning_rate * param_groups.find_group(config, param).learning_rate_factor
-        make = functools.partial(_make_update, config, param)
-        num_layers = None
-        if own.finish_matrices is not None and registry.is_layer_matrix(param):
-            finish = functools.partial(own.finish_matrices, param, mesh=mesh, dtype=dtype)
-            make = functools.partial(_make_group_update, config, param, finish)
-            num_layers = own.group_size(param, device_mesh.num_shards(mesh))
-        update_layers = make(learning_rate=rate, grad_scale=grad_scale)
+        group = param_groups.find_group(config, param)
+        scales = {
+            "learning_rate": learning_rate * group.learning_rate_factor,
+            "grad_scale": grad_scale,
+        }
+        if _needs_whole_matrices(config, param):
+            group_size = matrix_exchange.group_size(param, num_shards)
+            update_layers = _make_group_update(config, param, mesh=mesh, dtype=dtype, **scales)
+        else:
+            group_size = None
+            update_layers = _make_update(config, param, **scales)
 
         def update_if_accepted(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
             new = update_layers(old, gradient)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
         return host_offload.update_each_layer(
-            param, update_if_accepted, (weight, state), gradient, group_size=num_layers
+            param, update_if_accepted, (weight, state), gradient, group_size=group_size
         )
 
     return map_weights_and_state(table, update_param, gradients, state, master)
@@ -142,13 +153,13 @@ def _make_update(
     transform = build_transform(config, param)
 
     def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-        weight, state, own_gradient = state_layout.remove_padding(
+        weight, state, own_gradient = optimizer_state.remove_padding(
             param, old[0].shape, (*old, gradient)
         )
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
             direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
             new = (weight - learning_rate * direction, new_state)
-        return state_layout.add_padding(new, old)
+        return optimizer_state.add_padding(new, old)
 
     return update_layer
 
@@ -156,8 +167,9 @@ def _make_update(
 def _make_group_update(
     config: OptimizerConfig,
     param: Parameter,
-    finish: Callable[[Array], Array],
     *,
+    mesh: Mesh,
+    dtype: jnp.dtype,
     learning_rate: Array,
     grad_scale: Array,
 ) -> UpdateLayers:
@@ -167,12 +179,17 @@ def _make_group_update(
     """
     transform = build_transform(config, param)
     decay = param_groups.weight_decay(config, param)
+    function = OPTIMIZERS[config.name].finish_matrices
+    assert function is not None, "see _needs_whole_matrices"
+    finish = functools.partial(function, param)
 
     def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
         weights, state = old
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
             momenta, new_state = jax.vmap(transform.update)(gradients * grad_scale, state, weights)
-            directions = finish(momenta) + decay * weights
-            return weights - learning_rate * directions, new_state
+            directions = matrix_exchange.map_matrices(
+                param, finish, momenta.astype(dtype), mesh=mesh
+            ).astype(jnp.float32)
+            return weights - learning_rate * (directions + decay * weights), new_state
 
     return update_group

@@ -13,8 +13,7 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, sharding, weight_init
-from jaxsp.training.optimizers import state_layout
+from jaxsp.training import optimizer, optimizer_state, sharding, weight_init
 from jaxsp.training.program import Program
 
 
@@ -46,7 +45,7 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     def init_param(param: Parameter, opt_state: Any) -> Any:
         def init() -> Any:
             state = optimizer.init(program.config.optimizer, param)
-            return state_layout.add_padding(state, opt_state)
+            return optimizer_state.add_padding(state, opt_state)
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
@@ -79,7 +78,7 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
 
     def describe_state(param: Parameter) -> Any:
         describe = functools.partial(
-            state_layout.describe,
+            optimizer_state.describe,
             param,
             mesh=program.mesh,
             is_offloaded=program.has_offloaded_state,

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.schema import Config
 from jaxsp.model.layers import Parameter
-from jaxsp.training import optimizer
-from jaxsp.training.optimizers import registry, schedules, state_layout
+from jaxsp.training import optimizer, optimizer_state
+from jaxsp.training.optimizers import registry, schedules
 from tests import batches
 from tests.training import runs
 
@@ -104,7 +104,7 @@ def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = F
     """Shapes and shardings of the optimizer state."""
 
     def describe(param):
-        place = functools.partial(state_layout.describe, param, mesh=mesh, is_offloaded=offload)
+        place = functools.partial(optimizer_state.describe, param, mesh=mesh, is_offloaded=offload)
         return jax.tree.map(place, optimizer.describe_state(config.optimizer, param))
 
     return jax.tree.map(describe, TABLE)
@@ -149,7 +149,7 @@ def unpad_state(master: Any, state: Any) -> list[np.ndarray]:
 
     def unpad_param(param, weight, own):
         def cut(x):
-            shape = state_layout.unpadded_shape(param, weight.shape, x.shape)
+            shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
             return np.asarray(x)[tuple(slice(size) for size in shape)]
 
         return jax.tree.map(cut, own)

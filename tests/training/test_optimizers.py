@@ -14,7 +14,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.cost import comms
-from jaxsp.training import host_offload, memory_options, optimizer
+from jaxsp.training import host_offload, matrix_exchange, memory_options, optimizer
 from jaxsp.training.optimizers import adamw8bit, muon
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
@@ -117,25 +117,22 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
 
 def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     param = Parameter(shape=(64, 32), hf_name="", num_layers=10)
-    assert muon.group_size(param, 4) == 4
-    assert muon.sent_bytes(param, 4, 2) == {"all-to-all": 2 * 2 * 12 * (64 * 32 / 4) * 3 / 4}
-    assert muon.sent_bytes(param, 1, 2) == {}
+    assert matrix_exchange.group_size(param, 4) == 4
+    assert matrix_exchange.sent_bytes(param, 4, 2) == {
+        "all-to-all": 2 * 2 * 12 * (64 * 32 / 4) * 3 / 4
+    }
+    assert matrix_exchange.sent_bytes(param, 1, 2) == {}
 
 
 def test_newton_schulz_brings_singular_values_near_one():
-    """Of a matrix with singular values down to 1 % of the largest, tall and wide."""
+    """Matrices are tall and wide, with singular values down to 1 % of the largest."""
     rng = np.random.default_rng(0)
     left, _ = np.linalg.qr(rng.standard_normal((40, 24)))
     right, _ = np.linalg.qr(rng.standard_normal((24, 24)))
     tall = (left * np.geomspace(1, 0.01, 24)) @ right.T
     for matrix in (tall, tall.T):
         param = Parameter(shape=matrix.shape, hf_name="", num_layers=1)
-        actual = muon.orthogonalize(
-            param,
-            jnp.float32(matrix[None]),
-            mesh=batches.mesh(1, 1, 1),
-            dtype=jnp.dtype("float32"),
-        )
+        actual = muon.orthogonalize(param, jnp.float32(matrix[None]))
         values = np.linalg.svd(np.asarray(actual[0]) / (0.2 * 40**0.5), compute_uv=False)
         assert 0.65 < values.min() < values.max() < 1.25
 

@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """As optax.scale_by_adam for one matrix, with moments in 8 bits between updates."""
+    """Adam (optax.scale_by_adam) of one matrix, with moments in 8 bits between updates."""
     adam = optax.scale_by_adam(b1, b2, eps)
 
     def init(matrix: Any) -> State:

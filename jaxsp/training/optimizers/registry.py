@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training.optimizers import adafactor, adamw8bit, muon
+from jaxsp.training.optimizers import adamw8bit, muon
 
 MakeTransform = Callable[[OptimizerConfig], optax.GradientTransformation]
 
@@ -24,16 +24,9 @@ class Optimizer:
     make_transform: MakeTransform
     make_matrix_transform: MakeTransform | None = None
     """Transform of the layers' matrices, if theirs differs."""
-    finish_matrices: Callable[..., Array] | None = None
+    finish_matrices: Callable[[Parameter, Array], Array] | None = None
     """Last part of the update of the layers' matrices, if it needs whole matrices on a device:
-    `(param, updates_nOI, mesh=, dtype=) -> updates_nOI`, of a group of stored layers."""
-    group_size: Callable[[Parameter, int], int] = lambda param, num_shards: 1
-    """Number of layers in a group of `finish_matrices`, from the number of shards."""
-    sent_bytes: Callable[[Parameter, int, int], dict[str, float]] = (
-        lambda param, num_shards, itemsize: {}
-    )
-    """Bytes that a device sends in a step to update a weight, by operation: a formula of the
-    parameter, the number of shards and the bytes of a number in the compute dtype."""
+    `(param, updates_nOI) -> updates_nOI`, in the compute dtype. It keeps zero rows and columns."""
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -58,7 +51,12 @@ def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
-    return adafactor.make_transform()
+    """Adafactor of transformers (`--optim adafactor`): its learning rate is that of the config.
+
+    Averages of squared gradients are by row and column in matrices of at least 128 x 128. Updates
+    are clipped at a root mean square of 1. Source: arXiv:1804.04235, sections 3, 6 and 7.2.
+    """
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
 
 
 def _momentum(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -69,13 +67,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer(make_transform=_adam),
     "sgd": Optimizer(make_transform=_sgd),
     "lion": Optimizer(make_transform=_lion),
-    "adafactor": Optimizer(make_transform=_adafactor, sent_bytes=adafactor.sent_bytes),
+    "adafactor": Optimizer(make_transform=_adafactor),
     "muon": Optimizer(
         make_transform=_adam,
         make_matrix_transform=_momentum,
         finish_matrices=muon.orthogonalize,
-        group_size=muon.group_size,
-        sent_bytes=muon.sent_bytes,
     ),
     "adamw8bit": Optimizer(make_transform=_adam, make_matrix_transform=_adam8bit),
 }

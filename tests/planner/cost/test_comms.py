@@ -7,8 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, sharding
-from jaxsp.training.optimizers import muon
+from jaxsp.training import available_memory, matrix_exchange, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -114,11 +113,13 @@ def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
     for kind in ("all-gather", "reduce-scatter", "all-to-all"):
         assert comms.sum_bytes(sent, operation=kind) == expected[kind]
     assert 0 <= comms.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
-    exchanged = comms.sum_bytes(sent, scope=muon.SCOPE)
+    exchanged = comms.sum_bytes(sent, scope=matrix_exchange.SCOPE)
     layer = 4 * 1024 * 1024 + 3 * 1024 * 2560
     assert exchanged == (2 * 2 * 16 * layer / 8 * 7 / 8 if name == "muon" else 0)
     if name == "muon":
-        exchanges = comms.sum_bytes(sent, operation="all-to-all", scope=muon.SCOPE, dtype="bf16")
+        exchanges = comms.sum_bytes(
+            sent, operation="all-to-all", scope=matrix_exchange.SCOPE, dtype="bf16"
+        )
         assert exchanges == exchanged
 
 

@@ -131,3 +131,21 @@ def held_bytes(param: Parameter, state: Any, num_shards: int) -> StateBytes:
         else:
             others += x.size * x.dtype.itemsize
     return StateBytes(like_weight=like_weight, others=others)
+
+
+def sent_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, float]:
+    """Bytes that a device sends to keep averages of a matrix's rows and columns on all devices.
+
+    Averages along the sharded dim are summed over the shards (all-reduce), the others are gathered
+    (all-gather). A few bytes for clipping are left out. Args: state: as for `held_bytes`.
+    """
+    placement = sharding.choose_placement(param, num_shards)
+    layers = [_layer_shape(param, x.shape) for x in jax.tree.leaves(state)]
+    has_averages = any(len(shape) == 1 and shape[0] in param.shape for shape in layers)
+    if placement.dim is None or len(param.shape) != 2 or not has_averages:
+        return {}
+    moved = 4 * (param.num_layers or 1) * (1 - 1 / num_shards)
+    return {
+        "all-gather": moved * placement.stored_shape[placement.dim],
+        "all-reduce": 2 * moved * param.shape[1 - placement.dim],
+    }
