@@ -103,7 +103,8 @@ def describe(config: OptimizerConfig, num_steps: int) -> str:
     text = f"{config.schedule} schedule"
     if config.schedule == "wsd":
         steps = config.num_decay_steps(num_steps)
-        text += f", {config.decay_shape or 'sqrt'} decay in the last {steps:,} steps"
+        last_steps = "step" if steps == 1 else f"{steps:,} steps"
+        text += f", {config.decay_shape or 'sqrt'} decay in the last {last_steps}"
     if config.min_learning_rate_fraction:
         text += f" to {100 * config.min_learning_rate_fraction:g} % of the peak"
     return text
