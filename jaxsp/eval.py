@@ -13,7 +13,7 @@ import jax
 import rich.console
 
 from jaxsp import cli
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
@@ -22,7 +22,7 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
-from jaxsp.run import build, model_files, resume
+from jaxsp.run import build, initial_weights, resume
 from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
@@ -61,11 +61,14 @@ def main(arguments: list[str]) -> None:
     program = resolved.program
     if checkpoint is not None:
         like = train_state.abstract_weights(program)
-        master = reader.restore_weights(checkpoint, like, table=program.table)
+        frozen = initial_weights.open_sources(program, resolved.model_folder, None).make_frozen()
+        master = reader.restore_weights(checkpoint, like, table=program.table, frozen=frozen)
+        base.check(checkpoint, base.compute_checksums(program.table, master))
     else:
         assert resolved.model_folder is not None, "WHAT is a model's source"
-        load, _ = model_files.make_weight_loader(program, resolved.model_folder)
-        master = load()
+        master = initial_weights.open_sources(
+            program, resolved.model_folder, resolved.adapter_folder
+        ).make()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
 
     def print_line(text: str) -> None:
@@ -141,8 +144,11 @@ def _resolve_config(
     memory = config.memory.model_copy(
         update={"offload_activations": "none", "offload_optimizer": "none"}
     )
+    adapter = config.adapter
+    if checkpoint is not None:  # it contains the adapters, whose source may be gone
+        adapter = adapter.model_copy(update={"source": None})
     return build.resolve_config(
-        config.model_copy(update={"memory": memory}),
+        config.model_copy(update={"memory": memory, "adapter": adapter}),
         devices=jax.devices(),
         problems=ProblemCollector(),
         for_training=False,

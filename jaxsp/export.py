@@ -8,25 +8,26 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, writer
-from jaxsp.model import decoder
-from jaxsp.run import resume
+from jaxsp.hf import model_config, peft, writer
+from jaxsp.model import adapters
+from jaxsp.model.config import ModelConfig
+from jaxsp.run import merging, resume
 from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.training import trainable
 
 if TYPE_CHECKING:
     import transformers
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the command. Weights are written in the run's compute dtype, as used for its losses."""
+    """Runs the command."""
     args = _make_parser().parse_args(arguments)
-    out = pathlib.Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: already exists. Use a new or empty folder, or remove it.")
+    writer.check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
     checkpoint = run_paths.find_latest(args.run)
     if checkpoint is None:
@@ -36,7 +37,62 @@ def main(arguments: list[str]) -> None:
         )
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
-    table = decoder.param_table(model_config.parse_model_config(meta.model, field="model.config"))
+    model = model_config.parse_model_config(
+        meta.model, field="model.config", row_tokens=config.data.max_row_tokens
+    )
+    model = adapters.add_adapter(model, config.adapter)
+    if args.merge and model.lora is None:
+        raise UserError(f"--merge: {args.run} has no adapter. Leave the flag out.")
+    console = rich.console.Console(markup=False)
+    is_adapter = model.lora is not None and not args.merge
+    export = _export_adapter if is_adapter else _export_model
+    for line in export(args, checkpoint, meta, config, model):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _export_adapter(
+    args: argparse.Namespace,
+    checkpoint: pathlib.Path,
+    meta: CheckpointMeta,
+    config: Config,
+    model: ModelConfig,
+) -> list[str]:
+    """Exports the adapters in PEFT's format, and returns the lines to print."""
+    if args.dtype == "bfloat16":
+        raise UserError("--dtype = bfloat16: adapters are float32. Use --merge, or leave it out.")
+    table = trainable.build_table(model, config)
+    peft.save_adapter(
+        reader.read_weights(checkpoint, table),
+        table=trainable.select_trained(table, table),
+        adapter=config.adapter,
+        model=model,
+        base=config.model.source,
+        directory=args.out,
+        small_files=resume.find_model_dir(checkpoint),
+    )
+    return [
+        f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)",
+        f"load it with peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r}), which "
+        "needs PyTorch; --merge exports the whole model instead",
+    ]
+
+
+def _export_model(
+    args: argparse.Namespace,
+    checkpoint: pathlib.Path,
+    meta: CheckpointMeta,
+    config: Config,
+    model: ModelConfig,
+) -> list[str]:
+    """Exports the whole model, and returns the lines to print.
+
+    Weights are written in the run's compute dtype by default, as used for its losses.
+    """
+    out = pathlib.Path(args.out)
+    table = trainable.build_table(model, config)
+    weights = reader.read_weights(checkpoint, table)
+    if config.has_frozen_weights:
+        table, weights = merging.merge_base(checkpoint, weights, config=config, model=model)
     model_dir = resume.find_model_dir(checkpoint)
     tokenizer = None
     small_files = None
@@ -46,7 +102,7 @@ def main(arguments: list[str]) -> None:
         tokenizer = _load_tokenizer(config, model_dir)
     dtype = args.dtype or config.model.compute_dtype
     writer.export_model(
-        reader.read_weights(checkpoint, table),
+        weights,
         table=table,
         fields=meta.model,
         tokenizer=tokenizer,
@@ -67,13 +123,13 @@ def main(arguments: list[str]) -> None:
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}), "
         "which needs PyTorch"
     )
-    console = rich.console.Console(markup=False)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    return lines
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = cli.make_parser("export", "Exports a run's weights to a Hugging Face folder.")
+    parser = cli.make_parser(
+        "export", "Exports a run's weights to a Hugging Face folder, or its adapters to PEFT's."
+    )
     parser.add_argument(
         "run",
         metavar="RUN_OR_CHECKPOINT",
@@ -83,9 +139,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "out", metavar="OUT_DIR", help="folder to create; must not exist, or be empty"
     )
     parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="adds the adapters of a LoRA run to the base, and exports the whole model",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="dtype of the weights; default: the run's compute_dtype",
+        help="dtype of a model's weights; default: the run's compute_dtype",
     )
     return parser
 

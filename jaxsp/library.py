@@ -41,7 +41,7 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, writer
 from jaxsp.model import layers
-from jaxsp.run import build, model_files
+from jaxsp.run import build, initial_weights
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import host_offload
 from jaxsp.training.loss import TokenLoss
@@ -102,8 +102,8 @@ def load_model(
         program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
     )
     problems.raise_if_any()
-    load, _ = model_files.make_weight_loader(program, resolved.model_folder)
-    return program, load()
+    weights = initial_weights.open_sources(program, resolved.model_folder, resolved.adapter_folder)
+    return program, weights.make()
 
 
 def pack(

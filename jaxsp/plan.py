@@ -4,6 +4,7 @@ Plans memory, traffic and time of a run on absent GPUs.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import pathlib
@@ -17,7 +18,7 @@ from jaxsp import cli
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.hf import context_range, published
+from jaxsp.hf import context_range, peft, published
 from jaxsp.planner import modes, plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
@@ -59,6 +60,9 @@ def main(arguments: list[str]) -> None:
     row_tokens = config.data.max_row_tokens
     sizes = published.read_sizes(config.model, row_tokens=row_tokens)
     excess = context_range.describe_excess(sizes.fields, row_tokens=row_tokens)
+    adapter = peft.resolve(config.adapter, sizes.model)
+    config = config.model_copy(update={"adapter": adapter.config})
+    sizes = dataclasses.replace(sizes, model=adapter.model)
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
     _check_single_length(given, config)

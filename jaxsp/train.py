@@ -12,7 +12,7 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config
+from jaxsp.hf import model_config, peft
 from jaxsp.run import build, preview, resume, trainer
 from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir
 from jaxsp.runtime.cluster import Process
@@ -96,6 +96,7 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
         model = model_config.parse_model_config(
             fields, field=field, row_tokens=config.data.max_row_tokens
         )
+        model = peft.resolve(config.adapter, model).model
     except UserError:
         # A resumed run reads the model from its checkpoint. Otherwise the error is reported later,
         # with all others.

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from jaxsp.config import config_errors
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.nonfinite import NonfiniteStep
+from jaxsp.reporting.starts import StartLine
 from jaxsp.training.evaluator import EvalResult
 from scripts import generated_text
 
@@ -26,6 +27,7 @@ LINES = {
     "metrics reference": MetricsLine,
     "eval reference": EvalResult,
     "nonfinite reference": NonfiniteStep,
+    "starts reference": StartLine,
 }
 """Dataclasses of JSON lines, by the part of the file that lists their fields."""
 

@@ -92,7 +92,11 @@ def make_rope(head_dim: int, **group: Any) -> Rope:
 
 
 def make_config(
-    *, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any
+    *,
+    compute_dtype: str = "float32",
+    memory: dict | None = None,
+    adapter: dict | None = None,
+    **optimizer: Any,
 ) -> Config:
     """A config with SGD, learning rate 1 and no clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
@@ -104,6 +108,7 @@ def make_config(
             "batch": {"rows_per_step": 8},
             "optimizer": plain | optimizer,
             "memory": {"loss_tile_tokens": 7} | (memory or {}),
+            "adapter": adapter or {},
         }
     )
 

@@ -88,6 +88,7 @@ def test_the_output_names_the_mesh_and_the_next_command(quickstart):
     assert {path.name for path in directory.iterdir()} == {
         "config.yaml",
         "banner.txt",
+        "starts.jsonl",
         "metrics.jsonl",
         "eval.jsonl",
         "tensorboard",

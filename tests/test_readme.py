@@ -111,7 +111,7 @@ def test_plan_commands_have_valid_arguments(monkeypatch):
         config_file.load(REPO / arguments.config, arguments.changes)
 
 
-@pytest.mark.parametrize("name", ["config", "metrics", "eval", "nonfinite"])
+@pytest.mark.parametrize("name", ["config", "metrics", "eval", "nonfinite", "starts"])
 def test_the_reference_is_up_to_date(name):
     part = f"{name} reference"
     text = generated_text.read_part(config_reference.FILE, part)

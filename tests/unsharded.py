@@ -20,3 +20,6 @@ class UnshardedGather:
 
     def reduce_scatter(self, param, gradient):
         return gradient.astype(jnp.float32)
+
+    def has_gradient(self, weight):
+        return True

@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload, optimizer_state
+from jaxsp.training import host_offload, optimizer_state, quantization
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -31,11 +31,19 @@ _BLOCK_ELEMENTS = 4 * 1024 * 1024
 
 
 def unpadded_shapes(
-    table: layers.Weights, items: Mapping[str, Any]
+    table: layers.Weights, items: Mapping[str, Any], *, like: str = "master"
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes without padding, by path. Args: items: "master", also "opt"."""
+    """Returns shapes and dtypes without padding, by path.
+
+    Args:
+        items: trees of arrays, such as "master" and "opt".
+        like: name of the item with the weights.
+    """
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
+        if quantization.is_quantized(param):
+            return quantization.describe(param, param.stacked_shape)
+
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
             shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -43,10 +51,7 @@ def unpadded_shapes(
         return jax.tree.map(to_unpadded, tree)
 
     return name_leaves(
-        {
-            name: jax.tree.map(shapes_like, table, items["master"], item)
-            for name, item in items.items()
-        }
+        {name: jax.tree.map(shapes_like, table, items[like], item) for name, item in items.items()}
     )
 
 

@@ -23,7 +23,7 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import run_paths
-from jaxsp.training import sharding
+from jaxsp.training import sharding, trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 
@@ -58,6 +58,8 @@ class CheckpointMeta:
     has_pending_evaluation: bool = False
     """True if a stop skipped an evaluation that was due."""
     early_stopping: EarlyStoppingState | None = None
+    base: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Checksums of the frozen weights, which the checkpoint does not contain: see base.py."""
     arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Checksum ("digest"), dtype and unpadded shape of each array, by its path in the state."""
 
@@ -112,10 +114,12 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
 
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
-    """Reads float32 master weights into host memory, without padding.
+    """Reads the trained weights, float32, into host memory, without padding.
 
+    Args: table: parameters of the model; frozen ones are ignored.
     Raises: DamagedCheckpointError.
     """
+    table = trainable.select_trained(table, table)
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
     master = jax.tree.map(sharding.remove_padding, table, stored)
@@ -126,35 +130,54 @@ def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weig
 
 
 def restore_weights(
-    checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights
+    checkpoint: pathlib.Path,
+    like: layers.Weights,
+    *,
+    table: layers.Weights,
+    frozen: layers.Weights,
 ) -> layers.Weights:
-    """Restores master weights with the shapes and shardings of `like`, on any mesh.
+    """Restores weights with the shapes and shardings of `like`, on any mesh.
 
+    Args: frozen: the frozen weights (`trainable.select_frozen`), which checkpoints do not contain.
     Raises: DamagedCheckpointError in all processes.
     """
-    return _restore_items(checkpoint, {run_paths.MASTER: like}, table)[run_paths.MASTER]
+    items = {run_paths.MASTER: trainable.select_trained(table, like)}
+    return trainable.merge(frozen, _restore_items(checkpoint, items, table)[run_paths.MASTER])
 
 
 def restore(
-    checkpoint: pathlib.Path, like: TrainState, *, table: layers.Weights, num_steps: int
+    checkpoint: pathlib.Path,
+    like: TrainState,
+    *,
+    table: layers.Weights,
+    num_steps: int,
+    frozen: layers.Weights | None = None,
 ) -> TrainState:
     """Restores the state after `num_steps` steps, with the shapes and shardings of `like`.
 
+    Args: frozen: as in `restore_weights`; None if there are none.
     Raises: DamagedCheckpointError in all processes.
     """
-    restored = _restore_items(checkpoint, list_items(like), table)
+    restored = _restore_items(checkpoint, list_items(like, table), table)
+    opt_state = like.opt_state
+    if run_paths.OPT in restored:
+        no_state = trainable.select_frozen(table, jax.tree.map(lambda _: None, table))
+        opt_state = trainable.merge(no_state, restored[run_paths.OPT])
     return TrainState(
-        master=restored[run_paths.MASTER],
-        opt_state=restored.get(run_paths.OPT, like.opt_state),
+        master=trainable.merge(frozen or {}, restored[run_paths.MASTER]),
+        opt_state=opt_state,
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
 
 
-def list_items(state: TrainState) -> dict[str, Any]:
-    """Returns the items of a checkpoint; without optimizer state (sgd) there is only one."""
-    items = {run_paths.MASTER: state.master}
+def list_items(state: TrainState, table: layers.Weights) -> dict[str, Any]:
+    """Returns the items of a checkpoint: trained weights, and their optimizer state.
+
+    Without optimizer state (sgd) there is only one.
+    """
+    items = {run_paths.MASTER: trainable.select_trained(table, state.master)}
     if jax.tree.leaves(state.opt_state):
-        items[run_paths.OPT] = state.opt_state
+        items[run_paths.OPT] = trainable.select_trained(table, state.opt_state)
     return items
 
 
@@ -199,7 +222,7 @@ def _restore_items(
         }
 
     restored = raise_on_all_processes(checkpoint, read)
-    expected = checksums.unpadded_shapes(table, restored)
+    expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
     shapes = {name: leaf.shape for name, leaf in expected.items()}
     # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)

@@ -22,7 +22,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import distributed, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
-from jaxsp.training import host_offload
+from jaxsp.training import host_offload, trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 
@@ -100,6 +100,7 @@ class CheckpointWriter:
         """
         self._directory = directory.absolute()
         self._table = table
+        self._trained = trainable.select_trained(table, table)
         self._retention = retention
         self._status = status or RunStatus()
         self._before_write = before_write
@@ -138,8 +139,8 @@ class CheckpointWriter:
     def compile_ahead(self, state: TrainState) -> None:
         """Compiles the checksum programs during the first steps, before the first `save`."""
         # shapes only: the first step reuses the memory of the arrays
-        items = jax.tree.map(checksums.to_shape, reader.list_items(state))
-        unpadded = checksums.unpadded_shapes(self._table, items)
+        items = jax.tree.map(checksums.to_shape, reader.list_items(state, self._table))
+        unpadded = checksums.unpadded_shapes(self._trained, items)
         shapes = {name: leaf.shape for name, leaf in unpadded.items()}
         self._compiling = self._pool.submit(
             checksums.compile_programs, checksums.name_leaves(items), shapes
@@ -156,7 +157,7 @@ class CheckpointWriter:
         began = time.monotonic()
         assert self._pending is None, "the previous write has not ended"
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
-        items = reader.list_items(state)
+        items = reader.list_items(state, self._table)
         self._num_bytes = disk_space.tree_bytes(items)
         meta = dataclasses.replace(meta, arrays=self._checksum_arrays(items))
         self._pending = _PendingWrite(meta=meta, items=items, began=began)
@@ -319,7 +320,7 @@ class CheckpointWriter:
         return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
 
     def _checksum_arrays(self, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        unpadded = checksums.unpadded_shapes(self._table, items)
+        unpadded = checksums.unpadded_shapes(self._trained, items)
         arrays = checksums.name_leaves(items)
         shapes = {name: leaf.shape for name, leaf in unpadded.items()}
         began = time.monotonic()

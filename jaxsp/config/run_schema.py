@@ -21,9 +21,9 @@ class RunConfig(ConfigSection):
     """Run directory, length of training, and behavior on signals, hangs and NaN losses."""
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
-    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, eval.jsonl, tensorboard/,
-    model/, checkpoints/, heartbeat.json and lock. It may also contain nonfinite_steps.jsonl and
-    damaged/, which are safe to delete."""
+    """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
+    tensorboard/, model/, checkpoints/, heartbeat.json and lock. It may also contain
+    nonfinite_steps.jsonl and damaged/, which are safe to delete."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Seed of the random weights and of the order of rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None

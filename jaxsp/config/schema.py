@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from jaxsp.config import fields
+from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
@@ -117,7 +118,8 @@ class MemoryConfig(ConfigSection):
     ] = "none"
     """Arrays kept in host memory between steps. state: float32 weights and the optimizer's moments;
     the update copies one layer at a time to its device, and weights in the compute dtype stay
-    there. state_and_gradients: also finished gradients. Requires jax 0.11.1 or later."""
+    there. state_and_gradients: also finished gradients, and frozen weights. Requires jax 0.11.1 or
+    later."""
     mlp_tile_tokens: Annotated[Literal["auto"] | PositiveCount, with_examples(4096)] = "auto"
     """Tokens per device that go through a layer's projections and MLP at a time; tiles are
     recomputed in the backward pass. auto: all tokens, or fewer if the step does not fit."""
@@ -146,9 +148,15 @@ class Config(ConfigSection):
     data: DataConfig
     batch: BatchConfig
     optimizer: OptimizerConfig
+    adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """True if some of the model's own weights are not trained."""
+        return self.adapter.type != "none"
 
     def with_row_tokens(self, row_tokens: int) -> "Config":
         """Returns the config of steps whose rows have one of the lengths.

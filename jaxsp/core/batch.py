@@ -80,8 +80,8 @@ def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:
     return rows_per_step // global_microbatch_rows
 
 
-def step_row_index(microbatch: int, slot: int, *, num_groups: int, rows_per_microbatch: int) -> int:
-    """Index in the step of the row in `slot` of a microbatch's B rows.
+def step_row_index(microbatch: Any, slot: Any, *, num_groups: int, rows_per_microbatch: int) -> Any:
+    """Index in the step of the row in `slot` of a microbatch's B rows; of integers or arrays.
 
     Rows are dealt to the groups round-robin: row i is row i // num_groups of group i % num_groups.
     Row b of group g is in slot g * rows_per_microbatch + b of its microbatch, because B is split

@@ -10,7 +10,9 @@ its mirror image from the back. With P = 4:
 P is the degree of the layout. With P = 1, the row keeps its order.
 """
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 
 def chunk_order(degree: int) -> tuple[int, ...]:
@@ -40,6 +42,17 @@ def spans(begin: int, end: int, *, row_tokens: int, degree: int) -> list[tuple[i
             ranges.append((first, first + length))
         begin += length
     return ranges
+
+
+def tokens_in_places(
+    places: Int32[Array, "l"], *, row_tokens: int, degree: int
+) -> Int32[Array, "l"]:
+    """Returns the tokens in some places of the layout, inside jit."""
+    if degree == 1:
+        return places
+    chunk_tokens = row_tokens // (2 * degree)
+    chunks = jnp.asarray(chunk_order(degree), jnp.int32)[places // chunk_tokens]
+    return chunks * chunk_tokens + places % chunk_tokens
 
 
 def token_order(row_tokens: int, degree: int) -> np.ndarray:

@@ -73,23 +73,23 @@ def find(
     *,
     field: str = "model.source",
     names: tuple[str, ...] = (*_SMALL_FILES, INDEX_FILE),
+    config_file: str = "config.json",
     deadline_s: float | None = None,
 ) -> ModelFolder:
     """Finds a folder, or else the hub's model of that name, and downloads files of these names.
 
     Args:
         names: names and patterns of files to download, by default all except weights.
+        config_file: name of the file that the folder must have.
         deadline_s: longest wait for the hub; None: no limit.
     Raises:
         HubError if the hub cannot be reached or refuses the model; other UserError if there is no
-        such folder or model, or it has no config.json.
+        such folder or model, or it has no config file.
     """
     path = paths.expand_user(source, field=field)
     asked = f"{field} = {source}"
     if path.exists() and not path.is_dir():
-        raise UserError(
-            f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}."
-        )
+        raise UserError(f"{asked}: is a file. Give the folder with {config_file}: {path.parent}.")
     is_on_hub = not path.is_dir()
     if is_on_hub and paths.is_path(source):
         raise UserError(f"{asked}: {_missing_problem(path)}")
@@ -100,12 +100,12 @@ def find(
             if not has_parent(source):
                 raise
             raise HubError(f"{asked}: {_missing_problem(path)}", reason=error.reason) from None
-    if not (path / "config.json").is_file():
+    if not (path / config_file).is_file():
         suggestion = "Give a folder that transformers loads."
         if is_on_hub:
             suggestion += f" If a download was interrupted, complete it with: hf download {source}."
-        raise UserError(f"{asked}: {path} contains no config.json. {suggestion}")
-    fields = read_json(path / "config.json", error_prefix=asked)
+        raise UserError(f"{asked}: {path} contains no {config_file}. {suggestion}")
+    fields = read_json(path / config_file, error_prefix=asked)
     return ModelFolder(
         source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
     )

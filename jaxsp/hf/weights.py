@@ -95,7 +95,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         tensors={name: stored[name] for name in shapes},
         left_out=text_part.describe_left_out(left_out),
     )
-    if head is not None and not _is_same_tensor(reader, head, stored[embedding_name]):
+    if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
         raise UserError(
             f"{asked}: {_HEAD_NAME} must equal {embedding_name}, because config.json has "
             "tie_word_embeddings = true. Set it to false there to train both, or remove the "
@@ -250,7 +250,7 @@ def _find_differences(
     ]
 
 
-def _is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTensor) -> bool:
+def is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTensor) -> bool:
     """True if two tensors contain the same numbers."""
     if head is embedding or head.shape != embedding.shape:
         return head is embedding

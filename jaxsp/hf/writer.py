@@ -5,6 +5,7 @@ import json
 import pathlib
 import secrets
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -55,7 +56,8 @@ def export_model(
 
     Args:
         master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
-            over devices of this process. Zeros that pad shards are left out.
+            over devices of this process. Zeros that pad shards are left out. Instead of an array, a
+            function that returns a layer's (of a weight outside the layers: `function(None)`).
         fields: fields of the config.json that the model was made from.
         tokenizer: None if training read tokens; then the folder has no tokenizer.
         small_files: folder whose tokenizer, chat template and generation config are copied
@@ -64,26 +66,38 @@ def export_model(
         In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
-    target = check_target(directory)
     token_ids = model_config.choose_token_ids(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=token_ids)
+    with create_folder(directory) as target:
+        write_json(target / "config.json", config)
+        given_ids = {name: ids for name, ids in token_ids.items() if ids is not None}
+        write_json(target / "generation_config.json", given_ids)
+        if small_files is not None:
+            folder.copy_small_files(small_files, target, exclude=("config.json",))
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        _write_weights(
+            target,
+            list_tensors(master, table),
+            dtype=jnp.dtype(dtype),
+            max_shard_size=max_shard_size,
+        )
+
+
+@contextlib.contextmanager
+def create_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """Context that yields a folder to write to, which gets its name at the end.
+
+    Until then it is `NAME.incomplete-...`; it is removed if the body fails.
+
+    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    """
+    target = check_target(directory)
     incomplete = target.with_name(f"{target.name}.incomplete-{secrets.token_hex(4)}")
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         incomplete.mkdir(parents=True)
-        _write_json(incomplete / "config.json", config)
-        given_ids = {name: ids for name, ids in token_ids.items() if ids is not None}
-        _write_json(incomplete / "generation_config.json", given_ids)
-        if small_files is not None:
-            folder.copy_small_files(small_files, incomplete, exclude=("config.json",))
-        elif tokenizer is not None:
-            tokenizer.save_pretrained(incomplete)
-        _write_weights(
-            incomplete,
-            _list_tensors(master, table),
-            dtype=jnp.dtype(dtype),
-            max_shard_size=max_shard_size,
-        )
+        yield incomplete
         incomplete.rename(target)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{directory}: cannot be written: {error}.") from error
@@ -94,11 +108,12 @@ def export_model(
                 parent.rmdir()
 
 
-class _ExportTensor(NamedTuple):
+class ExportTensor(NamedTuple):
     """A tensor of the export that is not yet copied to the host."""
 
     parts: list[tuple[Parameter, Any]]
-    """Parameters below each other in the tensor, with their arrays."""
+    """Parameters below each other in the tensor, with their arrays, or with functions that return
+    the array of a layer."""
     layer: int | None
 
     @property
@@ -111,32 +126,35 @@ class _ExportTensor(NamedTuple):
         return np.ascontiguousarray(whole)  # safetensors ignores strides
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
-        stored = array if self.layer is None else array[self.layer]
+        if callable(array):
+            stored = array(self.layer)
+        else:
+            stored = array if self.layer is None else array[self.layer]
         unpadded = tuple(slice(size) for size in param.shape)
         part = np.asarray(stored.astype(dtype))[unpadded]
         assert part.shape == param.shape, (param.hf_name, part.shape)
         return part
 
 
-def _list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _ExportTensor]:
+def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:
     """All tensors by name, layer by layer, so that a layer is mostly in one file."""
-    tensors: dict[str, _ExportTensor] = {}
+    tensors: dict[str, ExportTensor] = {}
     parts = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
     parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
     for param, array in parts:
         if param.num_layers is None:
-            tensors[param.hf_name] = _ExportTensor([(param, array)], None)
+            tensors[param.hf_name] = ExportTensor([(param, array)], None)
     stacked = [part for part in parts if part[0].num_layers is not None]
-    for layer in range(stacked[0][0].num_layers):
+    for layer in range(stacked[0][0].num_layers if stacked else 0):
         for param, array in stacked:
             name = param.hf_name.format(layer=layer)
-            tensors.setdefault(name, _ExportTensor([], layer)).parts.append((param, array))
+            tensors.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
     return tensors
 
 
 def _write_weights(
     target: pathlib.Path,
-    tensors: dict[str, _ExportTensor],
+    tensors: dict[str, ExportTensor],
     *,
     dtype: np.dtype,
     max_shard_size: str | int,
@@ -148,17 +166,21 @@ def _write_weights(
         max_shard_size=max_shard_size,
     )
     for name, members in plan.filename_to_tensors.items():
-        arrays = {member: tensors[member].to_numpy(dtype) for member in members}
-        # transformers refuses files without a format
-        safetensors.numpy.save_file(arrays, target / name, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read
-        shutil.copymode(target / "config.json", target / name)
-        # free this file's weights before those of the next are copied
-        del arrays
+        write_file(target / name, {member: tensors[member] for member in members}, dtype=dtype)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(target / folder.INDEX_FILE, index)
+        write_json(target / folder.INDEX_FILE, index)
 
 
-def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+def write_file(path: pathlib.Path, tensors: dict[str, ExportTensor], *, dtype: np.dtype) -> None:
+    """Writes tensors to a safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode
+    arrays = {name: tensor.to_numpy(dtype) for name, tensor in tensors.items()}
+    # transformers refuses files without a format
+    safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes files that only their owner can read
+
+
+def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

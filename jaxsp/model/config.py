@@ -52,6 +52,25 @@ class QueryScale:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters beside the projections of every layer: y = W x + scale * B (A x).
+
+    With `is_dora`, each row of W + scale * B A is divided by its norm, and multiplied by a trained
+    magnitude; the norm counts as a constant in the backward pass.
+
+    Source: Hu et al. 2021 (LoRA); Liu et al. 2024 (DoRA), sections 4.1 and 4.3.
+    """
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+    """Names of the adapted projections in a layer. Example: `self_attn.q_proj`."""
+    is_dora: bool = False
+    dropout: float = 0.0
+    """Fraction of the elements of A's input that are set to 0 in training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Llama-style decoder. A family is a choice of these fields, never a subclass."""
 
@@ -102,6 +121,7 @@ class ModelConfig:
     """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float
     """Standard deviation of randomly initialized matrices."""
+    lora: Lora | None = None
 
     @property
     def num_layers(self) -> int:

@@ -11,10 +11,14 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import Attend
 from jaxsp.core.batch import Batch
-from jaxsp.model import layers, remat, tiling
+from jaxsp.model import dropout, layers, remat, tiling
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.dropout import Keys
 from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
+
+LAYER_PREFIX = "model.layers.{layer}."
+"""Beginning of the names of a layer's tensors in Hugging Face's files."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -26,7 +30,7 @@ def param_table(config: ModelConfig) -> layers.Weights:
     """
 
     def stack(param: Parameter) -> Parameter:
-        hf_name = "model.layers.{layer}." + param.hf_name
+        hf_name = LAYER_PREFIX + param.hf_name
         return dataclasses.replace(param, hf_name=hf_name, num_layers=config.num_layers)
 
     state = nnx.split(Decoder(config))[1]
@@ -59,6 +63,7 @@ def hidden_states(
     dtype: jnp.dtype,
     policy: RematPolicy,
     tile_tokens: int,
+    token_keys: Keys | None = None,
 ) -> Float[Array, "B l D"]:
     """Input of the head: this device's tokens after the last norm.
 
@@ -69,6 +74,7 @@ def hidden_states(
         policy: activations that are saved for the backward pass.
         tile_tokens: tokens that go through the parts of a layer before and after attention at a
             time.
+        token_keys: random keys for dropout; None: no dropout.
     """
     params = param_table(config)
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
@@ -82,11 +88,12 @@ def hidden_states(
     def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
         shards, indices = inputs
         x_BlD = remat.name_layer_input(x_BlD)
+        keys = dropout.fold_layer(token_keys, indices.layer)
         q_BlHK, k_BlGK, v_BlGK, mlp_input_BlD = apply(
             lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
             params["layers"]["pre_attention"],
             shards["pre_attention"],
-            (x_BlD, batch.positions_BL),
+            (x_BlD, batch.positions_BL, keys),
             shared=() if indices.rope is None else (indices.rope,),
         )
         sinks_H = None
@@ -99,11 +106,11 @@ def hidden_states(
             lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
             params["layers"]["post_attention"],
             shards["post_attention"],
-            (x_BlD, out_BlHK, *([mlp_input_BlD] if config.is_parallel else [])),
+            (x_BlD, out_BlHK, mlp_input_BlD, keys),
         )
         return x_BlD, None
 
-    inputs = shards["layers"], _layer_indices(config, attend)
+    inputs = shards["layers"], _layer_indices(config, attend, has_dropout=token_keys is not None)
     x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
     return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
 
@@ -115,13 +122,16 @@ class LayerIndices(NamedTuple):
     """Index into `ModelConfig.ropes`."""
     attention: Int32[Array, "N"] | None
     """Index into `Attend.kinds`."""
+    layer: Int32[Array, "N"] | None
+    """Number of the layer, for dropout."""
 
 
-def _layer_indices(config: ModelConfig, attend: Attend) -> LayerIndices:
+def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
     ropes = [config.ropes.index(layer.rope) for layer in config.layers]
     indices = LayerIndices(
         rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
         attention=None,
+        layer=jnp.arange(config.num_layers, dtype=jnp.int32) if has_dropout else None,
     )
     if len(attend.kinds) == 1:
         return indices

@@ -22,19 +22,26 @@ PEAK_TFLOPS = {
 counts. Names without a form factor are SXM modules."""
 
 
-def step_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
+def step_flops(
+    model: ModelConfig, segment_lengths: np.ndarray, table: layers.Weights | None = None
+) -> float:
     """Floating-point operations of a step over segments of these lengths, forward and backward.
 
     A matrix costs 2 per element and token. Attention costs 4 per head element and pair of a query
     and a key. A segment of n tokens has n (n + 1) / 2 pairs; with a window of w, each token from
-    number w on has w. The backward pass costs twice the forward pass.
+    number w on has w. The backward pass costs twice the forward pass, and once for a frozen matrix.
+
+    Args: table: parameter table of the program; None: all weights are trained.
     """
-    table = decoder.param_table(model)
+    table = table or decoder.param_table(model)
     matrices = [param for param in jax.tree.leaves(table["layers"]) if param.is_matrix]
-    num_elements = sum(param.size * param.num_layers for param in matrices)
-    num_elements += decoder.lm_head(table).size
-    matmul_flops = 2 * num_elements * float(segment_lengths.sum())
-    return 3 * (matmul_flops + attention_flops(model, segment_lengths))
+    matrices.append(decoder.lm_head(table))
+    per_token = sum(
+        2 * param.size * (param.num_layers or 1) * (3 if param.is_trainable else 2)
+        for param in matrices
+    )
+    attention = 3 * attention_flops(model, segment_lengths)
+    return per_token * float(segment_lengths.sum()) + attention
 
 
 def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:

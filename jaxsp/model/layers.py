@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.model import rope
-from jaxsp.model.config import ModelConfig
+from jaxsp.model import dropout, rope
+from jaxsp.model.config import Lora, ModelConfig
+from jaxsp.model.dropout import Keys
 
 Weights = dict[str, Any]
 """Nested dict of arrays, with the structure that the modules declare."""
@@ -40,6 +41,16 @@ class Parameter:
     """Mean of random weights, which are drawn from a normal distribution."""
     std: float = 0.0
     """Standard deviation of random weights."""
+    is_adapter: bool = False
+    """True for a weight of an adapter (LoRA), which is not part of the model's own files."""
+    frozen_as: str | None = None
+    """Format in which a frozen weight is stored, for example `bfloat16`; None: the weight is
+    trained, and stored in float32."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """True for a weight with a gradient and optimizer state."""
+        return self.frozen_as is None
 
     @property
     def is_matrix(self) -> bool:
@@ -79,6 +90,9 @@ class Gather(Protocol):
     def reduce_scatter(self, param: Parameter, gradient: Array) -> Any:
         """Gradient of a shard, float32, summed over all devices: the transpose of `all_gather`."""
 
+    def has_gradient(self, shard: Any) -> bool:
+        """False for the shard of a frozen weight: a backward pass returns None for it."""
+
 
 def _declare_param(param: Parameter) -> nnx.Param:
     """Declares a weight without a value; the arrays are merged into the modules for each call."""
@@ -86,7 +100,7 @@ def _declare_param(param: Parameter) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-    """x -> x W^T + b."""
+    """x -> x W^T + b, with an adapter if it is one of `Lora.targets`."""
 
     def __init__(
         self,
@@ -97,7 +111,9 @@ class Linear(nnx.Module):
         bias: bool,
         config: ModelConfig,
         hf_rows: tuple[int, int] | None = None,
+        fused_with: "Linear | None" = None,
     ):
+        """Args: fused_with: another part of the same tensor in Hugging Face's files."""
         matrix = Parameter(
             shape=(dim_out, dim_in),
             hf_name=f"{hf_name}.weight",
@@ -107,15 +123,96 @@ class Linear(nnx.Module):
         self.weight = _declare_param(matrix)
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = _declare_param(vector) if bias else None
+        adapter: LoraAdapter | None = None
+        if config.lora is not None and hf_name in config.lora.targets:
+            shared = None if fused_with is None else fused_with.adapter
+            adapter = LoraAdapter(matrix, config.lora, shared=shared)
+        self.adapter: LoraAdapter | None = adapter
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
+        """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.weight[...], keys)
         if self.bias is None:
             return y
         # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
         y32 = y.astype(jnp.float32)
         bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
         return (y32 + bias).astype(y.dtype)
+
+
+class LoraAdapter(nnx.Module):
+    """Adapter of a projection: see `model.config.Lora`. Names are those of PEFT.
+
+    A has random weights of the variance that PEFT gives them, B is 0, and DoRA's magnitudes are the
+    norms of the rows of W (`training.weight_init.init_magnitudes`).
+    """
+
+    def __init__(self, weight: Parameter, lora: Lora, *, shared: "LoraAdapter | None"):
+        """Args: shared: adapter of another part of the same tensor, which has the same A."""
+        dim_out, dim_in = weight.shape
+        name = weight.hf_name.removesuffix(".weight")
+        a = Parameter(
+            shape=(lora.rank, dim_in),
+            hf_name=f"{name}.lora_A.weight",
+            std=(3 * dim_in) ** -0.5,
+            is_adapter=True,
+        )
+        b = Parameter(
+            shape=(dim_out, lora.rank),
+            hf_name=f"{name}.lora_B.weight",
+            hf_rows=weight.hf_rows,
+            is_adapter=True,
+        )
+        self.a: nnx.Param = _declare_param(a) if shared is None else shared.a
+        self.b = _declare_param(b)
+        magnitude = Parameter(
+            shape=(dim_out,),
+            hf_name=f"{name}.lora_magnitude_vector",
+            hf_rows=weight.hf_rows,
+            is_adapter=True,
+        )
+        self.magnitude = _declare_param(magnitude) if lora.is_dora else None
+        self.scale = lora.scale
+        self.dropout = lora.dropout
+        self.name = name
+
+    def __call__(
+        self,
+        x: Float[Array, "B l i"],
+        y: Float[Array, "B l o"],
+        weight_oi: Float[Array, "o i"],
+        keys: Keys | None,
+    ) -> Float[Array, "B l o"]:
+        """The adapted product.
+
+        Args:
+            y: the product of x and the frozen weight.
+            keys: of the tokens, for dropout; None: no dropout.
+        """
+        a_ri = self.a[...]
+        b_or = self.b[...]
+        if keys is not None:
+            x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
+        delta = jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a_ri), b_or)
+        y = y + scale(delta, self.scale)
+        if self.magnitude is None:
+            return y
+        norm_o = jax.lax.stop_gradient(self._row_norms(weight_oi, a_ri, b_or))
+        factor_o = self.magnitude[...].astype(jnp.float32) / norm_o
+        # In float32 and broadcast, so that the gradient is summed over tokens in float32
+        return (y.astype(jnp.float32) * jnp.broadcast_to(factor_o, y.shape)).astype(y.dtype)
+
+    def _row_norms(self, weight_oi: Array, a_ri: Array, b_or: Array) -> Float32[Array, "o"]:
+        """Norms of the rows of W + scale * B A, without that matrix."""
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        b_or = self.scale * b_or.astype(jnp.float32)
+        weight_squares_o = jnp.sum(jnp.square(weight_oi.astype(jnp.float32)), axis=-1)
+        mixed_or = product("oi,ri->or", weight_oi, a_ri)
+        a_squares_rs = product("ri,si->rs", a_ri, a_ri)
+        rest_o = jnp.sum(b_or * (2 * mixed_or + b_or @ a_squares_rs), axis=-1)
+        return jnp.sqrt(weight_squares_o + rest_o)
 
 
 class Norm(nnx.Module):
@@ -190,15 +287,16 @@ class PreAttention(nnx.Module):
         self,
         x_BlD: Float[Array, "B l D"],
         positions_Bl: Int32[Array, "B l"],
+        keys: Keys | None = None,
         rope_index: Int32[Array, ""] | int = 0,
     ) -> AttentionInputs:
-        """Args: rope_index: index into `ModelConfig.ropes`."""
+        """Args: keys: as in `Linear`. rope_index: index into `ModelConfig.ropes`."""
         config = self.config
         x_BlD = _apply_norm(self.norm, x_BlD)
         angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
-        q = self._split_heads(self.q(x_BlD), self.q_norm)
-        k = self._split_heads(self.k(x_BlD), self.k_norm)
-        v = self._split_heads(self.v(x_BlD), None)
+        q = self._split_heads(self.q(x_BlD, keys), self.q_norm)
+        k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
+        v = self._split_heads(self.v(x_BlD, keys), None)
         q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
         k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
         if config.query_scale is not None:
@@ -215,11 +313,16 @@ class PreAttention(nnx.Module):
 
 def _declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -> list[Linear]:
     """Matrices that are parts of one tensor in Hugging Face's files, below each other."""
-    firsts = [sum(rows[:index]) for index in range(len(rows))]
-    return [
-        linear(size, hf_name=hf_name, hf_rows=(first, sum(rows)))
-        for first, size in zip(firsts, rows, strict=True)
-    ]
+    parts: list[Linear] = []
+    for index, size in enumerate(rows):
+        part = linear(
+            size,
+            hf_name=hf_name,
+            hf_rows=(sum(rows[:index]), sum(rows)),
+            fused_with=parts[0] if parts else None,
+        )
+        parts.append(part)
+    return parts
 
 
 MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
@@ -242,12 +345,11 @@ class MLP(nnx.Module):
         self.down = linear(F, D, hf_name="mlp.down_proj")
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
-        gate, up = (
-            checkpoint_name(y, name)
-            for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True)
-        )
-        return self.down(self._activate(gate) * up)
+    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
+        """Args: keys: as in `Linear`."""
+        products = (self.gate(x, keys), self.up(x, keys))
+        gate, up = map(checkpoint_name, products, MLP_CHECKPOINT_NAMES)
+        return self.down(self._activate(gate) * up, keys)
 
     def _activate(self, gate: Array) -> Array:
         if self.activation == "silu":
@@ -276,13 +378,15 @@ class PostAttention(nnx.Module):
         x_BlD: Float[Array, "B l D"],
         out_BlHK: Float[Array, "B l H K"],
         mlp_input: Float[Array, "B l D"] | None = None,
+        keys: Keys | None = None,
     ) -> Float[Array, "B l D"]:
-        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention."""
-        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
+        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention. keys: as in
+        `Linear`."""
+        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1), keys)
         x_BlD = x_BlD + scale(_apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = _apply_norm(self.norm, x_BlD)
-        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input))
+        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input, keys))
         return x_BlD + scale(mlp_out_BlD, self.residual_scale)
 
 

@@ -21,6 +21,9 @@ TILE_MULTIPLE = 128
 """Preferred divisor of a tile's tokens."""
 
 
+_Arrays = tuple[Array | None, ...]
+
+
 def choose_tile(num_tokens: int, *, bytes_per_token: int, max_bytes: int) -> int:
     """Tokens of a tile that takes at most `max_bytes`.
 
@@ -54,7 +57,7 @@ def apply_in_tiles(
     function: Callable[..., Any],
     params: layers.Weights,
     shards: Any,
-    arrays: tuple[Array, ...],
+    arrays: _Arrays,
     *,
     gather: Gather,
     tile_tokens: int,
@@ -62,53 +65,68 @@ def apply_in_tiles(
 ) -> Any:
     """Computes function(whole weights, *arrays, *shared) for `tile_tokens` tokens at a time.
 
-    Shapes: arrays and results are [B, l, ...]. The function treats each token independently. It is
-        called with [1, tile_tokens, ...], or with all tokens if there is one tile. Every call gets
-        all of `shared`, integers without gradients.
+    Shapes: arrays and results are [B, l, ...]; an array may be None. The function treats each token
+        independently. It is called with [1, tile_tokens, ...], or with all tokens if there is one
+        tile. Every call gets all of `shared`, integers without gradients.
     Precision: a weight's gradient is summed over tiles in float32, and reduced over devices once.
     Memory: the backward pass recomputes each tile. Only shards and arrays are kept for it.
     """
+    assert arrays[0] is not None
     lead = arrays[0].shape[:2]
     if math.prod(lead) <= tile_tokens:
         return function(gather(params, shards), *arrays, *shared)
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    is_float = [x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
     split = functools.partial(split_tiles, tile_shape=(1, tile_tokens))
     join = functools.partial(join_tiles, tile_ndim=2, lead=lead)
 
     @jax.custom_vjp
-    def apply(shards: Any, arrays: tuple[Array, ...], shared: tuple[Any, ...]) -> Any:
+    def apply(shards: Any, arrays: _Arrays, shared: tuple[Any, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
 
-        def compute_tile(_: None, tile: tuple[Array, ...]) -> tuple[None, Any]:
+        def compute_tile(_: None, tile: _Arrays) -> tuple[None, Any]:
             return None, function(weights, *tile, *shared)
 
         _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
         return jax.tree.map(join, results)
 
     def backward(
-        residuals: tuple[Any, tuple[Array, ...], tuple[Any, ...]], dresults: Any
-    ) -> tuple[Any, tuple[Array | None, ...], None]:
+        residuals: tuple[Any, _Arrays, tuple[Any, ...]], dresults: Any
+    ) -> tuple[Any, _Arrays, None]:
         shards, arrays, shared = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
+        trained = _select_trained(gather, weights, shards)
+        trained_params = _select_trained(gather, params, shards)
 
-        def add_tile(
-            sums: layers.Weights, tile: tuple[Any, Any]
-        ) -> tuple[layers.Weights, list[Array]]:
+        run = lambda trained, *inputs: function(_replace(weights, trained), *inputs, *shared)
+
+        def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile
-            _, pull = jax.vjp(lambda *values: function(*values, *shared), weights, *inputs)
+            _, pull = jax.vjp(run, trained, *inputs)
             dweights, *dinputs = pull(dresults)
             sums = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
 
-        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)
         tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
         sums, dtiles = _scan_tiles(add_tile, zeros, tiles)
         dfloats = map(join, dtiles)
-        dshards = jax.tree.map(gather.reduce_scatter, params, sums)
+        dshards = jax.tree.map(gather.reduce_scatter, trained_params, sums)
         return dshards, tuple(next(dfloats) if floating else None for floating in is_float), None
 
     apply.defvjp(lambda *inputs: (apply(*inputs), inputs), backward)
     return apply(shards, arrays, shared)
+
+
+def _select_trained(gather: Gather, tree: Any, shards: Any) -> Any:
+    """`tree` with None in place of frozen weights, whose gradients JAX then does not compute."""
+    return jax.tree.map(
+        lambda leaf, shard: leaf if gather.has_gradient(shard) else None, tree, shards
+    )
+
+
+def _replace(weights: layers.Weights, some: layers.Weights) -> layers.Weights:
+    """`weights`, with those of `some` where that is not None."""
+    return jax.tree.map(lambda weight, new: weight if new is None else new, weights, some)
 
 
 def split_tiles(x_Bl: Array, *, tile_shape: tuple[int, ...], pad_value: int = 0) -> Array:

@@ -277,7 +277,8 @@ def _cost_fields(
         node_devices=cluster.node_devices,
         segment_lengths=segment_lengths,
     )
-    model_flops = flops.step_flops(program.model, segment_lengths) / program.mesh.size
+    model_flops = flops.step_flops(program.model, segment_lengths, program.table)
+    model_flops /= program.mesh.size
     fields: dict[str, Any] = {
         "sent_bytes": comms.sum_bytes(collectives),
         "formula_bytes": sum(formula.values()),

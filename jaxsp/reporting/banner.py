@@ -203,7 +203,7 @@ def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
 
 def _describe_output(program: Program, inputs: RunInputs) -> str:
     config = program.config
-    names = ["config.yaml", "banner.txt", "metrics.jsonl"]
+    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
         names.append("eval.jsonl")
     if config.logging.tensorboard:

@@ -198,7 +198,9 @@ class StepLog:
         num_slots = config.batch.rows_per_step * config.data.max_row_tokens
         has_loss = bool(results.num_loss_tokens)
         has_accuracy = has_loss and bool(results.is_finite)
-        step_flops = flops.step_flops(self._program.model, counts.segment_lengths)
+        step_flops = flops.step_flops(
+            self._program.model, counts.segment_lengths, self._program.table
+        )
         tflops = step_flops / step_s / num_devices / 1e12
         peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
         return MetricsLine(

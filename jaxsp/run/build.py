@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,10 +22,11 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.model import decoder, layers
-from jaxsp.run import data_sets, model_files, resume
+from jaxsp.model import decoder
+from jaxsp.run import data_sets, initial_weights, model_files, resume
+from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
-from jaxsp.training import memory_options, weight_init
+from jaxsp.training import memory_options
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
@@ -41,6 +42,7 @@ class ResolvedConfig:
     program: Program
     hf_config: dict[str, Any]
     model_folder: ModelFolder | None
+    adapter_folder: ModelFolder | None
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
     attention_choice: AttentionChoice
     train: PackedDataset | None
@@ -73,7 +75,7 @@ def build_training(
     checkpoint = _find_checkpoint(config, skip, problems)
     model_dir = checkpoint.model_dir if checkpoint else None
     resolved = resolve_config(
-        config,
+        _with_saved_adapter(config, checkpoint),
         devices=devices,
         problems=problems,
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
@@ -93,16 +95,21 @@ def build_training(
         )
     schedule = _make_schedule(config, train_set, start)
     program = dataclasses.replace(resolved.program, num_steps=start.step + len(schedule))
-    make_weights, origin = _make_initial_weights(program, resolved.model_folder, checkpoint)
+    weights = initial_weights.open_sources(
+        program,
+        resolved.model_folder if checkpoint is None or program.has_frozen_weights else None,
+        resolved.adapter_folder if checkpoint is None else None,
+    )
     inputs = RunInputs(
         train_set=train_set,
         eval_sets=resolved.evals,
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
-        weights_origin=origin,
+        weights_origin=_describe_origin(program, weights, checkpoint),
         attention_choice=resolved.attention_choice,
-        make_weights=make_weights,
+        make_weights=weights.make,
+        make_frozen_weights=weights.make_frozen,
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return program, inputs
@@ -126,6 +133,17 @@ def _find_checkpoint(
     return RunCheckpoint(path=path, meta=meta, model_dir=model_dir)
 
 
+def _with_saved_adapter(config: Config, checkpoint: RunCheckpoint | None) -> Config:
+    """The config with the adapter of a checkpoint, whose source may be gone, if it is the same."""
+    if checkpoint is None:
+        return config
+    saved = config_file.parse(checkpoint.meta.config).adapter
+    given = config.adapter.model_dump(exclude_unset=True)
+    if saved.model_copy(update=given) != saved:
+        return config
+    return config.model_copy(update={"adapter": saved})
+
+
 def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) -> RowSchedule:
     """Rows of the remaining steps. Raises: UserError if profile_steps are not in the run."""
     run = config.run
@@ -143,30 +161,24 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
     return schedule
 
 
-def _make_initial_weights(
-    program: Program, source: ModelFolder | None, checkpoint: RunCheckpoint | None
-) -> tuple[Callable[[], layers.Weights], str]:
-    """Function that makes the weights of step 0, and a description of where they come from."""
-    run = program.config.run
-    if checkpoint is None and source is not None:
-        load, left_out = model_files.make_weight_loader(program, source)
-        origin = f"weights of {source.source}"
-        if left_out:
-            origin += f": {left_out}"
-    else:
-        load = functools.partial(
-            weight_init.random_weights,
-            program.table,
-            seed=run.seed,
-            mesh=program.mesh,
-            is_offloaded=program.has_offloaded_state,
-        )
-        origin = f"random weights, seed {run.seed}"
+def _describe_origin(
+    program: Program, weights: InitialWeights, checkpoint: RunCheckpoint | None
+) -> str:
+    """Describes where the weights of the first step come from."""
+    config = program.config
     if checkpoint is not None:
-        origin = f"step {checkpoint.meta.step} of {checkpoint.path}"
-    elif (pathlib.Path(run.directory) / run_paths.CONFIG_FILE).is_file():
+        return f"step {checkpoint.meta.step} of {checkpoint.path}"
+    if weights.reader is None:
+        origin = f"random weights, seed {config.run.seed}"
+    else:
+        origin = f"weights of {config.model.source}"
+        if weights.left_out:
+            origin += f": {weights.left_out}"
+    if config.adapter.source is not None:
+        origin += f"; adapters of {config.adapter.source}"
+    if (pathlib.Path(config.run.directory) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
-    return load, origin
+    return origin
 
 
 def resolve_config(
@@ -204,6 +216,8 @@ def resolve_config(
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
+    assert files.adapter is not None
+    config = config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
     assert choice is not None
     if cache := config.logging.compilation_cache:
@@ -224,6 +238,7 @@ def resolve_config(
         program=program,
         hf_config=files.hf_config | model_config.choose_token_ids(files.hf_config, tokenizer),
         model_folder=files.folder,
+        adapter_folder=files.adapter.folder,
         tokenizer=tokenizer,
         attention_choice=choice,
         train=train,

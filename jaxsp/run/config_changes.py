@@ -20,7 +20,7 @@ _NEUTRAL_FIELDS = (
     "logging.",
     "checkpoint.",
     "memory.",
-    "attention.head_chunks",
+    "attention.",
     "batch.rows_per_microbatch",
     "data.eval.",
     "data.num_workers",
@@ -54,15 +54,16 @@ def list_changes(saved: Config, config: Config) -> tuple[str, ...]:
         for field in before | now
         if before.get(field) != now.get(field) and field not in _UNREPORTED_FIELDS
     }
-    neutral = [
-        change
-        for field, change in changes.items()
-        if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
-    ]
+    neutral = [change for field, change in changes.items() if is_neutral(field)]
     altering = [change for change in changes.values() if change not in neutral]
     if neutral:
         altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")
     return tuple(altering)
+
+
+def is_neutral(field: str) -> bool:
+    """True if a field changes neither rows nor weights, except for rounding."""
+    return field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
 
 
 def _shorten(value: Any) -> str:

@@ -1,21 +1,18 @@
 """Files of a config's model: config.json, tokenizer and weights."""
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import folder, model_config, weights
+from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.model import decoder, layers
+from jaxsp.hf.peft import ResolvedAdapter
+from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.run.data_sets import OpenedSources
-from jaxsp.training import weight_init
-from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
     import transformers
@@ -30,18 +27,21 @@ class ModelFiles:
     hf_config: dict[str, Any] | None = None
     config: ModelConfig | None = None
     """None if the folder or the family has a problem."""
+    adapter: ResolvedAdapter | None = None
+    """Adapters of `config`; None if it is None."""
 
 
 def read_model(
     config: Config, hf_config: dict[str, Any] | None, problems: ProblemCollector
 ) -> ModelFiles:
-    """Reads the model's config.json, changes its RoPE, and checks local weight files."""
+    """Reads the model's config.json, changes its RoPE, adds adapters, and checks local weights."""
     files = ModelFiles()
     with problems.collect():
         source = None
-        if hf_config is None and config.model.source is not None:
+        needs_folder = hf_config is None or config.has_frozen_weights
+        if needs_folder and config.model.source is not None:
             source = folder.find(config.model.source)
-            hf_config = source.config_fields
+            hf_config = hf_config or source.config_fields
         hf_config = hf_config or config.model.config
         assert hf_config is not None, "the schema requires one of them"
         files = ModelFiles(folder=source, hf_config=hf_config)
@@ -51,9 +51,10 @@ def read_model(
         model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.max_row_tokens
         )
-        files = dataclasses.replace(files, config=model)
         if source is not None and not source.is_on_hub:
             weights.open_folder(source, decoder.param_table(model))
+        adapter = peft.resolve(config.adapter, model)
+        files = dataclasses.replace(files, config=adapter.model, adapter=adapter)
     return files
 
 
@@ -102,25 +103,3 @@ def load_tokenizer(
     return tokenizers.load(
         str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
     )
-
-
-def make_weight_loader(
-    program: Program, source: ModelFolder
-) -> tuple[Callable[[], layers.Weights], str]:
-    """Function that loads a Hugging Face folder's weights, as float32, onto the program's mesh.
-
-    The files are checked now, and downloaded first if they are on the hub.
-
-    Returns: the function, and a description of tensors that it does not read; empty if it reads
-        all.
-    Raises: UserError for tensors and files that are missing, damaged or of another model.
-    """
-    reader = weights.open_folder(source, program.table)
-    load = functools.partial(
-        weight_init.load_weights,
-        program.table,
-        program.mesh,
-        reader.read,
-        is_offloaded=program.has_offloaded_state,
-    )
-    return load, reader.left_out

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -17,14 +17,27 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
-from jaxsp.training import evaluator, memory_options, selfcheck, train_state
+from jaxsp.training import evaluator, memory_causes, memory_options, selfcheck, train_state
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
+from jaxsp.training.memory_causes import StepMemory
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
 
-CompiledSteps = dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]]
+StepFunctions = Mapping[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]]
+"""Compiled step for each row length."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledSteps:
+    """Compiled steps of a run."""
+
+    functions: StepFunctions
+    memory: tuple[StepMemory, ...]
+    """Memory of the step for each row length."""
+    seconds: float
+    """Duration of the compilation."""
 
 
 def check_agreement(program: Program, inputs: RunInputs) -> None:
@@ -125,7 +138,9 @@ def compile_steps(
 
     Raises: UserError if a step does not fit the device or the host.
     """
-    compiled: CompiledSteps = {}
+    functions = {}
+    memory = []
+    seconds = 0.0
     host_bytes = 0
     lengths = [stream.row_tokens for stream in inputs.train_set.streams]
     for number, row_tokens in enumerate(lengths, 1):
@@ -141,13 +156,16 @@ def compile_steps(
                 dataclasses.replace(program, config=config),
                 workspace_bytes=inputs.attention_choice.settings.workspace_bytes,
             )
-        duration = durations.describe(round(time.perf_counter() - began, 1))
+        compile_s = time.perf_counter() - began
+        duration = durations.describe(round(compile_s, 1))
         console.print(
             f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}",
             soft_wrap=True,
             highlight=False,
         )
-        compiled[row_tokens] = step.executable
+        functions[row_tokens] = step.executable
+        memory.append(memory_causes.find_causes(step))
+        seconds += compile_s
         host_bytes = max(host_bytes, step.memory_use.host)
     memory_options.reserve_host_memory(program, host_bytes)
-    return compiled
+    return CompiledSteps(functions=functions, memory=tuple(memory), seconds=seconds)

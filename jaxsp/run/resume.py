@@ -180,7 +180,7 @@ def make_start_point(
         "Undo the change, or start a new run with these weights: "
         f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."
     )
-    problems = _model_problems(meta, checkpoint, saved, model, suggestion)
+    problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
     if saved.optimizer.state_kind != config.optimizer.state_kind:
         field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
         problems.append(
@@ -218,20 +218,26 @@ def _model_problems(
     meta: CheckpointMeta,
     checkpoint: pathlib.Path,
     saved_config: Config,
+    config: Config,
     model: ModelConfig,
     suggestion: str,
 ) -> list[str]:
-    """Differences between the model of a checkpoint and that of the config."""
+    """Differences between the model and adapter of a checkpoint and those of the config."""
     saved = model_config.parse_model_config(
         meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
     )
     differences = [
         (name, value, getattr(saved, name))
         for name, value in vars(model).items()
-        if name != "layers" and value != getattr(saved, name)
+        if name not in ("layers", "lora") and value != getattr(saved, name)
     ]
     differences += _layer_differences(model.layers, saved.layers)
     return [
+        f"adapter.{name} = {value}: is {getattr(saved_config.adapter, name)} in {checkpoint}. "
+        f"{suggestion}"
+        for name, value in vars(config.adapter).items()
+        if name != "source" and value != getattr(saved_config.adapter, name)
+    ] + [
         f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
         for name, value, saved_value in differences
     ]

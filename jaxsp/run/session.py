@@ -16,11 +16,12 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.step_records import StepCounts
-from jaxsp.reporting import banner
+from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
+from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import preflight
 from jaxsp.runtime import distributed, run_dir, run_paths
@@ -71,7 +72,10 @@ class Session:
         console: rich.console.Console,
         preemption: Preemption,
         early_stopping: EarlyStopping,
+        *,
+        base_checksums: dict[str, str],
     ):
+        """Args: base_checksums: checksums of the frozen weights, for checkpoints."""
         config = program.config
         self._program = program
         self._config = config
@@ -81,6 +85,7 @@ class Session:
         self._preemption = preemption
         self._status = preemption.status
         self._early_stopping = early_stopping
+        self._base_checksums = base_checksums
         self._eval_set = preflight.ranking_eval_set(program, inputs)
         self._evaluator = Evaluator(program, inputs.eval_sets)
         self._directory = pathlib.Path(config.run.directory)
@@ -99,7 +104,7 @@ class Session:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
-    def open(self, banner_text: str) -> Iterator[None]:
+    def open(self, banner_text: str, start_line: StartLine) -> Iterator[None]:
         """Creates the run directory and its files, and closes them at the end."""
         config = self._config
         with contextlib.ExitStack() as stack:
@@ -111,6 +116,7 @@ class Session:
                     keep_model=self._inputs.write_model,
                 )
             )
+            starts.record_start(self._directory, start_line)
             # A new run also drops lines of an evaluation before its first step, and repeats it
             from_step = self._start.step if self._is_resume else self._start.step - 1
             self._metrics_writer = stack.enter_context(
@@ -346,4 +352,5 @@ class Session:
             num_tokens_total=self._log.num_tokens,
             has_pending_evaluation=self._has_pending_evaluation,
             early_stopping=self._early_stopping.state,
+            base=self._base_checksums,
         )

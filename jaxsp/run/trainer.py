@@ -2,11 +2,11 @@
 
 import rich.console
 
-from jaxsp.checkpoint import reader
-from jaxsp.reporting import banner
+from jaxsp.checkpoint import base, reader
+from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.run import preflight
-from jaxsp.run.preflight import CompiledSteps
+from jaxsp.run.preflight import StepFunctions
 from jaxsp.run.session import Session
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -46,34 +46,52 @@ def train(
     description = banner.describe_run(program, inputs)
     output.print_pairs(console, description)
     preflight.report_checks(program, inputs, console)
-    compiled_steps = preflight.compile_steps(program, inputs, console)
-    state = _make_state(program, inputs)
-    session = Session(program, inputs, console, preemption, early_stopping)
+    compiled = preflight.compile_steps(program, inputs, console)
+    start_line = starts.describe_start(
+        program, inputs, memory=compiled.memory, compile_s=compiled.seconds
+    )
+    state, base_checksums = _make_state(program, inputs)
+    session = Session(
+        program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
+    )
     if verbose:
         session.print_assignments()
-    with session.open(output.format_pairs(description)):
+    with session.open(output.format_pairs(description), start_line):
         if session.evaluate_before_training(state):
-            state = run_steps(session, compiled_steps, state)
+            state = run_steps(session, compiled.functions, state)
             session.save_last(state)
     session.print_outcome()
 
 
-def run_steps(session: Session, compiled_steps: CompiledSteps, state: TrainState) -> TrainState:
+def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> TrainState:
     """Runs steps until the last one or until the run stops early, and returns the final state."""
     for step, batch, counts in session.batches:
         if not session.should_dispatch(step):
             break
         session.before_dispatch(step, counts)
-        state, metrics = compiled_steps[counts.row_tokens](state, batch)  # asynchronous
+        state, metrics = functions[counts.row_tokens](state, batch)  # asynchronous
         session.after_dispatch(metrics, counts)
         session.evaluate_and_save(step, state)
     return state
 
 
-def _make_state(program: Program, inputs: RunInputs) -> TrainState:
-    """State before the first step: restored from a checkpoint, or with initial weights."""
+def _make_state(program: Program, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
+    """State before the first step, restored from a checkpoint or with initial weights; and the
+    checksums of the frozen weights.
+
+    Raises: UserError if the checkpoint was trained on other frozen weights.
+    """
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
-        return train_state.init_state(program, inputs.make_weights())
-    like = train_state.abstract_inputs(program)[0]
-    return reader.restore(checkpoint, like, table=program.table, num_steps=inputs.start.step)
+        state = train_state.init_state(program, inputs.make_weights())
+        return state, base.compute_checksums(program.table, state.master)
+    state = reader.restore(
+        checkpoint,
+        train_state.abstract_inputs(program)[0],
+        table=program.table,
+        num_steps=inputs.start.step,
+        frozen=inputs.make_frozen_weights(),
+    )
+    base_checksums = base.compute_checksums(program.table, state.master)
+    base.check(checkpoint, base_checksums)
+    return state, base_checksums

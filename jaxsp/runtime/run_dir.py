@@ -86,7 +86,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
             "job": os.environ.get("SLURM_JOB_ID"),
             "config": config_path or None,
         }
-        with _report_write_errors(folder):
+        with report_write_errors(folder):
             files.write_atomic(folder / HOLDER_FILE, f"{json.dumps(holder)}\n")
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
@@ -108,7 +108,7 @@ def create(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(directory))
         if jax.process_index() == 0:
-            with _report_write_errors(directory):
+            with report_write_errors(directory):
                 config_file.save(config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
@@ -117,7 +117,7 @@ def create(
 
 
 @contextlib.contextmanager
-def _report_write_errors(folder: pathlib.Path) -> Iterator[None]:
+def report_write_errors(folder: pathlib.Path) -> Iterator[None]:
     """Context that turns the error of a full or broken disk into a UserError."""
     try:
         yield

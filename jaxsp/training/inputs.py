@@ -55,5 +55,7 @@ class RunInputs:
     attention_choice: AttentionChoice
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
+    make_frozen_weights: Callable[[], layers.Weights]
+    """Creates the frozen weights only, in the structure of `trainable.select_frozen`."""
     write_model: Callable[[pathlib.Path], None]
     """Writes the small files of the model's Hugging Face folder: config and tokenizer."""

@@ -67,8 +67,8 @@ def sum_token_losses(
     Args:
         weights_Bl: factor of each token's loss; None: 1. Tokens of weight 0 add nothing either.
         token_loss: None for cross entropy.
-    Precision: logits and all sums are float32. The head's gradient is summed over tiles in float32
-        and cast only then (summed over 256 tiles in bfloat16, it is off by 3 %).
+    Precision: logits and all sums are float32, also the head's gradient over tiles (summed over 256
+        tiles in bfloat16, it is off by 3 %).
     Memory: the backward pass recomputes a tile's logits. One number per token is saved.
     """
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
@@ -85,26 +85,24 @@ def sum_token_losses(
     def sum_losses(hidden_BlD: Array, shard: Any) -> LossSums:
         return forward(hidden_BlD, shard)[0]
 
-    def sum_losses_fwd(
-        hidden_BlD: Array, shard: Any
-    ) -> tuple[LossSums, tuple[Array, Any, Array | None]]:
+    def sum_losses_fwd(hidden_BlD: Array, shard: Any) -> tuple[LossSums, tuple[Any, ...]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
-    def sum_losses_bwd(
-        residuals: tuple[Array, Any, Array | None], dsums: LossSums
-    ) -> tuple[Array, Any]:
+    def sum_losses_bwd(residuals: tuple[Any, ...], dsums: LossSums) -> tuple[Array, Any]:
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
         add_tile = functools.partial(
             _backward_tile, head_VD, dsums.loss, token_loss, transform_logits
         )
         inputs = (split(hidden_BlD), labels_TX, weights_TX, lse_TX)
-        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, jnp.zeros(head.shape, jnp.float32), inputs)
+        zeros_VD = jnp.zeros(head.shape, jnp.float32) if gather.has_gradient(shard) else None
+        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, zeros_VD, inputs)
         dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
-        return jax.lax.optimization_barrier((dhidden_BlD, gather.reduce_scatter(head, dhead_VD)))
+        dshard = None if dhead_VD is None else gather.reduce_scatter(head, dhead_VD)
+        return jax.lax.optimization_barrier((dhidden_BlD, dshard))
 
     sum_losses.defvjp(sum_losses_fwd, sum_losses_bwd)
     return sum_losses(hidden_BlD, shard)
@@ -140,10 +138,11 @@ def _backward_tile(
     dloss: Array,
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
-    dhead_VD: Array,
+    dhead_VD: Array | None,
     inputs: tuple[Array, Array, Array | None, Array | None],
-) -> tuple[Array, Array]:
-    """Adds a tile to the head's gradient; also returns the gradient of its hidden states."""
+) -> tuple[Array | None, Array]:
+    """Adds a tile to the head's gradient, which is None if the head is frozen; also returns the
+    gradient of the tile's hidden states."""
     hidden_XD, labels_X, weights_X, lse_X = inputs
     logits_XV, pull_logits = jax.vjp(transform_logits, _products(hidden_XD, head_VD))
     if token_loss is None:
@@ -162,7 +161,10 @@ def _backward_tile(
     dlogits_XV = _apply_weights(dlogits_XV * dloss, has_label_X1, weights_X1)
     dproducts_XV = pull_logits(dlogits_XV)[0].astype(head_VD.dtype)
     dhidden_XD = jnp.einsum("XV,VD->XD", dproducts_XV, head_VD, preferred_element_type=jnp.float32)
-    dhead_VD += jnp.einsum("XV,XD->VD", dproducts_XV, hidden_XD, preferred_element_type=jnp.float32)
+    if dhead_VD is not None:
+        dhead_VD += jnp.einsum(
+            "XV,XD->VD", dproducts_XV, hidden_XD, preferred_element_type=jnp.float32
+        )
     return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
 
 

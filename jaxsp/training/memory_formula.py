@@ -1,6 +1,5 @@
 """Formulas for a step's memory on the device and on the host."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,11 +9,11 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, optimizer, sharding
+from jaxsp.training import host_offload, optimizer, sharding, trainable
 from jaxsp.training.program import Program
+from jaxsp.training.trainable import Predicate
 
 GIB = 2**30
 
@@ -30,21 +29,55 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
         workspace_bytes: estimate of the attention kernel's workspace.
     """
     model = program.model
-    state, gradients = _state_bytes(program)
-    saved = model.num_layers * _saved_bytes(program)
+    resident = resident_bytes(program)
+    gradients = resident.gradients
+    saved = resident.activations
     prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
     stream = _stream_bytes(program)
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
     loss_gradients = gradients if program.num_microbatches > 1 else 0
-    embedding = 4 * model.vocab_size * model.hidden_size
+    embedding = 0
+    if program.table["embedding"].is_trainable:
+        embedding = 4 * model.vocab_size * model.hidden_size
     phases = (
         in_layer + _mlp_bytes(program),
         in_layer + _attention_bytes(program) + workspace_bytes,
         saved + loss_gradients + _loss_bytes(program),
         gradients + embedding + 2 * stream,
     )
-    return int(state + max(phases))
+    return int(resident.weights + resident.moments + max(phases))
+
+
+class ResidentBytes(NamedTuple):
+    """Formula for the bytes of a device's arrays that are live during most of a step."""
+
+    weights: int
+    """Float32 weights, copies in the compute dtype of those in host memory, and frozen weights."""
+    moments: int
+    """Bytes of the optimizer state, such as AdamW's moments."""
+    gradients: int
+    activations: int
+    """Activations that all layers save for the backward pass."""
+
+
+def resident_bytes(program: Program) -> ResidentBytes:
+    """Arrays that a device holds during most of a step."""
+    num_shards = device_mesh.num_shards(program.mesh)
+    stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
+    weights = 4 * _num_device_weights(program)
+    weights += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
+    gradients = 4 * _num_trained(program.table, num_shards)
+    if program.has_offloaded_gradients:
+        gradients -= 4 * stacked
+    elif program.has_offloaded_state:
+        weights += program.dtype.itemsize * stacked
+    return ResidentBytes(
+        weights=weights,
+        moments=_device_state_bytes(program),
+        gradients=gradients,
+        activations=program.model.num_layers * _saved_bytes(program),
+    )
 
 
 def _stream_bytes(program: Program) -> int:
@@ -87,10 +120,12 @@ def _mlp_bytes(program: Program) -> int:
     tile = min(program.mlp_tile, tokens)
     stream = _stream_bytes(program)
     weights = 3 * D * F + D * model.num_heads * model.head_dim
+    has_gradients = model.lora is None
     if tile < tokens:
         activations = 4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize
-        return activations + (itemsize + 4) * weights
-    return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + 5 * D * F
+        return activations + (itemsize + 4 * has_gradients) * weights
+    gradients = 5 * D * F * has_gradients
+    return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + gradients
 
 
 def _attention_bytes(program: Program) -> int:
@@ -112,34 +147,31 @@ def _loss_bytes(program: Program) -> int:
     tile = min(program.loss_tile, tokens)
     stream = _stream_bytes(program)
     head = program.dtype.itemsize * model.vocab_size * model.hidden_size
-    head_gradient = 4 * model.vocab_size * model.hidden_size
+    head_gradient = 0
+    if decoder.lm_head(program.table).is_trainable:
+        head_gradient = 4 * model.vocab_size * model.hidden_size
     logits = 6 * tile * model.vocab_size
     if tile < tokens:
         return head + logits + head_gradient + 2 * stream
     return head + max(logits, 2 * tile * model.vocab_size + head_gradient) + 2 * stream
 
 
-def _state_bytes(program: Program) -> tuple[int, int]:
-    """Bytes of a device's weights, optimizer state and working copies; and of its gradients."""
-    num_shards = device_mesh.num_shards(program.mesh)
-    stacked = _num_held(program.table, num_shards, host_offload.should_offload_gradient)
-    state = checkpoint_bytes(program)
-    gradients = 4 * _num_held(program.table, num_shards)
-    if program.has_offloaded_gradients:
-        return state, gradients - 4 * stacked
-    if program.has_offloaded_state:
-        state += program.dtype.itemsize * stacked
-    return state, gradients
-
-
-def _num_held(
+def _num_trained(
     table: layers.Weights,
     num_shards: int,
-    is_counted: Callable[[Parameter], bool] = lambda param: True,
+    is_counted: Predicate = lambda param: True,
 ) -> int:
-    """Elements of weights that a device holds."""
+    """Elements of trained weights that a device holds."""
     params = filter(is_counted, jax.tree.leaves(table))
-    return sum(sharding.shard_size(param, num_shards) for param in params)
+    return sum(sharding.shard_size(param, num_shards) for param in params if param.is_trainable)
+
+
+def _frozen_bytes(table: layers.Weights, num_shards: int, is_counted: Predicate) -> int:
+    """Bytes of frozen weights that a device holds."""
+    params = filter(is_counted, jax.tree.leaves(table))
+    return sum(
+        sharding.shard_bytes(param, num_shards) for param in params if not param.is_trainable
+    )
 
 
 def checkpoint_bytes(program: Program) -> int:
@@ -147,14 +179,27 @@ def checkpoint_bytes(program: Program) -> int:
 
     In bytes per device.
     """
+    return 4 * _num_device_weights(program) + _device_state_bytes(program)
+
+
+def _device_state_bytes(program: Program) -> int:
+    """Bytes of the optimizer state that a device holds in its own memory."""
     num_shards = device_mesh.num_shards(program.mesh)
     total = 0
     for param in jax.tree.leaves(program.table):
         state = optimizer.state_bytes(program.config.optimizer, param, num_shards)
         is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
-        on_device = 4 * sharding.shard_size(param, num_shards) + state.like_weight
-        total += state.others + (0 if is_offloaded else on_device)
+        total += state.others if is_offloaded else state.total
     return total
+
+
+def _num_device_weights(program: Program) -> int:
+    """Elements of trained weights that a device holds in its own memory."""
+    num_shards = device_mesh.num_shards(program.mesh)
+    num_weights = _num_trained(program.table, num_shards)
+    if program.has_offloaded_state:
+        num_weights -= _num_trained(program.table, num_shards, host_offload.should_offload)
+    return num_weights
 
 
 class OffloadedBytes(NamedTuple):
@@ -162,9 +207,12 @@ class OffloadedBytes(NamedTuple):
 
     activations: int
     weights: int
+    """Bytes of trained weights, float32."""
     moments: int
     """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
+    frozen: int = 0
+    """Bytes of frozen weights."""
 
     @property
     def total(self) -> int:
@@ -187,18 +235,19 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
-    table = decoder.param_table(model)
+    table = trainable.build_table(model, config)
     num_weights = 0
     moments = 0
     if memory.offload_optimizer != "none":
-        num_weights = _num_held(table, num_shards, host_offload.should_offload)
+        num_weights = _num_trained(table, num_shards, host_offload.should_offload)
         moments = sum(
             optimizer.state_bytes(config.optimizer, param, num_shards).like_weight
             for param in filter(host_offload.should_offload, jax.tree.leaves(table))
         )
-    num_gradients = 0
+    num_gradients = frozen_bytes = 0
     if memory.offload_optimizer == "state_and_gradients":
-        num_gradients = _num_held(table, num_shards, host_offload.should_offload_gradient)
+        num_gradients = _num_trained(table, num_shards, host_offload.should_offload_gradient)
+        frozen_bytes = _frozen_bytes(table, num_shards, host_offload.should_offload)
     global_rows = rows_per_microbatch * config.mesh.replica * max(1, num_shards // config.mesh.seq)
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
@@ -207,6 +256,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         weights=4 * num_weights,
         moments=moments,
         gradients=4 * num_gradients,
+        frozen=frozen_bytes,
     )
 
 

@@ -275,11 +275,14 @@ def _describe_traffic(program: Program) -> str:
         # To the device, with m microbatches: weights 2 m times (forward and backward), gradients
         # 2 (m - 1) times (both terms of each sum), and their total 3 times (to divide it by the
         # loss tokens, for the norm, and for the update). To the host: gradients m times, their sums
-        # m - 1 times, and the divided total
+        # m - 1 times, and the divided total. Frozen weights go to the device only
         num_microbatches = program.num_microbatches
         to_device = (4 * num_microbatches + 1) * weights + state
+        to_device += 2 * num_microbatches * offloaded.frozen
         to_host = 2 * num_microbatches * weights + state
         arrays = "float32 weights, moments and gradients"
+        if offloaded.frozen:
+            arrays = "frozen weights, and float32 adapters, moments and gradients"
     elif offloaded.moments:
         arrays = "float32 weights and moments"
     size = memory_fit.format_bytes

@@ -40,7 +40,12 @@ def _decay(config: OptimizerConfig, param: Parameter) -> optax.GradientTransform
 
 @functools.lru_cache(maxsize=1024)
 def describe_state(config: OptimizerConfig, param: Parameter) -> Any:
-    """Shapes, without padding, of a weight's optimizer state, all layers together."""
+    """Shapes, without padding, of a weight's optimizer state, all layers together.
+
+    None for a frozen weight.
+    """
+    if not param.is_trainable:
+        return None
     return jax.eval_shape(functools.partial(init, config, param))
 
 
@@ -64,7 +69,7 @@ def sent_bytes(
     Args: itemsize: bytes of a number in the compute dtype.
     """
     totals: Counter[str] = Counter()
-    for param in jax.tree.leaves(table):
+    for param in filter(lambda param: param.is_trainable, jax.tree.leaves(table)):
         if _needs_whole_matrices(config, param):
             totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
         state = describe_state(config, param)
@@ -106,7 +111,7 @@ def update(
 ) -> tuple[layers.Weights, Any]:
     """Weights and state after a step with the gradients times `grad_scale`.
 
-    Both are unchanged unless `accept`.
+    Both are unchanged unless `accept`, and always those of frozen weights.
 
     Memory: layers are updated one after another, in place, so that the temporaries of one layer
         exist at a time. Arrays in host memory are copied to the device one layer at a time. Updates
@@ -117,8 +122,10 @@ def update(
     num_shards = device_mesh.num_shards(mesh)
 
     def update_param(
-        param: Parameter, gradient: Array, state: Any, weight: Array
-    ) -> tuple[Array, Any]:
+        param: Parameter, gradient: Array | None, state: Any, weight: Any
+    ) -> tuple[Any, Any]:
+        if gradient is None:
+            return weight, state
         group = param_groups.find_group(config, param)
         scales = {
             "learning_rate": learning_rate * group.learning_rate_factor,

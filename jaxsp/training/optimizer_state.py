@@ -30,17 +30,17 @@ def _layer_shape(param: Parameter, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape if param.num_layers is None else shape[1:])
 
 
-def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_offloaded: bool) -> Any:
+def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_host: bool) -> Any:
     """Shape as stored and sharding of an array of the state, all layers together.
 
     Args:
         x: shape without padding.
-        is_offloaded: True if arrays in the shape of a large weight are in host memory.
+        is_on_host: True if the weight is in host memory, and with it arrays of its shape.
     """
     num_shards = device_mesh.num_shards(mesh)
     layer = _layer_shape(param, x.shape)
     if layer == param.shape:
-        place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host)
         shape = sharding.stored_shape(param, num_shards)
     elif is_sharded(param, layer, num_shards):
         place = sharding.named_sharding(param, mesh)

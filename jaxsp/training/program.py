@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 from jaxsp.attention import Attend
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
-from jaxsp.model import decoder, layers, tiling
+from jaxsp.model import layers, tiling
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, loss
+from jaxsp.training import compile_options, host_offload, loss, trainable
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.sharding import Gather
@@ -38,10 +39,10 @@ class Program:
     has_weights: bool = False
     """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
 
-    @property
+    @functools.cached_property
     def table(self) -> layers.Weights:
-        """Parameter table of the model."""
-        return decoder.param_table(self.model)
+        """Parameter table of the model, in which frozen weights have their format."""
+        return trainable.build_table(self.model, self.config)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -67,14 +68,28 @@ class Program:
         )
 
     @property
+    def has_frozen_weights(self) -> bool:
+        """True if some weights are not trained."""
+        return self.config.has_frozen_weights
+
+    @property
     def has_offloaded_state(self) -> bool:
         """True if weights and optimizer state are in host memory between their uses."""
         return self.config.memory.offload_optimizer != "none"
 
     @property
     def has_offloaded_gradients(self) -> bool:
-        """True if gradients are also in host memory."""
+        """True if gradients and frozen weights are also in host memory."""
         return self.config.memory.offload_optimizer == "state_and_gradients"
+
+    def is_on_host(self, param: Parameter) -> bool:
+        """True if a weight and its optimizer state are in host memory between their uses.
+
+        Frozen weights have no float32 master, so `state` leaves them on the device.
+        """
+        if not host_offload.should_offload(param):
+            return False
+        return self.has_offloaded_state if param.is_trainable else self.has_offloaded_gradients
 
     @property
     def tokens_per_device(self) -> int:

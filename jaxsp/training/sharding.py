@@ -14,7 +14,8 @@ from jaxsp.core import axes
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload
+from jaxsp.training import host_offload, quantization
+from jaxsp.training.quantization import QuantizedMatrix
 
 MIN_SHARDED_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be sharded.
@@ -39,14 +40,17 @@ class Placement:
 def choose_placement(param: Parameter, num_shards: int) -> Placement:
     """Shards the first dim that divides, else the largest, zero-padded; small weights stay whole.
 
+    Quantized matrices are sharded along their rows, which are quantized each for itself.
+
     Example: [257, 300] on 8 shards is stored as [257, 304] and sharded along dim 1.
     """
     if num_shards == 1 or param.size < MIN_SHARDED_SIZE:
         return Placement(dim=None, stored_shape=param.shape)
-    for dim, size in enumerate(param.shape):
-        if size % num_shards == 0:
+    dims = range(1 if quantization.is_quantized(param) else len(param.shape))
+    for dim in dims:
+        if param.shape[dim] % num_shards == 0:
             return Placement(dim=dim, stored_shape=param.shape)
-    dim = max(range(len(param.shape)), key=lambda d: param.shape[d])
+    dim = max(dims, key=lambda d: param.shape[d])
     padded = -(-param.shape[dim] // num_shards) * num_shards
     return Placement(dim=dim, stored_shape=(*param.shape[:dim], padded, *param.shape[dim + 1 :]))
 
@@ -63,6 +67,13 @@ def shard_size(param: Parameter, num_shards: int) -> int:
     return size if choose_placement(param, num_shards).dim is None else size // num_shards
 
 
+def shard_bytes(param: Parameter, num_shards: int) -> int:
+    """Bytes of a device's shard of a weight between steps, all layers together."""
+    num_bytes = quantization.stored_bytes(param, stored_shape(param, num_shards))
+    is_whole = choose_placement(param, num_shards).dim is None
+    return num_bytes if is_whole else num_bytes // num_shards
+
+
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
     """PartitionSpec of a stacked weight, its gradient and its optimizer state."""
     dim = choose_placement(param, num_shards).dim
@@ -73,12 +84,10 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, axes.SHARDS)
 
 
-def named_sharding(param: Parameter, mesh: Mesh, *, is_offloaded: bool = False) -> NamedSharding:
+def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
     """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
     sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    if is_offloaded and host_offload.should_offload(param):
-        return sharding.with_memory_kind(host_offload.MEMORY_KIND)
-    return sharding
+    return sharding.with_memory_kind(host_offload.MEMORY_KIND) if is_on_host else sharding
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -102,11 +111,11 @@ class Shard:
     """
 
     value: Any
-    """Shard of the weight, in any float dtype."""
+    """Shard of the weight, in any float dtype or quantized."""
     grad_slot: Any
     """Float32 zeros, never read, which the loss is differentiated with respect to.
 
-    The gradient has their shape, dtype and memory.
+    The gradient has their shape, dtype and memory. None for a frozen weight.
     """
 
 
@@ -144,9 +153,11 @@ class Gather:
     gradients_on_host: bool = False
 
     def make_grad_slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
-        """Zeros in the shape and memory of the gradients of these values."""
+        """Zeros in the shape and memory of the gradients of these values; None if frozen."""
 
-        def make_slot(param: Parameter, value: Array) -> Array:
+        def make_slot(param: Parameter, value: Any) -> Array | None:
+            if not param.is_trainable:
+                return None
             return self._move_gradient(param, jnp.zeros(value.shape, jnp.float32))
 
         return jax.tree.map(make_slot, table, values)
@@ -160,25 +171,34 @@ class Gather:
         def cast(value: Array) -> Array:
             return host_offload.to_device(value).astype(self.compute_dtype)
 
-        def copy(param: Parameter, value: Array) -> Array:
-            if not host_offload.is_on_host(value):
+        def copy(param: Parameter, value: Any) -> Any:
+            if not param.is_trainable or not host_offload.is_on_host(value):
                 return value
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
         return jax.tree.map(copy, table, master)
 
     def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
-        """Casts one layer's shard to the compute dtype, and all-gathers it.
+        """Casts one layer's shard to the compute dtype, and all-gathers it; of a quantized matrix
+        gathers codes and scales, and dequantizes them.
 
         For forward passes, and for the rules of a custom_vjp that calls `reduce_scatter`.
 
         Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
+        stored = host_offload.to_device(shard.value)
+        if not isinstance(stored, QuantizedMatrix):
+            stored = stored.astype(self.compute_dtype)
+        else:  # `param` may be the model's, without the format
+            param = dataclasses.replace(param, frozen_as=stored.name)
         dim = choose_placement(param, self.num_shards).dim
-        whole = host_offload.to_device(shard.value).astype(self.compute_dtype)
         if dim is not None:
             with jax.named_scope(WEIGHTS_SCOPE):
-                whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
+                gather = functools.partial(
+                    jax.lax.all_gather, axis_name=axes.SHARDS, axis=dim, tiled=True
+                )
+                stored = jax.tree.map(gather, stored)
+        whole = quantization.decode(param, stored, self.compute_dtype)
         return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
@@ -198,6 +218,10 @@ class Gather:
                 ).astype(jnp.float32)
         return Shard(value=None, grad_slot=self._move_gradient(param, summed))
 
+    def has_gradient(self, shard: Shard) -> bool:
+        """False for the shard of a frozen weight."""
+        return shard.grad_slot is not None
+
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""
         return jax.tree.map(self._gather_param, params, shards)
@@ -210,20 +234,25 @@ class Gather:
         )
         return gather(shard)
 
+    def is_gradient_on_host(self, param: Parameter) -> bool:
+        """True if the gradient of a weight is in host memory."""
+        can_offload = param.is_trainable and host_offload.should_offload_gradient(param)
+        return self.gradients_on_host and can_offload
+
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
-        if self.gradients_on_host and host_offload.should_offload_gradient(param):
-            return host_offload.to_host(gradient)
-        return gradient
+        return host_offload.to_host(gradient) if self.is_gradient_on_host(param) else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
     ) -> layers.Weights:
-        """Gradients of the whole mesh, divided.
+        """Gradients of the whole mesh, divided; None for frozen weights.
 
         Each is summed once over every axis that its weight is not sharded on.
         """
 
-        def reduce_param(param: Parameter, gradient: Array) -> Array:
+        def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
+            if gradient is None:
+                return None
             is_sharded = choose_placement(param, self.num_shards).dim is not None
             sharded_axes = axes.SHARDS if is_sharded else ()
             other_axes = tuple(axis for axis in axes.ALL if axis not in sharded_axes)
@@ -237,6 +266,13 @@ class Gather:
             return sum_and_divide(gradient)
 
         return jax.tree.map(reduce_param, table, gradients)
+
+    def _gathered_bytes(self, param: Parameter) -> int:
+        """Bytes of a weight as it is gathered, all layers together."""
+        shape = stored_shape(param, self.num_shards)
+        if quantization.is_quantized(param):
+            return quantization.stored_bytes(param, shape)
+        return math.prod(shape) * self.compute_dtype.itemsize
 
     def sent_bytes(
         self, table: layers.Weights, *, num_replicas: int, num_microbatches: int
@@ -256,11 +292,15 @@ class Gather:
             size = math.prod(stored_shape(param, self.num_shards))
             if choose_placement(param, self.num_shards).dim is None:
                 num_devices = self.num_shards * num_replicas
-                sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
+                if param.is_trainable:
+                    sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
                 continue
-            moved = num_microbatches * size * (1 - 1 / self.num_shards)
+            fraction = num_microbatches * (1 - 1 / self.num_shards)
             num_gathers = 1 if param.num_layers is None else 2
-            sent["all-gather"] += moved * self.compute_dtype.itemsize * num_gathers
+            sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
+            if not param.is_trainable:
+                continue
+            moved = fraction * size
             num_scatters = 2 if param is tied else 1
             sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
             sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)

@@ -9,7 +9,6 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,9 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxsp.core import axes
-from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs
-from jaxsp.model import decoder, layers
+from jaxsp.core import axes, layout
+from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
+from jaxsp.model import decoder, dropout, layers
+from jaxsp.model.dropout import Keys
+from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, loss, sharding
 from jaxsp.training.program import Program
 from jaxsp.training.sharding import Shard
@@ -45,19 +46,27 @@ class StepGradients(StepTotals):
     """Gradients of the step's mean token loss, sharded like the weights; `loss` is the mean."""
 
     gradients: layers.Weights
+    """None in place of the gradient of a frozen weight."""
 
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
 """Marks a gradient that the backward pass returns instead of adding it to a reference."""
 
 
-def compute_gradients(program: Program, master: layers.Weights, batch: Batch) -> StepGradients:
-    """Gradients and counts of a step. Call under jit."""
-    local = functools.partial(_local_gradients, program)
+def compute_gradients(
+    program: Program, master: layers.Weights, batch: Batch, step: Array | int = 0
+) -> StepGradients:
+    """Gradients and counts of a step. Call under jit. Args: step: its number, for dropout."""
+
+    def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
+        return _local_gradients(program, master, batch, jnp.asarray(step, jnp.int32))
+
     return StepGradients(**_run_on_mesh(program, local, master, batch, has_gradients=True))
 
 
-def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> dict[str, Any]:
+def _local_gradients(
+    program: Program, master: layers.Weights, batch: Batch, step: Array
+) -> dict[str, Any]:
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
     gather = program.gather
     table = program.table
@@ -72,23 +81,25 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
         lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
         slots,
     )
-    is_on_host = list(map(host_offload.is_on_host, jax.tree.leaves(slots)))
-    host_params = list(itertools.compress(jax.tree.leaves(table), is_on_host))
-    host_slots = list(itertools.compress(jax.tree.leaves(slots), is_on_host))
+    host_params = list(filter(gather.is_gradient_on_host, jax.tree.leaves(table)))
+    host_slots = list(filter(host_offload.is_on_host, jax.tree.leaves(slots)))
 
-    def run_microbatch(batch: Batch) -> tuple[tuple[Array, Array], list[Array]]:
+    def run_microbatch(batch: Batch, index: Array | int) -> tuple[tuple[Array, Array], list[Array]]:
         """Sums of losses and of correct tokens, and the gradients in host memory."""
+        keys = _make_token_keys(program, batch, step, index)
         loss_sum, backward, num_correct = jax.vjp(
-            lambda slots: _sum_microbatch_loss(program, values, slots, batch), slots, has_aux=True
+            lambda slots: _sum_microbatch_loss(program, values, slots, batch, keys),
+            slots,
+            has_aux=True,
         )
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
         # Gradients that were added to references are placeholders here
         leaves = jax.tree.leaves(gradients)
         return (loss_sum, num_correct), [leaf for leaf in leaves if isinstance(leaf, Array)]
 
-    def add_microbatch(carry: tuple, batch: Batch) -> tuple[tuple, None]:
+    def add_microbatch(carry: tuple, inputs: tuple[Batch, Array]) -> tuple[tuple, None]:
         sums, host_gradients = carry
-        microbatch_sums, gradients = run_microbatch(batch)
+        microbatch_sums, gradients = run_microbatch(*inputs)
         # In place: devices hold one layer at a time
         host_gradients = [
             host_offload.update_each_layer(param, jnp.add, total, gradient)
@@ -97,10 +108,11 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
         return (jax.tree.map(jnp.add, sums, microbatch_sums), host_gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
-        sums, host_gradients = run_microbatch(jax.tree.map(lambda x: x[0], batch))
+        sums, host_gradients = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0)
     else:
         zeros = ((jnp.float32(0), jnp.int32(0)), host_slots)
-        (sums, host_gradients), _ = jax.lax.scan(add_microbatch, zeros, batch)
+        indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
+        (sums, host_gradients), _ = jax.lax.scan(add_microbatch, zeros, (batch, indices))
     remaining = iter(host_gradients)
     gradients = jax.tree.map(
         lambda slot, target: (
@@ -110,11 +122,16 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
         targets,
     )
     totals = _sum_over_mesh(*sums, batch)
-    divisor = jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
-    if "loss_weight" in totals:
-        divisor = jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
+    divisor = _loss_divisor(totals)
     loss = totals["loss"] / divisor
     return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+
+
+def _loss_divisor(totals: dict[str, Array]) -> Array:
+    """Number, or total weight, of a step's loss tokens; 1 if there are none."""
+    if "loss_weight" in totals:
+        return jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
+    return jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
 
 
 def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
@@ -136,10 +153,19 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
 
 
 def _sum_microbatch_loss(
-    program: Program, values: layers.Weights, slots: layers.Weights, batch: Batch
+    program: Program,
+    values: layers.Weights,
+    slots: layers.Weights,
+    batch: Batch,
+    token_keys: Keys | None = None,
 ) -> tuple[Array, Array]:
-    """Sum of the token losses of this device's part of a microbatch, and the correct tokens."""
-    shards = jax.tree.map(lambda value, slot: Shard(value=value, grad_slot=slot), values, slots)
+    """Sum of the token losses of this device's part of a microbatch, and the correct tokens.
+
+    Args: token_keys: see `decoder.hidden_states`.
+    """
+    shards = jax.tree.map(
+        lambda _, value, slot: Shard(value=value, grad_slot=slot), program.table, values, slots
+    )
     hidden_BlD = decoder.hidden_states(
         shards,
         batch,
@@ -149,6 +175,7 @@ def _sum_microbatch_loss(
         dtype=program.dtype,
         policy=program.remat_policy,
         tile_tokens=program.mlp_tile,
+        token_keys=token_keys,
     )
     sums = loss.sum_token_losses(
         hidden_BlD,
@@ -162,6 +189,31 @@ def _sum_microbatch_loss(
         transform_logits=functools.partial(decoder.transform_logits, program.model),
     )
     return sums.loss, sums.num_correct
+
+
+def _make_token_keys(
+    program: Program, batch: Batch, step: Array, microbatch: Array | int
+) -> Keys | None:
+    """Random keys of this device's tokens in a microbatch; None without dropout."""
+    lora = program.model.lora
+    if lora is None or not lora.dropout:
+        return None
+    num_rows, num_tokens = batch.tokens_BL.shape
+    num_groups = device_mesh.num_groups(program.mesh)
+    slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    return dropout.make_token_keys(
+        seed=program.config.run.seed,
+        step=step,
+        rows_B=step_row_index(
+            microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows
+        ),
+        tokens_l=layout.tokens_in_places(
+            places_l,
+            row_tokens=num_tokens * program.mesh.shape[axes.SEQ],
+            degree=program.attend.layout_degree,
+        ),
+    )
 
 
 def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[str, Array]:

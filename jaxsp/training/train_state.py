@@ -13,7 +13,7 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, optimizer_state, sharding, weight_init
+from jaxsp.training import optimizer, optimizer_state, quantization, sharding, weight_init
 from jaxsp.training.program import Program
 
 
@@ -23,9 +23,9 @@ class TrainState:
     """Arrays that training carries from step to step."""
 
     master: layers.Weights
-    """Float32 weights."""
+    """All weights: trained ones in float32, frozen ones in the format that they are stored in."""
     opt_state: Any
-    """Optimizer state of each weight."""
+    """Optimizer state of each weight; None for a frozen one."""
     step: batch.Leaf
     """Number of steps done, an int32 scalar."""
 
@@ -33,7 +33,7 @@ class TrainState:
 def random_state(program: Program, *, seed: int) -> TrainState:
     """Random weights and an initial optimizer state, each on its devices."""
     master = weight_init.random_weights(
-        program.table, seed=seed, mesh=program.mesh, is_offloaded=program.has_offloaded_state
+        program.table, seed=seed, mesh=program.mesh, is_on_host=program.is_on_host
     )
     return init_state(program, master)
 
@@ -43,6 +43,9 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     shapes = abstract_inputs(program)[0]
 
     def init_param(param: Parameter, opt_state: Any) -> Any:
+        if not param.is_trainable:
+            return None
+
         def init() -> Any:
             state = optimizer.init(program.config.optimizer, param)
             return optimizer_state.add_padding(state, opt_state)
@@ -56,15 +59,17 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
 
 
 def abstract_weights(program: Program) -> layers.Weights:
-    """Master weights as jax.ShapeDtypeStructs with shardings."""
+    """Weights as jax.ShapeDtypeStructs with shardings."""
     num_shards = device_mesh.num_shards(program.mesh)
 
-    def describe(param: Parameter) -> jax.ShapeDtypeStruct:
+    def describe(param: Parameter) -> Any:
         shape = sharding.stored_shape(param, num_shards)
-        place = sharding.named_sharding(
-            param, program.mesh, is_offloaded=program.has_offloaded_state
-        )
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        place = sharding.named_sharding(param, program.mesh, is_on_host=program.is_on_host(param))
+
+        def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        return jax.tree.map(add_sharding, quantization.describe(param, shape))
 
     return jax.tree.map(describe, program.table)
 
@@ -77,11 +82,13 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     replicated = NamedSharding(program.mesh, PartitionSpec())
 
     def describe_state(param: Parameter) -> Any:
+        if not param.is_trainable:
+            return None
         describe = functools.partial(
             optimizer_state.describe,
             param,
             mesh=program.mesh,
-            is_offloaded=program.has_offloaded_state,
+            is_on_host=program.is_on_host(param),
         )
         return jax.tree.map(describe, optimizer.describe_state(program.config.optimizer, param))
 

@@ -55,7 +55,7 @@ def build_step(program: Program) -> jax.stages.Wrapped:
     # Do not rename step, state and batch: the planner looks for these names in the compiled program
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         state = _set_memory_kinds(program, state)
-        gradients = step_gradients.compute_gradients(program, state.master, batch)
+        gradients = step_gradients.compute_gradients(program, state.master, batch, state.step)
         norm = _global_norm(program, gradients)
         scale = jnp.float32(1)
         if (limit := config.max_grad_norm) is not None:
@@ -101,7 +101,9 @@ def build_step(program: Program) -> jax.stages.Wrapped:
 
 
 def _global_norm(program: Program, gradients: StepGradients) -> Array:
-    def sum_squares(param: Parameter, gradient: Array) -> Array:
+    def sum_squares(param: Parameter, gradient: Array | None) -> Array | None:
+        if gradient is None:
+            return None
         return host_offload.sum_layers(param, lambda layer: jnp.sum(layer * layer), gradient)
 
     squares = jax.tree.map(sum_squares, program.table, gradients.gradients)
@@ -116,8 +118,8 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
     if not program.has_offloaded_state:
         return state
 
-    def set_kind(param: Parameter, weight: Array, opt_state: Any) -> tuple[Array, Any]:
-        if not host_offload.should_offload(param):
+    def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
+        if not program.is_on_host(param):
             return weight, opt_state
         return host_offload.to_host(weight), jax.tree.map(
             lambda x: host_offload.to_host(x) if x.shape == weight.shape else x, opt_state

@@ -1,8 +1,10 @@
-"""Initial master weights on their devices: random, or read from a checkpoint in slices."""
+"""Initial weights on their devices: random, or read from a checkpoint in slices."""
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jaxtyping import Array
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding
+from jaxsp.training import host_offload, quantization, sharding
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.
@@ -26,9 +28,16 @@ _Spans = tuple[tuple[int, int], ...]
 
 
 def random_weights(
-    table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded: bool = False
+    table: layers.Weights,
+    *,
+    seed: int,
+    mesh: Mesh,
+    is_on_host: Callable[[Parameter], bool] = lambda param: False,
 ) -> layers.Weights:
-    """Random master weights, float32, each on its devices; the same numbers on every mesh."""
+    """Random weights, each on its devices; the same numbers on every mesh.
+
+    Args: is_on_host: function that returns True for a weight in host memory.
+    """
     num_shards = device_mesh.num_shards(mesh)
 
     def draw(param: Parameter) -> Array:
@@ -38,8 +47,9 @@ def random_weights(
             key = jax.random.fold_in(key, param.hf_rows[0])
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
-        place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
-        return _build_draw(shape, param.mean, param.std, padding, place)(key)
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
+        fixed = dataclasses.replace(param, hf_name="", hf_rows=None)
+        return _build_draw(fixed, padding, place)(key)
 
     # One after another: the drawing of all weights of a large model may not fit a device
     return jax.tree.map(draw, table)
@@ -47,28 +57,27 @@ def random_weights(
 
 @functools.cache  # most weights of a model have the shape of another one
 def _build_draw(
-    shape: tuple[int, ...],
-    mean: float,
-    std: float,
-    padding: tuple[tuple[int, int], ...],
-    place: NamedSharding,
-) -> Callable[[Array], Array]:
-    """Jitted function that draws a weight with a key."""
+    param: Parameter, padding: tuple[tuple[int, int], ...], place: NamedSharding
+) -> Callable[[Array], Any]:
+    """Jitted function that draws a weight with a key, in the format that it is stored in."""
 
-    def draw(key: Array) -> Array:
-        if std:
-            whole = mean + std * jax.random.normal(key, shape)
-        else:
-            whole = jnp.full(shape, mean)
-        return jnp.pad(whole, padding)
+    def draw(key: Array) -> Any:
+        whole = jnp.full(param.stacked_shape, param.mean)
+        if param.std:
+            whole += param.std * jax.random.normal(key, whole.shape)
+        return quantization.encode(param, jnp.pad(whole, padding), jnp)
 
     return jax.jit(draw, out_shardings=place)
 
 
 def load_weights(
-    table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is_offloaded: bool = False
+    table: layers.Weights,
+    mesh: Mesh,
+    read_slice: ReadSlice,
+    *,
+    is_on_host: Callable[[Parameter], bool] = lambda param: False,
 ) -> layers.Weights:
-    """Master weights from slices that `read_slice` returns, each on its devices.
+    """Weights from slices that `read_slice` returns, each on its devices.
 
     A process reads the slices of its own devices only, each once, even if several devices hold it.
 
@@ -77,9 +86,9 @@ def load_weights(
     """
     num_shards = device_mesh.num_shards(mesh)
 
-    def load(param: Parameter) -> Array:
+    def load(param: Parameter) -> Any:
         shape = sharding.stored_shape(param, num_shards)
-        place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
+        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
         owners: dict[_Spans, list[jax.Device]] = {}
         for device, index in place.addressable_devices_indices_map(shape).items():
             assert index is not None, "the device is addressable"
@@ -87,7 +96,7 @@ def load_weights(
                 dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=True)
             )
             owners.setdefault(spans, []).append(device)
-        shards = []
+        shards: list[Any] = []
         # A callback of make_array_from_callback would hold the shards of all devices at a time
         for spans, devices in owners.items():
             shard = _read_shard(param, spans, read_slice)
@@ -97,20 +106,70 @@ def load_weights(
             ]
             # A copy may read its source after device_put has returned
             shards += jax.block_until_ready(copies)
-        return jax.make_array_from_single_device_arrays(shape, place, shards)
+        return jax.tree.map(
+            lambda like, *parts: jax.make_array_from_single_device_arrays(
+                like.shape, place, list(parts)
+            ),
+            quantization.describe(param, shape),
+            *shards,
+        )
 
     return jax.tree.map(load, table)
 
 
-def _read_shard(param: Parameter, spans: _Spans, read_slice: ReadSlice) -> np.ndarray:
+def init_magnitudes(
+    table: layers.Weights, weights: layers.Weights, *, mesh: Mesh
+) -> layers.Weights:
+    """Weights in which DoRA's magnitudes are the norms of the rows of the adapted matrices."""
+
+    def init(params: layers.Weights, values: layers.Weights) -> layers.Weights:
+        new = dict(values)
+        for name, part in params.items():
+            if isinstance(part, Parameter):
+                continue
+            new[name] = init(part, values[name])
+            if "magnitude" in part.get("adapter", {}):
+                magnitude = _row_norms(part["weight"], part["adapter"]["magnitude"], mesh)
+                adapter = new[name]["adapter"]
+                new[name]["adapter"] = adapter | {"magnitude": magnitude(values[name]["weight"])}
+        return new
+
+    return init(table, weights)
+
+
+def _row_norms(matrix: Parameter, magnitude: Parameter, mesh: Mesh) -> Callable[[Any], Array]:
+    """Jitted function that computes the norms of a matrix's rows, stored as `magnitude`."""
+
+    def compute(stored: Any) -> Array:
+        whole = quantization.decode(matrix, host_offload.to_device(stored), jnp.dtype("float32"))
+        weight = sharding.remove_padding(matrix, whole)
+        norms = jnp.sqrt(jnp.sum(jnp.square(weight), axis=-1))
+        widths = sharding.padding(magnitude, norms.ndim, device_mesh.num_shards(mesh))
+        return jnp.pad(norms, widths)
+
+    return jax.jit(compute, out_shardings=sharding.named_sharding(magnitude, mesh))
+
+
+def _read_shard(param: Parameter, spans: _Spans, read_slice: ReadSlice) -> Any:
     """Shard of a stored weight between these indices; zeros where it is padding."""
-    shard = np.zeros([stop - start for start, stop in spans], np.float32)
+    shape = tuple(stop - start for start, stop in spans)
     param_spans = zip(spans[-len(param.shape) :], param.shape, strict=True)
     source = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in param_spans)
     target = tuple(slice(part.stop - part.start) for part in source)
+    like = quantization.describe(param, shape)
+    shard = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+
+    def read(layer: int | None) -> Any:
+        whole = np.zeros(shape[-len(param.shape) :], np.float32)
+        whole[target] = read_slice(param, layer, source)
+        return quantization.encode(param, whole)
+
     if param.num_layers is None:
-        shard[target] = read_slice(param, None, source)
-        return shard
-    for layer, layer_shard in enumerate(shard):
-        layer_shard[target] = read_slice(param, layer, source)
+        return read(None)
+    for layer in range(param.num_layers):
+
+        def write(stack: np.ndarray, part: np.ndarray, layer: int = layer) -> None:
+            stack[layer] = part
+
+        jax.tree.map(write, shard, read(layer))
     return shard

@@ -134,7 +134,7 @@ def train_three_steps(gpu, option, dtype="float32"):
         program, workspace_bytes=choice.settings.workspace_bytes
     )
     start = weight_init.random_weights(
-        program.table, seed=0, mesh=program.mesh, is_offloaded=program.has_offloaded_state
+        program.table, seed=0, mesh=program.mesh, is_on_host=program.is_on_host
     )
     before = {
         name: np.array(weight) for name, weight in batches.name_leaves(start).items()

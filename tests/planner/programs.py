@@ -7,6 +7,7 @@ import pytest
 
 from jaxsp.config import config_file
 from jaxsp.hf import model_config
+from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
 
 LLAMA = {
@@ -44,11 +45,9 @@ def settings(*words, **changes):
 
 def step(config, devices):
     """The compiled step of such a config on these devices."""
-    return compiled.compile_config(
-        config,
-        model=model_config.parse_model_config(config.model.config, field="model.config"),
-        devices=devices,
-    )
+    model = model_config.parse_model_config(config.model.config, field="model.config")
+    model = adapters.add_adapter(model, config.adapter)
+    return compiled.compile_config(config, model=model, devices=devices)
 
 
 @functools.cache

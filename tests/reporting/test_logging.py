@@ -3,12 +3,15 @@
 import json
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
 
 import pytest
 from tensorboardX.proto import event_pb2
+
+from jaxsp import report
 
 pytestmark = pytest.mark.e2e
 
@@ -96,3 +99,29 @@ def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
     assert any("step" in name for name in first), first
     losses = [lines(folder / run, "eval.jsonl")[-1]["loss"] for run in ("first", "second")]
     assert losses[0] == losses[1]
+
+
+def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
+    folder, *_ = runs
+    (start,) = lines(folder / "first", "starts.jsonl")
+    assert (start["num_devices"], start["mesh"]["seq"], start["num_steps"]) == (2, 2, 4)
+    (memory,) = start["memory"]
+    weights = 4 * start["num_parameters"]
+    assert memory["device"]["weights"] <= weights, "no more than whole float32 weights"
+    assert memory["device"]["optimizer state"] == 2 * memory["device"]["weights"]
+    assert memory["device"]["other temporaries"] > 0
+    assert start["compile_s"] > 0
+
+
+def test_the_report_of_two_runs_has_their_losses(runs, capsys):
+    folder, *_ = runs
+    out = folder / "report.html"
+    report.main([str(folder / "first"), str(folder / "second"), "--out", str(out)])
+    assert str(out) in capsys.readouterr().out
+    text = out.read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', text)
+    for run in json.loads(data)["runs"]:
+        expected = [line["loss"] for line in lines(folder / run["name"], "metrics.jsonl")]
+        assert run["series"]["loss"]["mean"] == expected
+        assert [eval_set["name"] for eval_set in run["evals"]] == ["json"]
+    assert "The losses are equal in all digits over 4 common steps" in text

@@ -119,6 +119,11 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
     train(settings(stopped, *words))
     exact = mesh == (2, 4)
     check(lines(stopped / "run"), lines(straight / "run"), exact=exact)
+    first, second = lines(stopped / "run", "starts.jsonl")
+    assert (first["from_step"], first["previous_step"], first["checkpoint"]) == (0, None, None)
+    assert (second["from_step"], second["previous_step"]) == (6, STOPPED + 1)
+    assert second["checkpoint"] == str(stopped / "run/checkpoints/6")
+    assert second["mesh"] == {"replica": 1, "data": mesh[0], "seq": mesh[1]}
     whole = [
         reader.read_weights(folder / f"run/checkpoints/{STEPS}", prepare_table(folder))
         for folder in (straight, stopped)

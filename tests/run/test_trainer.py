@@ -470,7 +470,8 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     def watched(program, material, console):
         compiled = compile_(program, material, console)
         look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
-        return {length: look(run) for length, run in compiled.items()}
+        functions = {length: look(run) for length, run in compiled.functions.items()}
+        return dataclasses.replace(compiled, functions=functions)
 
     monkeypatch.setattr(preflight, "compile_steps", watched)
     chosen = settings(folder, "run.steps=3")

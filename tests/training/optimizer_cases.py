@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.schema import Config
 from jaxsp.model.layers import Parameter
-from jaxsp.training import optimizer, optimizer_state
+from jaxsp.training import host_offload, optimizer, optimizer_state
 from jaxsp.training.optimizers import registry, schedules
 from tests import batches
 from tests.training import runs
@@ -83,7 +83,8 @@ def run_on_mesh(config: Config, sizes: tuple[int, int, int], *, offload: bool = 
     """Weights and optimizer state, as stored, after NUM_STEPS updates; and their shardings."""
     mesh = batches.mesh(*sizes)
     state = init_state(config, sizes, offload=offload)
-    master = runs.put_weights(TABLE, draw(1), mesh, is_offloaded=offload)
+    is_on_host = host_offload.should_offload if offload else lambda param: False
+    master = runs.put_weights(TABLE, draw(1), mesh, is_on_host=is_on_host)
     update = compile_update(config, mesh, master, state)
     for step, gradients in enumerate(draw_gradients()):
         stored = runs.put_weights(TABLE, gradients, mesh)
@@ -104,7 +105,8 @@ def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = F
     """Shapes and shardings of the optimizer state."""
 
     def describe(param):
-        place = functools.partial(optimizer_state.describe, param, mesh=mesh, is_offloaded=offload)
+        is_on_host = offload and host_offload.should_offload(param)
+        place = functools.partial(optimizer_state.describe, param, mesh=mesh, is_on_host=is_on_host)
         return jax.tree.map(place, optimizer.describe_state(config.optimizer, param))
 
     return jax.tree.map(describe, TABLE)

@@ -21,6 +21,7 @@ from jaxsp.training import (
     available_memory,
     host_offload,
     loss,
+    memory_causes,
     memory_fit,
     memory_formula,
     memory_options,
@@ -433,6 +434,21 @@ def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     actual = ready(monkeypatch, gpus(size), memory={})
     assert actual.program.config.memory.remat == remat
     assert (actual.full_remat_reason == "") == (remat != "full")
+
+
+def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
+    """Weights and moments are exact; a formula that exceeds the rest is reduced to it."""
+    actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
+    resident = memory_formula.resident_bytes(actual.program)
+    for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
+        use = MemoryUse(device=size - 10**6, host=0, uncounted_workspace=10**6)
+        causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
+        assert sum(causes.device.values()) == size
+        assert causes.device["weights"] == resident.weights
+        assert causes.device["cuDNN workspace"] == 10**6
+        assert causes.host == {}
+        assert causes.device_available == 2.5 * memory_formula.GIB
+    assert causes.device["gradients"] == 5
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,11 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, program: Program) -> None:
     state, batch = train_state.abstract_inputs(program)
 
     def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
-        on_host = host_offload.should_offload(param)
-        return on_host, jax.tree.map(lambda x: on_host and x.shape == weight.shape, opt_state)
+        on_host = program.is_on_host(param)
+        is_weight_on_host = jax.tree.map(lambda _: on_host, weight)
+        return is_weight_on_host, jax.tree.map(
+            lambda x: on_host and x.shape == weight.shape, opt_state
+        )
 
     weights, moments = optimizer.map_weights_and_state(
         program.table, is_param_on_host, state.master, state.opt_state

@@ -28,7 +28,8 @@ OTHER = "other"
 RESERVED = "reserved"
 
 CATEGORIES: Mapping[str, str] = {
-    WEIGHTS: "float32 master weights, and copies in the compute dtype if the master is on the host",
+    WEIGHTS: "float32 master weights, copies in the compute dtype if they are on the host, and "
+    "frozen weights",
     OPTIMIZER: "the optimizer's state, such as moments",
     GRADIENTS: "summed over the step, one shard on each device",
     SAVED_ACTIVATIONS: "saved for the backward pass: layer inputs and attention outputs",

@@ -124,6 +124,26 @@ def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
 
 
 @pytest.mark.e2e
+def test_a_quantized_base_is_sent_quantized_and_only_adapters_have_gradients():
+    """On a GPU program; the embedding and the head are sent in bfloat16, 4.5 bits of the rest."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ["mesh.seq=4", "adapter.type=lora", "adapter.quantization=nf4", "adapter.rank=64"]
+    config = programs.settings(*words)
+    step = programs.step(config, compiled.make_devices("h100-80gb", 4))
+    sent = comms.parse_collectives(step.dump.hlo_text)
+    expected = comms.compute_formula_bytes(step.program)
+    for operation in ("all-gather", "reduce-scatter"):
+        assert comms.sum_bytes(sent, operation=operation) == expected[operation]
+    params = jax.tree.leaves(step.program.table["layers"])
+    base = sum(param.size * param.num_layers for param in params if param.frozen_as == "nf4")
+    codes = comms.sum_bytes(sent, operation="all-gather", dtype="u8")
+    assert codes == 2 * base // 2 * 3 // 4, "half a byte of each weight, forward and backward"
+    trained = [param for param in params if param.is_trainable and param.size >= 2**16]
+    gradients = 4 * sum(param.size * param.num_layers for param in trained) * 3 // 4
+    assert comms.sum_bytes(sent, operation="reduce-scatter") == gradients > 0
+
+
+@pytest.mark.e2e
 def test_devices_communicate_in_the_groups_for_which_memory_is_kept_free():
     step = programs.gpu_step(data=2, seq=4, num_heads=32, microbatches=3)
     groups = {frozenset(sent.device_ids) for sent in comms.parse_collectives(step.dump.hlo_text)}

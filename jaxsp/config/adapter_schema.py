@@ -1,0 +1,67 @@
+"""Config section of adapters (LoRA)."""
+
+from typing import Annotated, Literal
+
+import pydantic
+
+from jaxsp.config import fields
+from jaxsp.config.fields import ConfigSection, Fraction, PositiveCount, PositiveFloat, with_examples
+
+SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+"""Tensors of `adapter.modules_to_save`, by name."""
+
+
+class AdapterConfig(ConfigSection):
+    """LoRA: small trained matrices beside the frozen matrices of every layer.
+
+    The adapters train in float32. The other weights are frozen, in model.compute_dtype, without
+    gradients and optimizer state.
+    """
+
+    type: Literal["none", "lora", "dora"] = "none"
+    """none: all weights are trained. lora: y = W x + scale B A x, where W is frozen. dora: each row
+    of W + scale B A is also divided by its norm and multiplied by a trained magnitude."""
+    rank: Annotated[PositiveCount | None, with_examples(16)] = None
+    """Rank of the matrices. null: 16, or that of adapter.source."""
+    alpha: Annotated[PositiveFloat | None, with_examples(32.0)] = None
+    """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
+    use_rslora: bool | None = None
+    """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
+    dropout: Fraction = 0.0
+    """Fraction of the elements of A's input that are set to 0 in training, at random. The same
+    elements on every mesh. Not for dora."""
+    targets: Annotated[
+        Literal["all-linear"] | tuple[str, ...] | None,
+        with_examples("all-linear", "[q_proj, v_proj]"),
+    ] = None
+    """Projections of a layer with an adapter, by the names of Hugging Face's files: q_proj,
+    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. null: all-linear, or
+    those of adapter.source."""
+    modules_to_save: Annotated[
+        tuple[Literal["embed_tokens", "lm_head"], ...],
+        with_examples("[embed_tokens, lm_head]", strict=False),
+    ] = ()
+    """Embedding and head, if they are trained too, as whole float32 weights."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Format of the frozen matrices of the layers, which are dequantized layer by layer. int8: 8
+    bits, one scale per row. nf4: 4-bit codes with a scale for each 64 weights (QLoRA). none:
+    model.compute_dtype."""
+    source: Annotated[str | None, with_examples("adapters/first", min_length=1)] = None
+    """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
+
+    _expand_home = pydantic.field_validator("source")(fields.expand_home)
+
+    @pydantic.field_validator("targets", mode="before")
+    @classmethod
+    def _check_targets(cls, value: object) -> object:
+        if value is None or value == "all-linear":
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
+        return tuple(value)
+
+    @pydantic.model_validator(mode="after")
+    def _check_dropout(self) -> "AdapterConfig":
+        if self.type == "dora" and self.dropout:
+            raise ValueError("dropout must be 0 with type dora. Use type lora, or dropout 0")
+        return self

@@ -1,0 +1,338 @@
+"""Adapters in PEFT's format, both ways: adapter_config.json and adapter_model.safetensors.
+
+Source: the files that PEFT 0.21 writes and reads (peft/tuners/lora/config.py,
+peft/utils/save_and_load.py).
+"""
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
+from jaxsp.core.errors import UserError
+from jaxsp.hf import folder, tensors, writer
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.json_values import format_value
+from jaxsp.hf.tensors import BadFileError
+from jaxsp.hf.weights import WeightReader, is_same_tensor
+from jaxsp.model import adapters, decoder, layers
+from jaxsp.model.config import ModelConfig
+
+CONFIG_FILE = "adapter_config.json"
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+"""Beginning of the names of tensors, before the names of Hugging Face's files."""
+
+_FIELD = "adapter.source"
+
+_IGNORED_FIELDS = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
+    *("task_type", "lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("layers_pattern", "runtime_config", "eva_config"),
+}
+"""Fields that do not change what a trained adapter computes."""
+
+_READ_FIELDS = {
+    *("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora"),
+    *("use_dora", "init_lora_weights", "layers_to_transform", "exclude_modules"),
+}
+
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", None)
+"""Values of init_lora_weights that leave the base as it is; PiSSA, OLoRA and LoftQ change it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Fields of an adapter_config.json, in jaxsp's terms."""
+
+    type: str
+    rank: int
+    alpha: float
+    use_rslora: bool
+    targets: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedAdapter:
+    """Adapter section of a config, resolved for a model."""
+
+    config: AdapterConfig
+    """The section, in which every field has a value."""
+    model: ModelConfig
+    """The model with the adapters."""
+    folder: ModelFolder | None
+    """Folder of adapter.source; None without a source."""
+
+
+def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
+    """Reads the config of adapter.source, and adds the adapters to a model.
+
+    Raises: UserError with everything that does not fit the model or the source.
+    """
+    source = None
+    if adapter.type != "none" and adapter.source is not None:
+        names = (CONFIG_FILE, WEIGHTS_FILE)
+        source = folder.find(adapter.source, field=_FIELD, names=names, config_file=CONFIG_FILE)
+    resolved = _fill_in(adapter, model, source)
+    return ResolvedAdapter(
+        config=resolved, model=adapters.add_adapter(model, resolved), folder=source
+    )
+
+
+def _fill_in(
+    adapter: AdapterConfig, model: ModelConfig, source: ModelFolder | None
+) -> AdapterConfig:
+    """The adapter section of a config, in which every field has a value.
+
+    Fields without a value get those of the source, or jaxsp's defaults.
+
+    Args: model: the model without adapters.
+    Raises: UserError with all fields that differ from the source's, and all that are unsupported.
+    """
+    if adapter.type == "none":
+        return adapter
+    if source is None:
+        rank = adapter.rank or adapters.DEFAULT_RANK
+        defaults: dict[str, Any] = {
+            "rank": rank,
+            "alpha": adapters.DEFAULT_ALPHA_PER_RANK * rank,
+            "use_rslora": False,
+            "targets": "all-linear",
+        }
+        missing = {name: x for name, x in defaults.items() if getattr(adapter, name) is None}
+        return adapter.model_copy(update=missing)
+    read = _read_settings(source, model)
+    given = {
+        "type": adapter.type,
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "use_rslora": adapter.use_rslora,
+    }
+    problems = [
+        f"adapter.{name} = {value}: must be that of adapter.source, {getattr(read, name)}."
+        for name, value in given.items()
+        if value not in (None, getattr(read, name))
+    ]
+    if adapter.targets is not None:
+        targets = adapters.find_targets(adapters.list_projections(model), adapter.targets)
+        if set(targets) != set(read.targets):
+            problems.append(
+                "adapter.targets: must be those of adapter.source, "
+                f"[{', '.join(read.targets)}]. Leave them out."
+            )
+    if problems:
+        raise UserError(problems)
+    saved = tuple(
+        name for name in SAVED_MODULES if name in (*read.modules_to_save, *adapter.modules_to_save)
+    )
+    return adapter.model_copy(update=vars(read) | {"modules_to_save": saved})
+
+
+def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
+    """Reads an adapter_config.json. Raises: UserError with everything that is not supported."""
+    fields = source.config_fields
+    asked = f"{_FIELD} = {source.source}: {CONFIG_FILE}"
+    problems = []
+    if fields.get("peft_type") != "LORA":
+        problems.append(f"peft_type = {format_value(fields.get('peft_type'))}: must be LORA")
+    known = _IGNORED_FIELDS | _READ_FIELDS
+    problems += [
+        f"{name} = {format_value(value)}: is not supported"
+        for name, value in fields.items()
+        if name not in known and value and value != "none"
+    ]
+    if fields.get("init_lora_weights", True) not in _PLAIN_INITS:
+        problems.append(
+            f"init_lora_weights = {format_value(fields['init_lora_weights'])}: the adapter belongs "
+            "to changed base weights; convert it to LoRA with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    for name in ("r", "lora_alpha"):
+        value = fields.get(name)
+        if not isinstance(value, int | float) or value <= 0:
+            problems.append(f"{name} = {format_value(value)}: must be a number above 0")
+    saved = tuple(str(name).rpartition(".")[2] for name in fields.get("modules_to_save") or ())
+    if not set(saved) <= SAVED_MODULES.keys():
+        problems.append(
+            f"modules_to_save = {format_value(fields['modules_to_save'])}: only "
+            f"{' and '.join(SAVED_MODULES)} are supported"
+        )
+    try:
+        targets = _match_targets(fields, model)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise UserError([f"{asked}: {problem}." for problem in problems])
+    return _Settings(
+        type="dora" if fields.get("use_dora") else "lora",
+        rank=int(fields["r"]),
+        alpha=float(fields["lora_alpha"]),
+        use_rslora=bool(fields.get("use_rslora")),
+        targets=targets,
+        modules_to_save=saved,
+    )
+
+
+def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
+    """Projections that PEFT adapts. Raises: ValueError if they are not the same in all layers."""
+    projections = adapters.list_projections(model)
+    targets = fields.get("target_modules")
+    if targets == "all-linear":
+        return projections
+    excluded = fields.get("exclude_modules")
+    chosen_layers = fields.get("layers_to_transform")
+    if isinstance(chosen_layers, int):
+        chosen_layers = [chosen_layers]
+
+    def is_match(name: str, patterns: Any) -> bool:
+        if isinstance(patterns, str):
+            return re.fullmatch(patterns, name) is not None
+        return any(name == each or name.endswith(f".{each}") for each in patterns or ())
+
+    found = []
+    for projection in projections:
+        matches = []
+        for layer in range(model.num_layers):
+            name = decoder.LAYER_PREFIX.format(layer=layer) + projection
+            is_chosen = chosen_layers is None or layer in chosen_layers
+            is_adapted = is_match(name, targets) and not is_match(name, excluded)
+            matches.append(is_adapted and is_chosen)
+        if any(matches) != all(matches):
+            raise ValueError(
+                f"target_modules: {projection} has an adapter in {sum(matches)} of "
+                f"{len(matches)} layers; it must be in all or none"
+            )
+        if matches[0]:
+            found.append(projection)
+    if not found:
+        raise ValueError(
+            f"target_modules = {format_value(targets)}: matches no projection of the model "
+            f"({', '.join(projections)})"
+        )
+    return tuple(found)
+
+
+def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
+    """Opens an adapter's weights: those of its projections, and of its modules_to_save.
+
+    Raises: UserError with all tensors that are missing, surplus or of another shape, and for a
+        damaged file.
+    """
+    asked = f"{_FIELD} = {source.source}"
+    path = source.path / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{asked}: {source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
+            "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
+        )
+    try:
+        header = tensors.read_header(path)
+    except BadFileError as error:
+        raise UserError(f"{asked}: {path} {error}. Copy or download it again.") from None
+    stored = {name.removeprefix(_PREFIX): tensor for name, tensor in header.items()}
+    declared = source.config_fields.get("modules_to_save") or ()
+    saved = {SAVED_MODULES[name.rpartition(".")[2]] for name in declared}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in jax.tree.leaves(table):
+        if param.is_adapter or param.hf_name in saved:
+            for layer in range(param.num_layers or 1):
+                shapes[param.hf_name.format(layer=layer)] = param.hf_shape
+    missing = [name for name in shapes if name not in stored]
+    surplus = [name for name in stored if name not in shapes and name not in _TIED_COPIES]
+    misshapen = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems = [
+        f"{asked}: {title} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}. "
+        "Use an adapter of this model, as PEFT's save_pretrained writes it."
+        for title, names in (
+            ("missing tensors:", missing),
+            ("tensors that the adapter of its config does not have:", surplus),
+            ("tensors of another shape than the model's:", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise UserError(problems)
+    read = {name: stored[name] for name in shapes}
+    reader = WeightReader(error_prefix=asked, tensors=read, left_out="")
+    for name in stored.keys() & set(_TIED_COPIES) - shapes.keys():
+        if not is_same_tensor(reader, stored[name], stored[SAVED_MODULES["embed_tokens"]]):
+            raise UserError(
+                f"{asked}: {name} must equal the embedding, because the model's config.json has "
+                "tie_word_embeddings = true. Set it to false there, to train both."
+            )
+    return reader
+
+
+_TIED_COPIES = (SAVED_MODULES["lm_head"],)
+"""Copy of the embedding in the adapter of a model whose head is its embedding."""
+
+
+def save_adapter(
+    weights: layers.Weights,
+    *,
+    table: layers.Weights,
+    adapter: AdapterConfig,
+    model: ModelConfig,
+    base: str | None,
+    directory: str | pathlib.Path,
+    small_files: pathlib.Path | None = None,
+) -> None:
+    """Writes a folder that `peft.PeftModel` loads; it appears under its name when it is complete.
+
+    Args:
+        weights: the trained weights, float32, in the structure of `table`.
+        table: the trained parameters.
+        adapter: resolved section of the config.
+        base: name or folder of the base model, for `base_model_name_or_path`.
+        small_files: folder whose tokenizer and chat template are copied.
+    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    """
+    lora = model.lora
+    assert lora is not None, "the model has adapters"
+    saved: list[str] = [*adapter.modules_to_save]
+    named = {
+        f"{_PREFIX}{name}": tensor for name, tensor in writer.list_tensors(weights, table).items()
+    }
+    embedding = named.get(_PREFIX + SAVED_MODULES["embed_tokens"])
+    if model.tie_embeddings and embedding is not None:
+        # PEFT would leave the head as it was: it copies the modules that it trains
+        saved = [*SAVED_MODULES]
+        named[_PREFIX + SAVED_MODULES["lm_head"]] = embedding
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
+        "lora_dropout": 0.0,
+        "target_modules": [name.rpartition(".")[2] for name in lora.targets],
+        "modules_to_save": saved or None,
+        "use_rslora": bool(adapter.use_rslora),
+        "use_dora": lora.is_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with writer.create_folder(directory) as target:
+        writer.write_json(target / CONFIG_FILE, config)
+        if small_files is not None:
+            exclude = ("config.json", "generation_config.json")
+            folder.copy_small_files(small_files, target, exclude=exclude)
+        writer.write_file(target / WEIGHTS_FILE, named, dtype=jnp.dtype("float32"))
+
+
+def _to_int(value: float) -> int | float:
+    """An integer for a whole number, as PEFT writes it."""
+    return int(value) if math.floor(value) == value else value

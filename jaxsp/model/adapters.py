@@ -1,0 +1,67 @@
+"""Adapters of a model: the projections that a config's adapter section names."""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxsp.config.adapter_schema import AdapterConfig
+from jaxsp.core.errors import UserError
+from jaxsp.model import decoder
+from jaxsp.model.config import Lora, ModelConfig
+
+DEFAULT_RANK = 16
+
+DEFAULT_ALPHA_PER_RANK = 2.0
+
+
+def list_projections(model: ModelConfig) -> tuple[str, ...]:
+    """Names of a layer's projections in Hugging Face's files. Example: `self_attn.q_proj`."""
+    plain = dataclasses.replace(model, lora=None)
+    params = jax.tree.leaves(decoder.param_table(plain)["layers"])
+    names = [
+        param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")
+        for param in params
+        if param.is_matrix
+    ]
+    return tuple(dict.fromkeys(names))  # parts of one tensor have the same name
+
+
+def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
+    """The model with the adapters of a config.
+
+    Raises: UserError for a target that the model does not have.
+    """
+    if adapter.type == "none":
+        return model
+    rank = adapter.rank or DEFAULT_RANK
+    alpha = adapter.alpha or DEFAULT_ALPHA_PER_RANK * rank
+    lora = Lora(
+        rank=rank,
+        scale=alpha / (math.sqrt(rank) if adapter.use_rslora else rank),
+        targets=find_targets(list_projections(model), adapter.targets or "all-linear"),
+        is_dora=adapter.type == "dora",
+        dropout=adapter.dropout,
+    )
+    return dataclasses.replace(model, lora=lora)
+
+
+def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Projections that have one of the names, or end with it after a dot.
+
+    Raises: UserError for a name without a projection.
+    """
+    if targets == "all-linear":
+        return projections
+
+    def is_match(projection: str, target: str) -> bool:
+        return projection == target or projection.endswith(f".{target}")
+
+    unknown = [name for name in targets if not any(is_match(p, name) for p in projections)]
+    if unknown:
+        names = ", ".join(projection.rpartition(".")[2] for projection in projections)
+        raise UserError(
+            f"adapter.targets = [{', '.join(targets)}]: the layers of this model have no "
+            f"projection {', '.join(unknown)}. Use all-linear, or some of: {names}."
+        )
+    return tuple(p for p in projections if any(is_match(p, name) for name in targets))

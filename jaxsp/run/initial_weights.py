@@ -1,0 +1,81 @@
+"""Weights of step 0: a Hugging Face folder's or random ones, and those of adapters."""
+
+import dataclasses
+from typing import Any
+
+from jaxsp.hf import peft, weights
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.weights import WeightReader
+from jaxsp.model import decoder, layers
+from jaxsp.model.layers import Parameter
+from jaxsp.training import trainable, weight_init
+from jaxsp.training.program import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """Source of the weights of step 0, whose files were checked."""
+
+    program: Program
+    reader: WeightReader | None
+    """Weights of model.source; None: random ones."""
+    adapter_reader: WeightReader | None
+    """Weights of adapter.source; None: new adapters."""
+
+    @property
+    def left_out(self) -> str:
+        """Description of tensors of model.source that are not read; empty if all are."""
+        return "" if self.reader is None else self.reader.left_out
+
+    def make(self) -> layers.Weights:
+        """All weights, on the program's mesh."""
+        return self._make(self.program.table)
+
+    def make_frozen(self) -> layers.Weights:
+        """The frozen weights only, in the structure of `trainable.select_frozen`."""
+        return self._make(trainable.select_frozen(self.program.table, self.program.table))
+
+    def _make(self, table: layers.Weights) -> layers.Weights:
+        program = self.program
+        place: dict[str, Any] = {"mesh": program.mesh, "is_on_host": program.is_on_host}
+
+        def select(is_selected: trainable.Predicate) -> layers.Weights:
+            return trainable.select(table, table, is_selected)
+
+        def is_in_adapter(param: Parameter) -> bool:
+            if self.adapter_reader is None:
+                return param.is_adapter
+            return param.hf_name.format(layer=0) in self.adapter_reader.tensors
+
+        def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
+            if reader is None:
+                return weight_init.random_weights(table, seed=program.config.run.seed, **place)
+            return weight_init.load_weights(table, read_slice=reader.read, **place)
+
+        base = select(lambda param: not is_in_adapter(param))
+        made = trainable.merge(
+            load(base, self.reader), load(select(is_in_adapter), self.adapter_reader)
+        )
+        if self.adapter_reader is None:
+            made = weight_init.init_magnitudes(table, made, mesh=program.mesh)
+        return made
+
+
+def open_sources(
+    program: Program, source: ModelFolder | None, adapter_source: ModelFolder | None
+) -> InitialWeights:
+    """Checks the files of the weights of step 0, and downloads them first if they are on the hub.
+
+    Args:
+        source: folder of model.source; None for random weights.
+        adapter_source: folder of adapter.source; None for new adapters.
+    Raises: UserError for tensors and files that are missing, damaged or of another model.
+    """
+    reader = None
+    if source is not None:
+        model = dataclasses.replace(program.model, lora=None)
+        reader = weights.open_folder(source, decoder.param_table(model))
+    adapter_reader = None
+    if adapter_source is not None:
+        adapter_reader = peft.open_weights(adapter_source, program.table)
+    return InitialWeights(program=program, reader=reader, adapter_reader=adapter_reader)

@@ -1,0 +1,186 @@
+"""Adapters on every mesh, with every strategy and memory option, equal those of a plain program.
+
+The reference differentiates all weights, without a mesh; only the adapters' part is compared.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.attention.registry import STRATEGIES
+from jaxsp.attention.ring import Ring
+from jaxsp.model import dropout
+from jaxsp.model.config import Lora
+from jaxsp.training import host_offload, quantization, trainable
+from tests import batches, tolerances
+from tests.training import runs
+from tests.training.test_memory_options import NEEDS_HOST, works_here
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+LORA = Lora(rank=3, scale=2.0, targets=PROJECTIONS)
+DORA = dataclasses.replace(LORA, is_dora=True)
+FUSED = Lora(rank=3, scale=2.0, targets=("self_attn.qkv_proj", "mlp.gate_up_proj"), is_dora=True)
+PLAIN = {"type": "lora"}
+TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
+HOST = {"offload_optimizer": "state_and_gradients", "offload_activations": "layer_inputs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    sizes: tuple[int, int, int]
+    lora: Lora = LORA
+    strategy: str = "auto"
+    memory: dict = dataclasses.field(default_factory=dict)
+    adapter: dict = dataclasses.field(default_factory=lambda: PLAIN)
+    model: dict = dataclasses.field(default_factory=dict)
+    rows: int = 1
+
+
+SAVED = {"type": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
+CASES = {
+    "one device": Case((1, 1, 1), rows=4),
+    "ulysses": Case((1, 2, 4), DORA),
+    "data parallel": Case((1, 8, 1), DORA),
+    "ring": Case((1, 1, 4), strategy="ring", rows=4),
+    "all_gather": Case((2, 1, 2), DORA, strategy="all_gather", rows=4),
+    "replicas": Case((2, 2, 2), adapter=SAVED),
+    "tied": Case((2, 2, 2), DORA, adapter=SAVED, model={"tie_embeddings": True}),
+    "fused": Case((1, 4, 2), FUSED, model={"has_fused_qkv": True, "has_fused_gate_up": True}),
+    "tiles": Case((1, 2, 4), DORA, memory=TILES | {"remat": "full"}),
+    "products kept": Case((1, 2, 4), memory={"remat": "none"}),
+    "MLP kept": Case((1, 2, 4), memory={"remat": "save_attention_and_mlp"}),
+    "activations offloaded": Case(
+        (1, 2, 4), memory={"offload_activations": "layer_inputs_and_attention"}
+    ),
+    "state offloaded": Case((2, 2, 2), DORA, memory={"offload_optimizer": "state"}),
+    "all offloaded": Case((1, 2, 4), DORA, memory=HOST | TILES, adapter=SAVED),
+}
+for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
+    CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
+QUICK = ("ulysses",)
+E2E = ("nf4", "tied", "fused", "tiles", "ring", "all offloaded")
+
+
+def marks(name):
+    found = [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
+    return found + ([] if works_here(CASES[name].memory) else [NEEDS_HOST])
+
+
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name)) for name in CASES]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_waits(small_shards):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run_of(small_waits):
+    @functools.cache
+    def run(name):
+        case = CASES[name]
+        model = batches.model(**case.model)
+        strategy = None
+        if case.strategy != "auto":
+            strategy = STRATEGIES[case.strategy](seq=case.sizes[-1])
+        return runs.compile_in_thread(
+            case.sizes,
+            config=batches.make_config(memory=case.memory, adapter=case.adapter),
+            model=dataclasses.replace(model, lora=case.lora),
+            rows_per_microbatch=case.rows,
+            strategy=strategy,
+        ).result()
+
+    return run
+
+
+def round_to_stored(param, weight):
+    """A weight as a step sees it, which quantization has changed."""
+    stored = quantization.encode(param, np.asarray(weight))
+    return quantization.decode(param, stored, jnp.dtype("float32"))
+
+
+@each_case
+def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, record_property):
+    """SGD with learning rate 1: the step subtracts the gradient."""
+    run = run_of(name)
+    drawn = runs.draw_weights(run.program.model)
+    weights = jax.tree.map(round_to_stored, run.program.table, drawn)
+    runs.check_gradients(run, weights, runs.ROWS, record_property)
+    before = {path: np.asarray(x) for path, x in run.unpad(run.state(weights).master).items()}
+    _, gradients = runs.compile_reference(run.program.model)(weights, runs.ROWS)
+    state, _ = run.step(run.state(weights), run.rows(runs.ROWS))
+    after = run.unpad(state.master)
+    trained = batches.name_leaves(trainable.select_trained(run.program.table, gradients))
+    for path, gradient in trained.items():
+        error = batches.relative_error(after[path], before[path] - gradient)
+        assert error < tolerances.MESH, path
+    frozen = after.keys() - trained.keys()
+    assert len(frozen) > 10
+    for path in frozen:
+        assert batches.is_bitwise_equal(after[path], before[path]), path
+
+
+DROPOUT_MESHES = {
+    (1, 1, 1): Case((1, 1, 1), rows=16),
+    (1, 2, 4): Case((1, 2, 4)),
+    (2, 2, 2): Case((2, 2, 2), strategy="ring", rows=2, memory=TILES),
+}
+
+
+@pytest.mark.e2e
+def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits):
+    """On three meshes, with 1, 2 and 8 microbatches, with and without tiles."""
+    model = dataclasses.replace(batches.model(), lora=dataclasses.replace(LORA, dropout=0.3))
+    futures = [
+        runs.compile_in_thread(
+            case.sizes,
+            config=batches.make_config(memory=case.memory, adapter=PLAIN | {"dropout": 0.3}),
+            model=model,
+            rows_per_microbatch=case.rows,
+            functions=("step",),
+            strategy=None if case.strategy == "auto" else Ring(seq=case.sizes[-1]),
+        )
+        for case in DROPOUT_MESHES.values()
+    ]
+    weights = runs.draw_weights(model)
+    results = []
+    for future in futures:
+        run = future.result()
+        state = run.state(weights)
+        rows = run.rows(runs.ROWS)
+        state, first = run.step(state, rows)
+        later = dataclasses.replace(run.state(weights), step=jnp.full_like(state.step, 7))
+        _, second = run.step(later, rows)
+        trained = trainable.select_trained(
+            run.program.table, jax.tree.map(runs.remove_padding, run.program.table, state.master)
+        )
+        results.append((float(first.loss), float(second.loss), batches.name_leaves(trained)))
+    expected = results[0]
+    plain, _ = runs.compile_reference(model)(weights, runs.ROWS)
+    assert abs(expected[0] - expected[1]) > 1e-4
+    assert abs(expected[0] - float(plain[0])) > 1e-4
+    for result in results[1:]:
+        assert result[:2] == pytest.approx(expected[:2], rel=tolerances.MESH)
+        for path, weight in expected[2].items():
+            assert batches.relative_error(result[2][path], weight) < tolerances.MESH, path
+
+
+def test_dropout_keeps_the_expected_fraction_and_mean():
+    x = jnp.ones((2, 50, 400))
+    keys = dropout.make_token_keys(
+        seed=0, step=jnp.int32(3), rows_B=jnp.arange(2), tokens_l=jnp.arange(50)
+    )
+    dropped = dropout.drop(x, keys, name="q_proj", rate=0.25)
+    other = dropout.drop(x, keys, name="v_proj", rate=0.25)
+    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)
