@@ -46,6 +46,7 @@ from jaxsp.run import build, initial_weights, merging
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import host_offload, trainable
 from jaxsp.training.loss import TokenLoss
+from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def load_model(
     )
     assert resolved.model_folder is not None, "model.source is set"
     program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
+    problems += param_groups.find_problems(program.config.optimizer, program.table)
     problems += device_mesh.find_division_problems(
         program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
     )

@@ -19,8 +19,9 @@ from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_paths
-from jaxsp.training import memory_options, sharding
+from jaxsp.training import memory_fit, memory_options, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
+from jaxsp.training.optimizers import param_groups, schedules
 from jaxsp.training.program import Program
 
 
@@ -40,7 +41,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         *_fold("attention", attention.describe(inputs.attention_choice, program.model)),
         *_fold("memory", memory_options.describe(program)),
         *_fold("XLA", program.compile_options.description),
-        ("optimizer", _describe_optimizer(program)),
+        *_fold("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
         *_fold("note", _describe_long_documents(program, inputs)),
         ("output", _describe_output(program, inputs)),
@@ -155,17 +156,24 @@ def _describe_steps(program: Program, inputs: RunInputs) -> str:
 
 
 def _describe_optimizer(program: Program) -> str:
-    optimizer = program.config.optimizer
-    num_warmup_steps = optimizer.num_warmup_steps(program.num_steps)
+    config = program.config.optimizer
+    num_warmup_steps = config.num_warmup_steps(program.num_steps)
     text = (
-        f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, "
-        f"{optimizer.schedule} schedule, {format_count(num_warmup_steps, 'warmup step')}"
+        f"{config.name}, learning rate {config.learning_rate:g}, "
+        f"{schedules.describe(config, program.num_steps)}, "
+        f"{format_count(num_warmup_steps, 'warmup step')}"
     )
     if num_warmup_steps >= program.num_steps:
         text += " (the run ends during warmup)"
-    if optimizer.max_grad_norm:
-        text += f", gradients clipped to norm {optimizer.max_grad_norm:g}"
-    return text
+    if config.max_grad_norm:
+        text += f", gradients clipped to norm {config.max_grad_norm:g}"
+    num_shards = device_mesh.num_shards(program.mesh)
+    params = jax.tree.leaves(program.table)
+    state = sum(optimizer.state_bytes(config, param, num_shards).total for param in params)
+    if state:
+        text += f", {memory_fit.format_bytes(state)} of state per device"
+    groups = param_groups.describe(config, program.table)
+    return "; ".join([text, *groups])
 
 
 def _describe_evaluation(program: Program, inputs: RunInputs) -> str:

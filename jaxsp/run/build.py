@@ -22,12 +22,14 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.model import decoder
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.storage import copies
 from jaxsp.training import memory_options
 from jaxsp.training.inputs import RunInputs, StartPoint
+from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
@@ -209,6 +211,9 @@ def resolve_config(
     if files.config is not None:
         with problems.collect():
             choice = attention.choose(config, files.config, devices=devices)
+        if for_training:
+            table = decoder.param_table(files.config)
+            problems += param_groups.find_problems(config.optimizer, table)
     sizes = _check_step(config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem

@@ -185,9 +185,11 @@ def make_start_point(
         f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
     problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
-    if saved.optimizer.name != config.optimizer.name:
+    if saved.optimizer.state_kind != config.optimizer.state_kind:
+        field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
         problems.append(
-            f"optimizer.name: {checkpoint} has the state of {saved.optimizer.name}. {suggestion}"
+            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
+            f"{suggestion}"
         )
     rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
     changes = config_changes.list_changes(saved, config)

@@ -327,12 +327,17 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        others = {"data.eval": "x", "adapter.modules_to_save": "x", "logging.trackers": "3"}
-        wrong = others.get(key, "[]")
+        others = dict.fromkeys(("data.eval", "adapter.modules_to_save", "optimizer.groups"), "x")
+        wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
         )
         other = {
+            "optimizer.decay_fraction": ["optimizer.schedule=wsd"],
+            "optimizer.decay_steps": ["optimizer.schedule=wsd"],
+            "optimizer.decay_shape": ["optimizer.schedule=wsd"],
+            "optimizer.momentum": ["optimizer.name=sgd"],
+            "optimizer.nesterov": ["optimizer.name=sgd", "optimizer.momentum=0.9"],
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
@@ -499,7 +504,8 @@ def test_the_help_has_types_and_defaults():
         "run.save_every  (int | duration | epoch | null; default 30m)",
         "run.shutdown_grace  (duration; default 25s)",
         "run.stop_after  (duration | null; default null)",
-        "optimizer.eps  (float; default 1e-08)",
+        "optimizer.eps  (float | null; default null)",
+        "optimizer.weight_decay  (float; default 0.0)",
         "memory.mlp_tile_tokens  (auto | int; default auto)",
     ):
         assert line in text
