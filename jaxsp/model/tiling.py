@@ -82,10 +82,7 @@ def apply_in_tiles(
     @jax.custom_vjp
     def apply(shards: Any, arrays: _Arrays, shared: tuple[Any, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
-
-        def compute_tile(_: None, tile: _Arrays) -> tuple[None, Any]:
-            return None, function(weights, *tile, *shared)
-
+        compute_tile = lambda _, tile: (None, function(weights, *tile, *shared))
         _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
         return jax.tree.map(join, results)
 

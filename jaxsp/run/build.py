@@ -23,6 +23,7 @@ from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder
+from jaxsp.model.config import ModelConfig
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
@@ -212,8 +213,7 @@ def resolve_config(
         with problems.collect():
             choice = attention.choose(config, files.config, devices=devices)
         if for_training:
-            table = decoder.param_table(files.config)
-            problems += param_groups.find_problems(config.optimizer, table)
+            problems += _find_group_problems(config, files.config)
     sizes = _check_step(config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -222,9 +222,7 @@ def resolve_config(
     config = config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
     assert choice is not None
-    if cache := config.logging.compilation_cache:
-        path = paths.expand_user(cache, field="logging.compilation_cache")
-        jax.config.update("jax_compilation_cache_dir", str(path))
+    _set_compilation_cache(config)
     tokenized = data_sets.tokenize_sources(
         opened, config, tokenizer=tokenizer, vocab_size=files.config.vocab_size
     )
@@ -246,6 +244,17 @@ def resolve_config(
         train=train,
         evals=evals,
     )
+
+
+def _find_group_problems(config: Config, model: ModelConfig) -> list[str]:
+    """Problems of optimizer.groups with the names of the model's weights."""
+    return param_groups.find_problems(config.optimizer, decoder.param_table(model))
+
+
+def _set_compilation_cache(config: Config) -> None:
+    if cache := config.logging.compilation_cache:
+        path = paths.expand_user(cache, field="logging.compilation_cache")
+        jax.config.update("jax_compilation_cache_dir", str(path))
 
 
 def _check_step(

@@ -70,9 +70,8 @@ def _local_gradients(
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
     gather = program.gather
     table = program.table
-    values = master
-    if not program.has_offloaded_gradients:
-        values = gather.make_working_copy(table, master)
+    is_on_host = program.has_offloaded_gradients
+    values = master if is_on_host else gather.make_working_copy(table, master)
     slots = gather.make_grad_slots(table, values)
     # The backward pass adds the gradient of a layer to these references at once. Added after the
     # backward pass, the gradients of all layers would be on the device twice (8B on 8 GPUs: 3.5 GiB
