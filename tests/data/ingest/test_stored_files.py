@@ -65,7 +65,7 @@ def as_lines(texts):
     ("name", "content"),
     [
         ("a.jsonl", as_lines(["x", "y"])),
-        ("a.jsonl.gz", gzip.compress(as_lines(["x", "y"]))),
+        ("a.jsonl.gz", gzip.compress(as_lines(["x", "y"]), mtime=0)),
         ("a.json", b'[{"text": "x"}, {"text": "y"}]'),
         ("a.csv", b"text\nx\ny\n"),
         ("a.parquet", as_parquet(["x", "y"])),
