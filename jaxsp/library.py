@@ -46,6 +46,7 @@ from jaxsp.run import build, initial_weights, merging
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import host_offload, trainable
 from jaxsp.training.loss import TokenLoss
+from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def load_model(
         config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging.tensorboard) have no effect.
+            checkpoint, logging.trackers) have no effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
@@ -97,6 +98,7 @@ def load_model(
     )
     assert resolved.model_folder is not None, "model.source is set"
     program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
+    problems += param_groups.find_problems(program.config.optimizer, program.table)
     problems += device_mesh.find_division_problems(
         program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
     )

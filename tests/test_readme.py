@@ -11,7 +11,10 @@ import pytest
 
 from jaxsp import library, plan
 from jaxsp.config import config_errors, config_file, schema, yaml_io
+from jaxsp.hf import model_config
+from jaxsp.model import decoder
 from jaxsp.planner import plots
+from jaxsp.training.optimizers import param_groups
 from scripts import config_reference, generated_text
 from tests import markdown
 from tests.markdown import REPO
@@ -76,11 +79,15 @@ def test_the_config_of_the_quickstart_is_valid():
     assert config.mesh.seq == 8
 
 
-def test_the_sources_of_the_data_example_are_valid():
-    (text,) = markdown.code_blocks(read("configs/README.md"), "yaml")
+def test_the_examples_of_sections_of_a_config_are_valid():
     fields = config_file.read(REPO / "configs/quickstart.yaml")
-    fields["data"] = yaml_io.load(text)["data"]
-    assert len(config_file.parse(fields).data.train) == 3
+    for text in markdown.code_blocks(read("configs/README.md"), "yaml"):
+        fields |= yaml_io.load(text)
+    config = config_file.parse(fields)
+    assert len(config.data.train) == 3
+    assert len(config.optimizer.groups) == 2
+    model = model_config.parse_model_config(config.model.config, field="model.config")
+    assert param_groups.find_problems(config.optimizer, decoder.param_table(model)) == []
 
 
 def test_the_library_example_is_the_one_in_its_docstring():

@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload, quantization
+from jaxsp.training import host_offload, optimizer_state, quantization
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -45,7 +45,7 @@ def unpadded_shapes(
             return quantization.describe(param, param.stacked_shape)
 
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
-            shape = param.stacked_shape if x.shape == weight.shape else x.shape
+            shape = optimizer_state.unpadded_shape(param, weight.shape, x.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
         return jax.tree.map(to_unpadded, tree)

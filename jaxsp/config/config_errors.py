@@ -173,6 +173,7 @@ def coerce_value(field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
     *_, name = path = field.split(".")
     section = _find_section(path)
+    value = foreign_names.translate_value(field, value)
     is_whole = isinstance(value, float) and value.is_integer()
     for candidate in (value, int(value)) if is_whole else (value,):
         try:
@@ -253,6 +254,7 @@ def _find_section(path: list[str]) -> Section | None:
 def _find_fields(name: str) -> list[str]:
     """Dotted names of all fields of that name; for entries of a list, with the index 0."""
     owners: dict[Section, str] = {}
+    hidden: set[Section] = set()
     for section_name, section in SECTIONS.items():
         owners[section] = section_name
         for field_name, field in section.model_fields.items():
@@ -260,7 +262,14 @@ def _find_fields(name: str) -> list[str]:
             for entry in _inner_sections(field.annotation) if _is_list(field.annotation) else []:
                 # data.eval has the fields of data.train
                 owners.setdefault(entry, f"{section_name}.{field_name}.0")
-    return [f"{owner}.{name}" for section, owner in owners.items() if name in section.model_fields]
+                # optimizer.weight_decay, and not that of a parameter group
+                if name in section.model_fields:
+                    hidden.add(entry)
+    return [
+        f"{owner}.{name}"
+        for section, owner in owners.items()
+        if name in section.model_fields and section not in hidden
+    ]
 
 
 def _describe_meaning(path: list[str], value: Any = None) -> str:

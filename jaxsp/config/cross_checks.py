@@ -7,7 +7,7 @@ So one error lists their problems together with those that pydantic finds.
 from collections.abc import Iterator
 from typing import Any
 
-from jaxsp.config import yaml_io
+from jaxsp.config import optimizer_checks, yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
@@ -44,7 +44,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *_check_max_segments(sections),
         *_check_nul(fields, ""),
         *_check_best(sections),
-        *_check_warmup(sections),
+        *optimizer_checks.check(sections["optimizer"]),
         *_check_eval_sets(sections),
         *_check_end_of_epoch(sections),
         *_check_early_stopping(sections),
@@ -209,18 +209,6 @@ def _check_best(sections: Sections) -> Iterator[str]:
         yield (
             f"checkpoint.best_eval = {best_eval}: must be the name of an eval set. "
             f"Use {errors.format_choices([*names, 'null'])}."
-        )
-
-
-def _check_warmup(sections: Sections) -> Iterator[str]:
-    """Checks that warmup is not given both in steps and as a fraction."""
-    steps = sections["optimizer"].get("warmup_steps")
-    fraction = sections["optimizer"].get("warmup_fraction")
-    if steps and fraction is not None:
-        yield (
-            f"optimizer.warmup_steps = {yaml_io.format_value(steps)}, "
-            f"optimizer.warmup_fraction = {yaml_io.format_value(fraction)}: only one of them may "
-            "be set. Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null."
         )
 
 

@@ -88,9 +88,44 @@ def is_off(value: Any) -> bool:
     return (value.lower() if isinstance(value, str) else value) in _OFF_VALUES
 
 
+_VALUES = {
+    "optimizer.name": {
+        "adamw": "adam adam_w adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused fused_adam "
+        "fusedadam adam_pax deepspeedcpuadam cpuadam paged_adamw paged_adamw_32bit",
+        "adamw8bit": "adam8bit adamw_8bit adamw_bnb_8bit paged_adamw_8bit adamw_torch_8bit",
+        "lion": "lion_32bit paged_lion_32bit paged_lion fusedlion",
+        "sgd": "momentum",
+        "adafactor": "adafactor_torch",
+    },
+    "optimizer.schedule": {
+        "cosine": "cosine_with_min_lr cosine_annealing warmupcosinelr",
+        "linear": "linear_with_warmup warmupdecaylr",
+        "constant": "constant_with_warmup warmuplr",
+        "wsd": "warmup_stable_decay",
+        "inverse_sqrt": "inverse_square_root",
+    },
+    "optimizer.decay_shape": {"sqrt": "minus_sqrt 1_sqrt"},
+}
+"""Values of other systems, by jaxsp's field and value."""
+
+_VALUE_BY_NAME = {
+    (field, name): value
+    for field, values in _VALUES.items()
+    for value, names in values.items()
+    for name in (value, *names.split())
+}
+
+
+def translate_value(field: str, value: Any) -> Any:
+    """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged."""
+    if not isinstance(value, str):
+        return value
+    return _VALUE_BY_NAME.get((field, normalize(value)), value)
+
+
 _TABLE = """
 run.directory: output_dir save save_dir save_folder dump_folder base_output_directory
-run.directory: run_name run.name exp_name experiment_name job_name (a run's name is its folder's)
+run.directory: exp_name job_name (a run's name is its folder's)
 run.seed: random_seed manual_seed data_seed shuffle_seed data_shuffle_seed
 not needed: shuffle dataset_shuffle shuffle_merged_datasets enable_data_shuffling (run.seed
     decides the order of rows)
@@ -228,21 +263,35 @@ attention.kv_heads_per_gather: heads_k_stride (with attention.strategy=all_gathe
 attention.kernel: attn_implementation attn_impl attention attention_backend attn_backend
     flash_attention flash_attn use_flash_attn flash_attention_2 sdp_attention eager_attention
     flex_attention xformers_attention (auto is the default; cuDNN's flash attention where it runs)
-optimizer.name: optim optim_type optimizer optimizer.type optimizer_type opt_type (adamw or sgd)
+optimizer.name: optim optim_type optimizer optimizer.type optimizer_type opt_type (adamw, sgd,
+    lion, adafactor, muon or adamw8bit)
 optimizer.learning_rate: lr peak_lr max_lr base_lr
+optimizer.groups=...: lr_groups embedding_lr embedding_lr_scale decoupled_lr decoupled_min_lr
+    param_groups param_groups_overrides ([{pattern: lm_head*, learning_rate_factor: 0.1}])
 optimizer.schedule: lr_scheduler lr_scheduler_type lr_schedule lr_schedule_type lr_decay_style
-    scheduler scheduler.type scheduler_type decay_type (cosine, linear or constant)
+    scheduler scheduler.type scheduler_type (cosine, linear, constant, wsd or inverse_sqrt)
 optimizer.warmup_fraction: warmup_ratio lr_warmup_fraction warmup_steps_fraction
 optimizer.warmup_steps: warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps
     warmup_num_steps
-not offered: min_lr min_lr_ratio min_lr_factor cosine_min_lr_ratio cosine_constant_lr_ratio
-    lr_scheduler_kwargs lr_decay_iters cosine_learning_rate_final_fraction decay_ratio
-    (optimizer.schedule ends near 0, or is constant)
+optimizer.min_learning_rate_fraction: min_lr_ratio min_lr_factor min_lr_rate cosine_min_lr_ratio
+    cosine_learning_rate_final_fraction learning_rate_final_fraction
+optimizer.min_learning_rate_fraction=...: min_lr lr_scheduler_kwargs (the last learning rate as a
+    fraction of the peak)
+optimizer.decay_steps: lr_wsd_decay_iters num_decay_steps
+optimizer.decay_fraction: decay_ratio wsd_decay_steps_fraction (with optimizer.schedule=wsd)
+optimizer.decay_shape: decay_type lr_wsd_decay_style wsd_decay_style (with optimizer.schedule=wsd;
+    sqrt, linear or cosine)
+not needed: lr_decay_iters lr_decay_steps num_stable_steps (a schedule ends with the run)
+not offered: cosine_constant_lr_ratio (cosine ends with the run; optimizer.schedule=wsd has a
+    constant part)
 optimizer.weight_decay: wd adam_weight_decay
 optimizer.beta1: adam_beta1 adam_b1 beta_1 b1
 optimizer.beta1=...: betas adam_betas (and optimizer.beta2)
 optimizer.beta2: adam_beta2 adam_b2 beta_2 b2
 optimizer.eps: adam_epsilon adam_eps epsilon
+optimizer.momentum: sgd_momentum muon_momentum
+not offered: muon_* (five iterations, and updates as large as those of AdamW)
+not offered: optim_args optim_target_modules adafactor_* (optimizer.momentum, beta1, beta2 and eps)
 optimizer.max_grad_norm: clip_grad grad_clip clip_grad_norm gradient_clipping gradient_clip_val
     gradient_clipping_threshold max_norm (null: no clipping)
 adapter.type=...: adapter train_type tuner_type finetuning_type peft_type peft_method peft_scheme
@@ -294,12 +343,19 @@ not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf
     last_save_model_only (python -m jaxsp.export makes a Hugging Face folder of a checkpoint)
 not needed: async_checkpointing async_mode async_save enable_checkpointing checkpoint.enable
     checkpoint.folder (checkpoints are written to run.directory while training goes on)
-logging.tensorboard: report_to log_with tensorboard use_tensorboard enable_tensorboard
-    (TensorBoard and metrics.jsonl only, both always on by default)
+logging.trackers: report_to log_with (a list of tensorboard, wandb and mlflow; metrics.jsonl is
+    always written)
+logging.trackers=tensorboard: tensorboard use_tensorboard enable_tensorboard (the default)
+logging.trackers=wandb: wandb use_wandb enable_wandb
+logging.trackers=mlflow: mlflow use_mlflow enable_mlflow
+logging.project: wandb_project wandb_project_name mlflow_experiment_name experiment_name
+logging.run_name: run.name wandb_name wandb_run_name wandb_exp_name mlflow_run_name
+not needed: wandb_* mlflow_* (set the environment variable of the same name in upper case, such as
+    MLFLOW_TRACKING_URI or WANDB_ENTITY)
 not needed: logging_dir tensorboard_dir tensorboard_path save_tb_folder (it is
     run.directory/tensorboard)
-not offered: wandb wandb_* use_wandb enable_wandb mlflow_* use_mlflow comet_* use_comet swanlab_*
-    trackio_* (TensorBoard and metrics.jsonl only; both are in run.directory)
+not offered: comet_* use_comet swanlab_* trackio_* (logging.trackers is a list of tensorboard,
+    wandb and mlflow)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start
     profile_step_end profile_freq (the first and last step, such as [3, 5])
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir

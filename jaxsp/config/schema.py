@@ -1,6 +1,5 @@
 """The config of a run: its sections, and the fields of model, mesh, attention and memory."""
 
-import math
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -11,13 +10,10 @@ from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
     ConfigSection,
-    Fraction,
-    NonNegativeCount,
-    NonNegativeFloat,
     PositiveCount,
-    PositiveFloat,
     with_examples,
 )
+from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
 
@@ -100,61 +96,6 @@ class AttentionConfig(ConfigSection):
     head_chunks: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of chunks into which cudnn splits a device's heads; it processes one after another.
     null: the smallest number that satisfies cuDNN's limits and bounds its memory."""
-
-
-class OptimizerConfig(ConfigSection):
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer: adamw, or sgd (without momentum)."""
-    learning_rate: Annotated[NonNegativeFloat, with_examples(1e-5)]
-    """Peak learning rate, reached after warmup."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after warmup. cosine and linear fall toward 0, which the step after the last
-    one would have. constant stays at the peak."""
-    warmup_steps: Annotated[NonNegativeCount, with_examples(100)] = 0
-    """Number of steps of linear growth. The first step has learning_rate / warmup_steps."""
-    warmup_fraction: Annotated[Fraction | None, with_examples(0.03)] = None
-    """Warmup as a fraction of all steps of the run, rounded up to whole steps. Set this or
-    warmup_steps."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay of matrices, multiplied by the learning rate. Norms and biases do not
-    decay."""
-    beta1: Fraction = 0.9
-    """Decay rate of adamw's first moment, the average gradient."""
-    beta2: Fraction = 0.95
-    """Decay rate of adamw's second moment, the average squared gradient."""
-    eps: PositiveFloat = 1e-8
-    """Number added to the square root of adamw's second moment."""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """Maximum global norm of a step's gradient; a larger gradient is scaled down. null: no
-    limit."""
-
-    @pydantic.field_validator("warmup_steps", mode="before")
-    @classmethod
-    def _check_warmup_steps(cls, value: Any) -> Any:
-        if isinstance(value, float) and 0 < value < 1:
-            raise ValueError(
-                "must be an integer. For a fraction of all steps, "
-                f"set optimizer.warmup_fraction={value}"
-            )
-        return value
-
-    @pydantic.field_validator("warmup_fraction", mode="before")
-    @classmethod
-    def _check_warmup_fraction(cls, value: Any) -> Any:
-        if fields.is_count(value):
-            raise ValueError(
-                f"must be less than 1. For a number of steps, set optimizer.warmup_steps={value}"
-            )
-        return value
-
-    def num_warmup_steps(self, num_steps: int) -> int:
-        """Number of warmup steps in a run of `num_steps` steps."""
-        if self.warmup_fraction is None:
-            return self.warmup_steps
-        # 0.07 * 100 is 7.000000000000001 in floating point, and 7 steps are meant
-        return math.ceil(round(self.warmup_fraction * num_steps, 6))
 
 
 class MemoryConfig(ConfigSection):

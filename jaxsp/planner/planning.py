@@ -11,7 +11,7 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.model import flops
+from jaxsp.model import decoder, flops
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster, PlannedStep
@@ -22,6 +22,7 @@ from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import available_memory, memory_fit, memory_formula, memory_options
 from jaxsp.training.memory_fit import CompiledStep
 from jaxsp.training.memory_formula import GIB
+from jaxsp.training.optimizers import param_groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,7 @@ def _find_problems(
     """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
     problems = memory_options.find_problems(config, platform="gpu")
+    problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     degree = None
     try:
         degree = attention.choose_strategy(config, model).layout_degree

@@ -1,7 +1,6 @@
 """Banner and summary: what a run will do, printed before its first step, and what it did."""
 
 import collections
-import pathlib
 import platform
 import statistics
 import textwrap
@@ -10,16 +9,19 @@ from collections.abc import Sequence
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes, durations
+from jaxsp.core import axes, durations, urls
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
 from jaxsp.hf import context_range
 from jaxsp.model import adapters, flops
 from jaxsp.reporting.metrics import MetricsLine
-from jaxsp.runtime import device_mesh
-from jaxsp.training import memory_options, sharding
+from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.tracker import TrackedRun
+from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.training import memory_fit, memory_options, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
+from jaxsp.training.optimizers import param_groups, schedules
 from jaxsp.training.program import Program
 
 
@@ -39,10 +41,11 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         *_fold("attention", attention.describe(inputs.attention_choice, program.model)),
         *_fold("memory", memory_options.describe(program)),
         *_fold("XLA", program.compile_options.description),
-        ("optimizer", _describe_optimizer(program)),
+        *_fold("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
         *_fold("note", _describe_long_documents(program, inputs)),
         ("output", _describe_output(program, inputs)),
+        ("trackers", _describe_trackers(program)),
     ]
     return [(label, text) for label, text in entries if text]
 
@@ -153,17 +156,24 @@ def _describe_steps(program: Program, inputs: RunInputs) -> str:
 
 
 def _describe_optimizer(program: Program) -> str:
-    optimizer = program.config.optimizer
-    num_warmup_steps = optimizer.num_warmup_steps(program.num_steps)
+    config = program.config.optimizer
+    num_warmup_steps = config.num_warmup_steps(program.num_steps)
     text = (
-        f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, "
-        f"{optimizer.schedule} schedule, {format_count(num_warmup_steps, 'warmup step')}"
+        f"{config.name}, learning rate {config.learning_rate:g}, "
+        f"{schedules.describe(config, program.num_steps)}, "
+        f"{format_count(num_warmup_steps, 'warmup step')}"
     )
     if num_warmup_steps >= program.num_steps:
         text += " (the run ends during warmup)"
-    if optimizer.max_grad_norm:
-        text += f", gradients clipped to norm {optimizer.max_grad_norm:g}"
-    return text
+    if config.max_grad_norm:
+        text += f", gradients clipped to norm {config.max_grad_norm:g}"
+    num_shards = device_mesh.num_shards(program.mesh)
+    params = jax.tree.leaves(program.table)
+    state = sum(optimizer.state_bytes(config, param, num_shards).total for param in params)
+    if state:
+        text += f", {memory_fit.format_bytes(state)} of state per device"
+    groups = param_groups.describe(config, program.table)
+    return "; ".join([text, *groups])
 
 
 def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
@@ -171,7 +181,7 @@ def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
         return ""
     run = program.config.run
     times = []
-    if run.eval_at_start and not inputs.start.is_resume_in(pathlib.Path(run.directory)):
+    if run.eval_at_start and not inputs.start.is_resume_in(run_paths.local_dir(run)):
         times.append("before the first step")
     if run.eval_every == "epoch":
         times.append("after every epoch")
@@ -222,7 +232,7 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
         names.append("eval.jsonl")
-    if config.logging.tensorboard:
+    if "tensorboard" in config.logging.trackers:
         names.append("tensorboard/")
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[0] > inputs.start.step:
@@ -239,6 +249,14 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     return f"{config.run.directory}: {', '.join(names)}"
 
 
+def _describe_trackers(program: Program) -> str:
+    """Describes trackers that are not files of the run; only process 0 has trackers."""
+    if jax.process_index() > 0:
+        return ""
+    run = TrackedRun(program.config, from_step=0, is_resume=False)
+    return registry.describe(run, program.config.logging.trackers)
+
+
 def summarize_run(
     program: Program,
     first: MetricsLine,
@@ -249,6 +267,7 @@ def summarize_run(
 ) -> list[tuple[str, str]]:
     """Returns the summary of a finished run, with the command to run next."""
     directory = program.config.run.directory
+    out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens
     first_loss = "none" if first.loss is None else f"{first.loss:.4f}"
@@ -260,5 +279,5 @@ def summarize_run(
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
         ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
+        ("next", f"python -m jaxsp.export {directory} {out}"),
     ]

@@ -22,11 +22,14 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.model import decoder
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import memory_options
 from jaxsp.training.inputs import RunInputs, StartPoint
+from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
@@ -123,6 +126,7 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
+    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -165,7 +169,7 @@ def _describe_origin(
     """Describes where the weights of the first step come from."""
     config = program.config
     if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {checkpoint.path}"
+        return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:
         origin = f"random weights, seed {config.run.seed}"
     else:
@@ -174,7 +178,7 @@ def _describe_origin(
             origin += f": {weights.left_out}"
     if config.adapter.source is not None:
         origin += f"; adapters of {config.adapter.source}"
-    if (pathlib.Path(config.run.directory) / run_paths.CONFIG_FILE).is_file():
+    if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return origin
 
@@ -207,6 +211,9 @@ def resolve_config(
     if files.config is not None:
         with problems.collect():
             choice = attention.choose(config, files.config, devices=devices)
+        if for_training:
+            table = decoder.param_table(files.config)
+            problems += param_groups.find_problems(config.optimizer, table)
     sizes = _check_step(config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem

@@ -12,7 +12,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -20,6 +20,7 @@ from jaxsp.hf import model_config
 from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
+from jaxsp.storage import copies
 from jaxsp.training.inputs import StartPoint
 
 _NO_START = -2
@@ -37,9 +38,9 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
         be used.
     """
-    directory = pathlib.Path(run.directory)
+    directory = run_paths.local_dir(run)
     paths.check_folder(directory, field="run.directory")
-    if run.resume not in ("auto", "never"):
+    if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
         paths.check_folder(pathlib.Path(run.resume), field="run.resume")
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
@@ -62,7 +63,8 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         )
     if run.resume == "never":
         return None
-    checkpoint = run_paths.find_latest(run.resume, exclude=skip)
+    source = copies.make_local(run.resume, field="run.resume")
+    checkpoint = run_paths.find_latest(source, exclude=skip)
     if checkpoint is None:
         raise UserError(
             f"run.resume = {run.resume}: contains no checkpoint. Use a run's directory, a folder "
@@ -79,7 +81,7 @@ def _find_own_checkpoint(
     Raises: UserError if it had checkpoints but all are damaged, and if it started from another
         run's checkpoint but has none of its own yet.
     """
-    directory = pathlib.Path(run.directory)
+    directory = run_paths.local_dir(run)
     checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
     if checkpoint is not None:
         return checkpoint
@@ -147,10 +149,11 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
-    if run_paths.find_run_dir(damage.path) == pathlib.Path(run.directory).resolve():
+    if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
         moved = files.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
-    if run_paths.find_latest(run.resume) == pathlib.Path(run.resume).resolve():
+    source = copies.make_local(run.resume, field="run.resume")
+    if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
 
@@ -182,9 +185,11 @@ def make_start_point(
         f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
     problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
-    if saved.optimizer.name != config.optimizer.name:
+    if saved.optimizer.state_kind != config.optimizer.state_kind:
+        field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
         problems.append(
-            f"optimizer.name: {checkpoint} has the state of {saved.optimizer.name}. {suggestion}"
+            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
+            f"{suggestion}"
         )
     rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
     changes = config_changes.list_changes(saved, config)

@@ -73,13 +73,20 @@ def to_host(tree: Any) -> Any:
 
 
 def update_each_layer(
-    param: Parameter, function: Callable[..., Any], target: Any, *inputs: Any
+    param: Parameter,
+    function: Callable[..., Any],
+    target: Any,
+    *inputs: Any,
+    group_size: int | None = None,
 ) -> Any:
     """Replaces each layer of `target` by function(target, *inputs), one after another, in place.
 
     Shapes: leaves are stacked, [N, ...], if the weight is. The function receives one layer, on the
         device. Its result goes to the memory of `target`.
     Memory: arrays in host memory take one layer of the device at a time.
+
+    Args: group_size: number of layers that the function receives at a time, [n, ...]; the last
+        group may have fewer. None: one layer, without the layer dim.
     """
 
     def move_back(new: Array, old: Array) -> Array:
@@ -88,17 +95,28 @@ def update_each_layer(
     if param.num_layers is None:
         return jax.tree.map(move_back, function(*to_device((target, *inputs))), target)
 
-    def update_layer(layer: Array, target: Any) -> Any:
+    def update_layers(first: Any, target: Any, num_layers: int) -> Any:
         def read(x: Array) -> Array:
-            return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+            layers = jax.lax.dynamic_slice_in_dim(x, first, num_layers)
+            return layers[0] if group_size is None else layers
 
         def write(old: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_index_in_dim(old, move_back(new, old), layer, 0)
+            new = move_back(new, old)
+            layers = new[None] if group_size is None else new
+            return jax.lax.dynamic_update_slice_in_dim(old, layers, first, 0)
 
         layer_inputs = to_device(jax.tree.map(read, (target, *inputs)))
         return jax.tree.map(write, target, function(*layer_inputs))
 
-    return jax.lax.fori_loop(0, param.num_layers, update_layer, target)
+    size = group_size or 1
+    num_groups, num_remaining = divmod(param.num_layers, size)
+    if num_groups:
+        target = jax.lax.fori_loop(
+            0, num_groups, lambda group, target: update_layers(group * size, target, size), target
+        )
+    if num_remaining:
+        target = update_layers(num_groups * size, target, num_remaining)
+    return target
 
 
 def sum_layers(param: Parameter, function: Callable[[Array], Array], x: Array) -> Array:

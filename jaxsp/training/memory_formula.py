@@ -65,8 +65,7 @@ def resident_bytes(program: Program) -> ResidentBytes:
     """Arrays that a device holds during most of a step."""
     num_shards = device_mesh.num_shards(program.mesh)
     stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
-    num_weights = _num_device_weights(program)
-    weights = 4 * num_weights
+    weights = 4 * _num_device_weights(program)
     weights += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
     gradients = 4 * _num_trained(program.table, num_shards)
     if program.has_offloaded_gradients:
@@ -75,7 +74,7 @@ def resident_bytes(program: Program) -> ResidentBytes:
         weights += program.dtype.itemsize * stacked
     return ResidentBytes(
         weights=weights,
-        moments=optimizer.state_bytes_per_weight(program.config.optimizer) * num_weights,
+        moments=_device_state_bytes(program),
         gradients=gradients,
         activations=program.model.num_layers * _saved_bytes(program),
     )
@@ -180,8 +179,18 @@ def checkpoint_bytes(program: Program) -> int:
 
     In bytes per device.
     """
-    bytes_per_weight = 4 + optimizer.state_bytes_per_weight(program.config.optimizer)
-    return _num_device_weights(program) * bytes_per_weight
+    return 4 * _num_device_weights(program) + _device_state_bytes(program)
+
+
+def _device_state_bytes(program: Program) -> int:
+    """Bytes of the optimizer state that a device holds in its own memory."""
+    num_shards = device_mesh.num_shards(program.mesh)
+    total = 0
+    for param in jax.tree.leaves(program.table):
+        state = optimizer.state_bytes(program.config.optimizer, param, num_shards)
+        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
+        total += state.others if is_offloaded else state.total
+    return total
 
 
 def _num_device_weights(program: Program) -> int:
@@ -228,8 +237,13 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
     table = trainable.build_table(model, config)
     num_weights = 0
+    moments = 0
     if memory.offload_optimizer != "none":
         num_weights = _num_trained(table, num_shards, host_offload.should_offload)
+        moments = sum(
+            optimizer.state_bytes(config.optimizer, param, num_shards).like_weight
+            for param in filter(host_offload.should_offload, jax.tree.leaves(table))
+        )
     num_gradients = frozen_bytes = 0
     if memory.offload_optimizer == "state_and_gradients":
         num_gradients = _num_trained(table, num_shards, host_offload.should_offload_gradient)
@@ -240,7 +254,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
         weights=4 * num_weights,
-        moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
+        moments=moments,
         gradients=4 * num_gradients,
         frozen=frozen_bytes,
     )

@@ -1,74 +1,85 @@
-"""Learning-rate schedule and optimizer update: an optax transform per weight, layer by layer."""
+"""Optimizer update: an optax transform per weight, layer by layer, and the state that it keeps."""
 
+import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32, Int32
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float32
 
-from jaxsp.config.schema import OptimizerConfig
+from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload
-
-
-def build_schedule(
-    config: OptimizerConfig, num_steps: int
-) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
-    """Learning rate as a function of the step, counted from 0.
-
-    It grows from lr / warmup_steps to lr, then follows the schedule, to 0 at `num_steps` unless the
-    schedule is constant.
-    """
-    peak = config.learning_rate
-    warmup = config.num_warmup_steps(num_steps)
-    rest = max(1, num_steps - warmup)
-    decay = {
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "constant": optax.constant_schedule(peak),
-    }[config.schedule]
-
-    def rate(step: Array) -> Array:
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            increasing = peak * (step + 1) / max(1, warmup)
-            return jnp.where(step < warmup, increasing, decay(step - warmup)).astype(jnp.float32)
-
-    return rate
+from jaxsp.runtime import device_mesh
+from jaxsp.training import host_offload, matrix_exchange, optimizer_state
+from jaxsp.training.optimizer_state import StateBytes
+from jaxsp.training.optimizers import param_groups, registry
+from jaxsp.training.optimizers.registry import OPTIMIZERS
 
 
 def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
-    """Optax transform of one layer's gradient, without the learning rate; only matrices decay."""
-    decay = optax.add_decayed_weights(config.weight_decay if param.is_matrix else 0.0)
-    if config.name == "sgd":
-        return decay
-    return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.eps), decay)
+    """Optax transform of one layer's gradient, without the learning rate; only matrices decay.
 
-
-def state_bytes_per_weight(config: OptimizerConfig) -> int:
-    """Bytes of optimizer state for each element of a matrix. Example: 8 for AdamW's two moments."""
-    matrix = jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    state = jax.eval_shape(
-        build_transform(config, Parameter(shape=(2, 2), hf_name="")).init, matrix
-    )
-    return sum(x.dtype.itemsize for x in jax.tree.leaves(state) if x.shape == matrix.shape)
-
-
-def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
-    """Optimizer state of every weight of a tree, or of one weight; None for frozen weights.
-
-    Stacked weights have a state for each layer.
+    Of updates that need whole matrices, it is the part before `Optimizer.finish_matrices`.
     """
+    own = OPTIMIZERS[config.name]
+    if not registry.is_layer_matrix(param) or own.make_matrix_transform is None:
+        return optax.chain(own.make_transform(config), _decay(config, param))
+    if own.finish_matrices is not None:
+        return own.make_matrix_transform(config)
+    return optax.chain(own.make_matrix_transform(config), _decay(config, param))
 
-    def init_param(param: Parameter, weight: Any) -> Any:
-        if not param.is_trainable:
-            return None
-        init_layer = build_transform(config, param).init
-        return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
 
-    return jax.tree.map(init_param, table, master)
+def _decay(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(param_groups.weight_decay(config, param))
+
+
+@functools.lru_cache(maxsize=1024)
+def describe_state(config: OptimizerConfig, param: Parameter) -> Any:
+    """Shapes, without padding, of a weight's optimizer state, all layers together.
+
+    None for a frozen weight.
+    """
+    if not param.is_trainable:
+        return None
+    return jax.eval_shape(functools.partial(init, config, param))
+
+
+def init(config: OptimizerConfig, param: Parameter) -> Any:
+    """Initial optimizer state of a weight, without padding: each layer has its own."""
+    init_layer = build_transform(config, param).init
+    weight = jnp.zeros(param.stacked_shape)
+    return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
+
+
+def state_bytes(config: OptimizerConfig, param: Parameter, num_shards: int) -> StateBytes:
+    """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
+    return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
+
+
+def sent_bytes(
+    config: OptimizerConfig, table: layers.Weights, *, num_shards: int, itemsize: int
+) -> dict[str, float]:
+    """Bytes that a device sends in a step for the update, by collective operation.
+
+    Args: itemsize: bytes of a number in the compute dtype.
+    """
+    totals: Counter[str] = Counter()
+    for param in filter(lambda param: param.is_trainable, jax.tree.leaves(table)):
+        if _needs_whole_matrices(config, param):
+            totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
+        state = describe_state(config, param)
+        totals.update(optimizer_state.sent_bytes(param, state, num_shards))
+    return dict(totals)
+
+
+def _needs_whole_matrices(config: OptimizerConfig, param: Parameter) -> bool:
+    has_finish = OPTIMIZERS[config.name].finish_matrices is not None
+    return has_finish and registry.is_layer_matrix(param)
 
 
 def map_weights_and_state(
@@ -92,6 +103,8 @@ def update(
     state: Any,
     master: layers.Weights,
     *,
+    mesh: Mesh,
+    dtype: jnp.dtype,
     learning_rate: Float32[Array, ""],
     grad_scale: Float32[Array, ""],
     accept: Bool[Array, ""],
@@ -101,23 +114,89 @@ def update(
     Both are unchanged unless `accept`, and always those of frozen weights.
 
     Memory: layers are updated one after another, in place, so that the temporaries of one layer
-        exist at a time. Arrays in host memory are copied to the device one layer at a time.
+        exist at a time. Arrays in host memory are copied to the device one layer at a time. Updates
+        that need whole matrices are computed in groups of layers, one for each shard.
+
+    Args: dtype: compute dtype, for updates that need whole matrices.
     """
+    num_shards = device_mesh.num_shards(mesh)
 
     def update_param(
         param: Parameter, gradient: Array | None, state: Any, weight: Any
     ) -> tuple[Any, Any]:
         if gradient is None:
             return weight, state
-        transform = build_transform(config, param).update
+        group = param_groups.find_group(config, param)
+        scales = {
+            "learning_rate": learning_rate * group.learning_rate_factor,
+            "grad_scale": grad_scale,
+        }
+        if _needs_whole_matrices(config, param):
+            group_size = matrix_exchange.group_size(param, num_shards)
+            update_layers = _make_group_update(config, param, mesh=mesh, dtype=dtype, **scales)
+        else:
+            group_size = None
+            update_layers = _make_update(config, param, **scales)
 
-        def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-            weight, state = old
-            with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-                direction, new_state = transform(gradient * grad_scale, state, weight)
-                new = (weight - learning_rate * direction, new_state)
+        def update_if_accepted(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+            new = update_layers(old, gradient)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
-        return host_offload.update_each_layer(param, update_layer, (weight, state), gradient)
+        return host_offload.update_each_layer(
+            param, update_if_accepted, (weight, state), gradient, group_size=group_size
+        )
 
     return map_weights_and_state(table, update_param, gradients, state, master)
+
+
+UpdateLayers = Callable[[tuple[Array, Any], Array], tuple[Array, Any]]
+"""New weights and state of one layer, or of a group of layers, from old ones and the gradient."""
+
+
+def _make_update(
+    config: OptimizerConfig, param: Parameter, *, learning_rate: Array, grad_scale: Array
+) -> UpdateLayers:
+    """Update of one layer, from what is stored of it."""
+    transform = build_transform(config, param)
+
+    def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+        weight, state, own_gradient = optimizer_state.remove_padding(
+            param, old[0].shape, (*old, gradient)
+        )
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
+            new = (weight - learning_rate * direction, new_state)
+        return optimizer_state.add_padding(new, old)
+
+    return update_layer
+
+
+def _make_group_update(
+    config: OptimizerConfig,
+    param: Parameter,
+    *,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    learning_rate: Array,
+    grad_scale: Array,
+) -> UpdateLayers:
+    """Update of a group of layers whose last part needs whole matrices.
+
+    Padding is zero before and after.
+    """
+    transform = build_transform(config, param)
+    decay = param_groups.weight_decay(config, param)
+    function = OPTIMIZERS[config.name].finish_matrices
+    assert function is not None, "see _needs_whole_matrices"
+    finish = functools.partial(function, param)
+
+    def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
+        weights, state = old
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            momenta, new_state = jax.vmap(transform.update)(gradients * grad_scale, state, weights)
+            directions = matrix_exchange.map_matrices(
+                param, finish, momenta.astype(dtype), mesh=mesh
+            ).astype(jnp.float32)
+            return weights - learning_rate * (directions + decay * weights), new_state
+
+    return update_group

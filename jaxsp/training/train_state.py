@@ -13,7 +13,7 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, quantization, sharding, weight_init
+from jaxsp.training import optimizer, optimizer_state, quantization, sharding, weight_init
 from jaxsp.training.program import Program
 
 
@@ -42,19 +42,18 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     """These weights and an initial optimizer state."""
     shapes = abstract_inputs(program)[0]
 
-    def init_param(param: Parameter, weight: Any, opt_state: Any) -> Any:
+    def init_param(param: Parameter, opt_state: Any) -> Any:
         if not param.is_trainable:
             return None
 
         def init() -> Any:
-            return optimizer.init(
-                program.config.optimizer, param, jnp.zeros(weight.shape, weight.dtype)
-            )
+            state = optimizer.init(program.config.optimizer, param)
+            return optimizer_state.add_padding(state, opt_state)
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
     # One after another: the temporaries of all weights of a large model may not fit a device
-    opt_state = jax.tree.map(init_param, program.table, shapes.master, shapes.opt_state)
+    opt_state = jax.tree.map(init_param, program.table, shapes.opt_state)
     step = jax.device_put(jnp.int32(0), shapes.step.sharding)
     return TrainState(master=master, opt_state=opt_state, step=step)
 
@@ -82,20 +81,19 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     """
     replicated = NamedSharding(program.mesh, PartitionSpec())
 
-    def describe_state(param: Parameter, weight: Any) -> Any:
-        """Optimizer state, of which arrays in the shape of the weight have its sharding."""
+    def describe_state(param: Parameter) -> Any:
         if not param.is_trainable:
             return None
-        init = functools.partial(optimizer.init, program.config.optimizer, param)
-
-        def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            place = weight.sharding if x.shape == weight.shape else replicated
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-        return jax.tree.map(add_sharding, jax.eval_shape(init, weight))
+        describe = functools.partial(
+            optimizer_state.describe,
+            param,
+            mesh=program.mesh,
+            is_on_host=program.is_on_host(param),
+        )
+        return jax.tree.map(describe, optimizer.describe_state(program.config.optimizer, param))
 
     master = abstract_weights(program)
-    opt_state = jax.tree.map(describe_state, program.table, master)
+    opt_state = jax.tree.map(describe_state, program.table)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     state = TrainState(master=master, opt_state=opt_state, step=step)
     return state, _abstract_batch(program)

@@ -20,6 +20,7 @@ from jaxsp.training import (
     step_gradients,
     train_state,
 )
+from jaxsp.training.optimizers import schedules
 from jaxsp.training.program import Program
 from jaxsp.training.step_gradients import StepGradients
 from jaxsp.training.train_state import TrainState
@@ -49,7 +50,7 @@ class StepMetrics:
 def build_step(program: Program) -> jax.stages.Wrapped:
     """Jitted step, which reuses the old state's memory for the new state."""
     config = program.config.optimizer
-    schedule = optimizer.build_schedule(config, program.num_steps)
+    schedule = schedules.build_schedule(config, program.num_steps)
 
     # Do not rename step, state and batch: the planner looks for these names in the compiled program
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -72,6 +73,8 @@ def build_step(program: Program) -> jax.stages.Wrapped:
             gradients.gradients,
             state.opt_state,
             state.master,
+            mesh=program.mesh,
+            dtype=program.dtype,
             learning_rate=learning_rate,
             grad_scale=scale,
             accept=is_finite & has_loss,

@@ -12,6 +12,7 @@ from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.training import quantization
+from jaxsp.training.optimizers import param_groups
 
 Predicate = Callable[[Parameter], bool]
 
@@ -19,16 +20,18 @@ Predicate = Callable[[Parameter], bool]
 def build_table(model: ModelConfig, config: Config) -> layers.Weights:
     """Parameter table of a model, in which frozen weights have their format."""
     adapter = config.adapter
-    if adapter.type == "none":
-        return decoder.param_table(model)
+    has_adapter = adapter.type != "none"
     saved = {SAVED_MODULES[name] for name in adapter.modules_to_save}
     if model.tie_embeddings and saved:
         saved = set(SAVED_MODULES.values())
 
     def freeze(param: Parameter) -> Parameter:
-        if param.is_adapter or param.hf_name in saved:
+        is_base = has_adapter and not param.is_adapter and param.hf_name not in saved
+        if not is_base and not param_groups.is_frozen(config.optimizer, param):
             return param
-        is_quantized = adapter.quantization != "none" and quantization.can_quantize(param)
+        is_quantized = (
+            is_base and adapter.quantization != "none" and quantization.can_quantize(param)
+        )
         frozen_as = adapter.quantization if is_quantized else config.model.compute_dtype
         return dataclasses.replace(param, frozen_as=frozen_as)
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.schema import OptimizerConfig
+from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.runtime import jax_platform
 from scripts.bench import cases, isolation, machine, report, results, step, timing
 from scripts.bench.cases import Case
@@ -233,8 +233,8 @@ def make_step(case: Case, *, attention: str, device: Any) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+        betas=(config.get_option("beta1"), config.get_option("beta2")),
+        eps=config.get_option("eps"),
         weight_decay=config.weight_decay,
         fused=True,
     )

@@ -69,7 +69,7 @@ ANSWERS = {
     "run.save_every": "save_steps save_strategy",
     "run.eval_every": "eval_steps eval_strategy",
     "run.log_every": "logging_steps",
-    "run.directory": "run_name output_dir",
+    "run.directory": "output_dir",
     "run.resume": "resume_from_checkpoint",
     "run.epochs": "num_epochs num_train_epochs",
     "run.steps": "max_steps",
@@ -77,13 +77,16 @@ ANSWERS = {
     "checkpoint.keep_latest": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
     "checkpoint.best_eval": "metric_for_best_model",
-    "logging.tensorboard": "report_to",
+    "logging.trackers": "report_to use_wandb use_mlflow",
+    "logging.project": "wandb_project mlflow_experiment_name",
+    "logging.run_name": "run_name wandb_name mlflow_run_name",
     "optimizer.warmup_fraction": "warmup_ratio",
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
-    NOT_NEEDED: "packing sample_packing padding_free deepspeed lora_qkv_kernel",
-    NOT_OFFERED: "wandb_project lora_bias rank_pattern push_to_hub tensor_parallel",
+    NOT_NEEDED: "packing sample_packing padding_free deepspeed mlflow_tracking_uri wandb_entity "
+    "lora_qkv_kernel",
+    NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
 
@@ -243,7 +246,7 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
                 "adapter": "adapter.type",
                 "lora_r": "adapter.rank=32",
                 "lora_target_linear": "adapter.targets=all-linear",
-                "wandb_project": "not offered",
+                "wandb_project": "logging.project=long-chat",
             },
         ),
         (

@@ -190,6 +190,12 @@ MESSAGES = {
     "run.early_stopping_patience=2": (
         "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05."
     ),
+    "run.directory=az://bucket/run": (
+        "run.directory = az://bucket/run: must .* s3:// or gs://.*=runs/first."
+    ),
+    "run.resume=s3://key:secret@bucket/run": (
+        "run.resume = .*: must have only a bucket and a path.*=auto."
+    ),
     "run.early_stopping_min_delta=0.1": (
         "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0."
     ),
@@ -321,11 +327,17 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        wrong = "x" if key in ("data.eval", "adapter.modules_to_save") else "[]"
+        others = dict.fromkeys(("data.eval", "adapter.modules_to_save", "optimizer.groups"), "x")
+        wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
         )
         other = {
+            "optimizer.decay_fraction": ["optimizer.schedule=wsd"],
+            "optimizer.decay_steps": ["optimizer.schedule=wsd"],
+            "optimizer.decay_shape": ["optimizer.schedule=wsd"],
+            "optimizer.momentum": ["optimizer.name=sgd"],
+            "optimizer.nesterov": ["optimizer.name=sgd", "optimizer.momentum=0.9"],
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
@@ -492,7 +504,8 @@ def test_the_help_has_types_and_defaults():
         "run.save_every  (int | duration | epoch | null; default 30m)",
         "run.shutdown_grace  (duration; default 25s)",
         "run.stop_after  (duration | null; default null)",
-        "optimizer.eps  (float; default 1e-08)",
+        "optimizer.eps  (float | null; default null)",
+        "optimizer.weight_decay  (float; default 0.0)",
         "memory.mlp_tile_tokens  (auto | int; default auto)",
     ):
         assert line in text

@@ -46,7 +46,7 @@ def settings(folder: pathlib.Path, *words: str):
         "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1},
         "adapter": ADAPTER,
         "checkpoint": {"keep_latest": STEPS},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 

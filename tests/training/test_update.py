@@ -94,40 +94,6 @@ def test_only_matrices_decay():
         assert np.unique(moves) == np.float32(0.1 if is_matrix(name) else 0), row.hf_name
 
 
-@pytest.mark.parametrize(
-    ("schedule", "after_warmup"),
-    [
-        ("constant", [8, 8, 8, 8, 8]),
-        ("linear", [8, 6, 4, 2, 0]),
-        ("cosine", [8, 4 + 2 * 2**0.5, 4, 4 - 2 * 2**0.5, 0]),
-    ],
-)
-def test_learning_rates(schedule, after_warmup):
-    config = batches.make_config(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
-    rate = jax.jit(optimizer.build_schedule(config, num_steps=8))
-    assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx(
-        [2, 4, 6, 8, *after_warmup], abs=1e-5
-    )
-    config = batches.make_config(learning_rate=8, schedule=schedule).optimizer
-    rate = jax.jit(optimizer.build_schedule(config, num_steps=4))
-    assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fraction", "num_steps", "num_warmup_steps"),
-    [(0, 100, 0), (0.03, 100, 3), (0.03, 101, 4), (0.07, 100, 7), (0.5, 1, 1), (1e-9, 10**6, 1)],
-)
-def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
-    as_fraction, as_steps = (
-        optimizer.build_schedule(
-            batches.make_config(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
-        )
-        for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
-    )
-    steps = [jnp.int32(i) for i in (0, 1, num_warmup_steps, num_warmup_steps + 1)]
-    assert [float(as_fraction(i)) for i in steps] == [float(as_steps(i)) for i in steps]
-
-
 @pytest.mark.e2e
 def test_an_update_is_as_long_as_the_limit(weights):
     run = runs.compile_in_thread((2, 2, 2), config=CLIPPED, functions=("step",)).result()

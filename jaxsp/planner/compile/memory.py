@@ -30,7 +30,7 @@ RESERVED = "reserved"
 CATEGORIES: Mapping[str, str] = {
     WEIGHTS: "float32 master weights, copies in the compute dtype if they are on the host, and "
     "frozen weights",
-    OPTIMIZER: "the optimizer's moments",
+    OPTIMIZER: "the optimizer's state, such as moments",
     GRADIENTS: "summed over the step, one shard on each device",
     SAVED_ACTIVATIONS: "saved for the backward pass: layer inputs and attention outputs",
     ATTENTION: "queries, keys, values, outputs, their gradients, and buffers of collectives",

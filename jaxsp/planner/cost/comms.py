@@ -20,6 +20,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
+from jaxsp.training import optimizer
 from jaxsp.training.program import Program
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
@@ -108,8 +109,8 @@ def sum_bytes(
 def compute_formula_bytes(program: Program) -> dict[str, float]:
     """Computes the bytes that a device must send in a step, by operation.
 
-    Adds the formulas of attention and of the weights. A few bytes of counts and norms, which are
-    summed over the mesh too, are left out.
+    Adds the formulas of attention, of the weights and of the optimizer. A few bytes of counts and
+    norms, which are summed over the mesh too, are left out.
     """
     config = program.config
     model = program.model
@@ -121,6 +122,14 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
     )
     layers = attention.count_workloads(config, model, remat=program.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
+    totals.update(
+        optimizer.sent_bytes(
+            config.optimizer,
+            program.table,
+            num_shards=program.gather.num_shards,
+            itemsize=program.dtype.itemsize,
+        )
+    )
     for layer, num_layers in layers.items():
         layer_bytes = program.attend.strategy.sent_bytes(layer)
         totals.update(

@@ -7,7 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, sharding
+from jaxsp.training import available_memory, matrix_exchange, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -89,6 +89,38 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     expected = comms.compute_formula_bytes(step.program)
     assert expected["collective-permute"] > 0
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
+    """10 layers on 8 shards: muon's all-to-alls move 16, in bfloat16."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    config = programs.settings(
+        "mesh.data=2",
+        "mesh.seq=4",
+        "batch.rows_per_step=2",
+        "data.row_tokens=32768",
+        f"optimizer.name={name}",
+        hidden_size=1024,
+        intermediate_size=2560,
+        num_attention_heads=8,
+        num_hidden_layers=10,
+    )
+    step = programs.step(config, compiled.make_devices("h100-80gb", 8))
+    sent = comms.parse_collectives(step.dump.hlo_text)
+    expected = comms.compute_formula_bytes(step.program)
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert comms.sum_bytes(sent, operation=kind) == expected[kind]
+    assert 0 <= comms.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
+    exchanged = comms.sum_bytes(sent, scope=matrix_exchange.SCOPE)
+    layer = 4 * 1024 * 1024 + 3 * 1024 * 2560
+    assert exchanged == (2 * 2 * 16 * layer / 8 * 7 / 8 if name == "muon" else 0)
+    if name == "muon":
+        exchanges = comms.sum_bytes(
+            sent, operation="all-to-all", scope=matrix_exchange.SCOPE, dtype="bf16"
+        )
+        assert exchanges == exchanged
 
 
 @pytest.mark.e2e

@@ -1,0 +1,107 @@
+"""Parameter groups: which group of the config a weight belongs to, by its Hugging Face name."""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+
+import jax
+
+from jaxsp.config.optimizer_schema import OptimizerConfig, ParameterGroup
+from jaxsp.core import errors
+from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
+
+DEFAULT = ParameterGroup(pattern="*")
+"""Group of the weights that no pattern matches."""
+
+
+def find_group(config: OptimizerConfig, param: Parameter) -> ParameterGroup:
+    """The first group whose pattern matches a weight; DEFAULT if there is none.
+
+    `*` matches the layer's number, which is `{layer}` in the name of a stacked weight.
+    """
+    return next((group for group in config.groups if _matches(group, param)), DEFAULT)
+
+
+def is_frozen(config: OptimizerConfig, param: Parameter) -> bool:
+    """True if a weight is not trained."""
+    return find_group(config, param).frozen
+
+
+def weight_decay(config: OptimizerConfig, param: Parameter) -> float:
+    """Weight decay of a weight; only matrices decay."""
+    if not param.is_matrix:
+        return 0.0
+    own = find_group(config, param).weight_decay
+    return config.weight_decay if own is None else own
+
+
+def find_problems(config: OptimizerConfig, table: layers.Weights) -> list[str]:
+    """Groups that would have no effect, because no weight matches or earlier groups match all.
+
+    A config with weights that all are frozen is a problem too.
+    """
+    params = jax.tree.leaves(table)
+    problems = list(_check_patterns(config, params))
+    if params and all(is_frozen(config, param) for param in params):
+        problems.append(
+            "optimizer.groups: all weights of the model are frozen. Use a pattern that leaves some "
+            "to train, for example model.embed_tokens*."
+        )
+    return problems
+
+
+def describe(config: OptimizerConfig, table: layers.Weights) -> list[str]:
+    """Describes each group. Example: `model.embed_tokens*: 1,024 weights, frozen`."""
+    params = jax.tree.leaves(table)
+    lines = []
+    for group in config.groups:
+        own = [param for param in params if find_group(config, param) is group]
+        size = sum(param.size * (param.num_layers or 1) for param in own)
+        parts = [f"{group.pattern}: {size:,} weights"]
+        if group.learning_rate_factor != 1:
+            parts.append(f"learning rate x {group.learning_rate_factor:g}")
+        if group.weight_decay is not None:
+            parts.append(f"weight decay {group.weight_decay:g}")
+        if group.frozen:
+            parts.append("frozen")
+        lines.append(", ".join(parts))
+    return lines
+
+
+def _check_patterns(config: OptimizerConfig, params: list[Parameter]) -> Iterator[str]:
+    """Yields a message for each group without weights."""
+    names = list(dict.fromkeys(param.hf_name for param in params))
+    for index, group in enumerate(config.groups):
+        setting = f"optimizer.groups.{index}.pattern = {group.pattern}"
+        matched = [param for param in params if _matches(group, param)]
+        if not matched:
+            yield f"{setting}: matches no weight of the model. {_suggest(group.pattern, names)}"
+        elif not any(find_group(config, param) is group for param in matched):
+            yield (
+                f"{setting}: has no effect, because earlier groups match all of its weights, and "
+                "the first match counts. Move it up, or leave it out."
+            )
+
+
+def _matches(group: ParameterGroup, param: Parameter) -> bool:
+    return fnmatch.fnmatchcase(param.hf_name, group.pattern)
+
+
+def _suggest(pattern: str, names: list[str]) -> str:
+    """Suggestion of a pattern, from the names of the model's weights."""
+    for_all_layers = re.sub(r"(?<=\.)(?:\d+|\[[\d-]+\])(?=\.|$)", "*", pattern)
+    if for_all_layers != pattern and any(
+        fnmatch.fnmatchcase(name, for_all_layers) for name in names
+    ):
+        return (
+            "A group has a weight in all layers; one layer cannot be selected. "
+            f"Use {for_all_layers}."
+        )
+    plain = [name.replace("{layer}", "*") for name in names]
+    words = [word for word in re.split(r"[.*?]+", pattern) if word]
+    near = [name for name in plain if any(part in words for part in name.split("."))]
+    near.sort(key=lambda name: -sum(part in words for part in name.split(".")))
+    nearest = errors.find_nearest(pattern, plain)
+    choices = dict.fromkeys([*([nearest] if nearest else []), *near, *plain])
+    return f"Names are {', '.join(list(choices)[:6])}."

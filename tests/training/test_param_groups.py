@@ -1,0 +1,105 @@
+"""Parameter groups: which weights a pattern selects, and patterns without effect."""
+
+import jax
+import pytest
+
+from jaxsp.model import decoder
+from jaxsp.model.layers import Parameter
+from jaxsp.training.optimizers import param_groups
+from tests import batches
+from tests.messages import assert_names
+from tests.training import runs
+
+TABLE = decoder.param_table(batches.model())
+
+
+def config(*groups):
+    return batches.make_config(groups=list(groups), weight_decay=0.1).optimizer
+
+
+def select(*groups):
+    """Names of the weights of each group, and of those of no group."""
+    own = config(*groups)
+    selected = {group.pattern: [] for group in (*own.groups, param_groups.DEFAULT)}
+    for param in jax.tree.leaves(TABLE):
+        selected[param_groups.find_group(own, param).pattern].append(param.hf_name)
+    return selected
+
+
+def test_the_first_pattern_that_matches_a_name_counts():
+    selected = select(
+        {"pattern": "model.layers.*.q_proj.*", "frozen": True},
+        {"pattern": "*.bias", "weight_decay": 1},
+        {"pattern": "model.embed_token?.weight"},
+    )
+    in_layers = "model.layers.{layer}"
+    assert selected["model.layers.*.q_proj.*"] == [
+        f"{in_layers}.self_attn.q_proj.bias",
+        f"{in_layers}.self_attn.q_proj.weight",
+    ]
+    assert f"{in_layers}.mlp.gate_proj.bias" in selected["*.bias"]
+    assert f"{in_layers}.self_attn.q_proj.bias" not in selected["*.bias"]
+    assert selected["model.embed_token?.weight"] == ["model.embed_tokens.weight"]
+    assert "lm_head.weight" in selected["*"]
+
+
+def test_only_matrices_of_a_group_decay():
+    own = config({"pattern": "model.layers.*", "weight_decay": 0.5})
+    decays = {
+        param.hf_name: param_groups.weight_decay(own, param) for param in jax.tree.leaves(TABLE)
+    }
+    assert decays["model.layers.{layer}.mlp.gate_proj.weight"] == 0.5
+    assert decays["model.layers.{layer}.mlp.gate_proj.bias"] == 0
+    assert decays["model.layers.{layer}.input_layernorm.weight"] == 0
+    assert decays["lm_head.weight"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["model.embed_tokens.*", "*.mlp.*"], None),
+        (["model.embed_token"], ["groups.0", "model.embed_tokens.weight"]),
+        (["*", "lm_head*"], ["groups.1", "earlier groups", "first match"]),
+        (
+            ["model.layers.0.mlp.*"],
+            ["groups.0", "one layer cannot be selected", "model.layers.*.mlp.*"],
+        ),
+        (["model.layers.[0-9].mlp.*"], ["one layer cannot be selected", "model.layers.*.mlp.*"]),
+        (
+            ["layers.*.gate_proj.weight"],
+            ["matches no weight", "model.layers.*.mlp.gate_proj.weight"],
+        ),
+    ],
+)
+def test_a_pattern_without_effect_is_a_problem(patterns, words):
+    own = config(*({"pattern": pattern, "learning_rate_factor": 2.0} for pattern in patterns))
+    problems = param_groups.find_problems(own, TABLE)
+    assert bool(problems) == bool(words)
+    for problem in problems:
+        assert_names(problem, *words)
+
+
+def test_a_model_without_trained_weights_is_a_problem():
+    (problem,) = param_groups.find_problems(config({"pattern": "*", "frozen": True}), TABLE)
+    assert_names(problem, "optimizer.groups", "frozen")
+    some = config({"pattern": "model.layers.*", "frozen": True})
+    assert param_groups.find_problems(some, TABLE) == []
+
+
+def test_a_group_is_described_with_its_size():
+    own = config({"pattern": "lm_head*", "learning_rate_factor": 0.1, "weight_decay": 0.0})
+    assert param_groups.describe(own, TABLE) == [
+        f"lm_head*: {131 * 60:,} weights, learning rate x 0.1, weight decay 0"
+    ]
+
+
+@pytest.mark.skipif(
+    "frozen_as" not in Parameter.__dataclass_fields__, reason="weights cannot be frozen yet"
+)
+def test_weights_of_a_frozen_group_are_frozen_in_the_table_of_the_program():
+    groups = [{"pattern": "model.embed_tokens*", "frozen": True}]
+    program = runs.program({}, groups=groups)
+    frozen = {
+        param.hf_name for param in jax.tree.leaves(program.table) if param.frozen_as is not None
+    }
+    assert frozen == {"model.embed_tokens.weight"}
