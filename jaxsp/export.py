@@ -14,7 +14,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, peft, writer
+from jaxsp.hf import model_config, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
 from jaxsp.run import merging, resume
@@ -66,6 +66,7 @@ def _export_adapter(
     if args.dtype == "bfloat16":
         raise UserError("--dtype = bfloat16: adapters are float32. Use --merge, or leave it out.")
     table = trainable.build_table(model, config)
+    model_dir = resume.find_model_dir(checkpoint)
     peft.save_adapter(
         reader.read_weights(checkpoint, table),
         table=trainable.select_trained(table, table),
@@ -73,7 +74,8 @@ def _export_adapter(
         model=model,
         base=config.model.source,
         directory=args.out,
-        small_files=resume.find_model_dir(checkpoint),
+        is_multimodal=model_dir is not None and text_part.is_multimodal(model_dir),
+        small_files=model_dir,
     )
     _write_chat_template(config, pathlib.Path(args.out))
     lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]

@@ -39,7 +39,7 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import folder, model_config, peft, writer
+from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import build, initial_weights, merging
@@ -219,6 +219,7 @@ def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, program
         model=program.model,
         base=source.source,
         directory=directory,
+        is_multimodal=text_part.is_multimodal(source.path),
         small_files=source.path,
     )
 

@@ -30,6 +30,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Beginning of the names of tensors, before the names of Hugging Face's files."""
 
+_TEXT_PREFIX = "model.language_model."
+"""Beginning of these names in a multimodal model, where a text model has `model.`."""
+
 _FIELD = "adapter.source"
 
 _IGNORED_FIELDS = {
@@ -219,9 +222,11 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         matches = []
         for layer in range(model.num_layers):
             name = decoder.LAYER_PREFIX.format(layer=layer) + projection
+            names = (name, _add_text_prefix(name))
             is_chosen = not chosen_layers or layer in chosen_layers
-            is_adapted = is_match(name, targets) and not is_match(name, excluded)
-            matches.append(is_adapted and is_chosen)
+            is_adapted = any(is_match(name, targets) for name in names)
+            is_excluded = any(is_match(name, excluded) for name in names)
+            matches.append(is_adapted and is_chosen and not is_excluded)
         if any(matches) != all(matches):
             raise ValueError(
                 f"target_modules: {projection} has an adapter in {sum(matches)} of "
@@ -254,7 +259,7 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         header = tensors.read_header(path)
     except BadFileError as error:
         raise UserError(f"{asked}: {path} {error}. Copy or download it again.") from None
-    stored = {name.removeprefix(_PREFIX): tensor for name, tensor in header.items()}
+    stored = {_remove_prefixes(name): tensor for name, tensor in header.items()}
     declared = source.config_fields.get("modules_to_save") or ()
     saved = {SAVED_MODULES[name.rpartition(".")[2]] for name in declared}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -293,6 +298,19 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     return reader
 
 
+def _remove_prefixes(name: str) -> str:
+    """Name of a tensor of an adapter's file in a file of the text model."""
+    name = name.removeprefix(_PREFIX)
+    if name.startswith(_TEXT_PREFIX):
+        return f"model.{name.removeprefix(_TEXT_PREFIX)}"
+    return name
+
+
+def _add_text_prefix(name: str) -> str:
+    """Name of a tensor or module of the text model in a multimodal model."""
+    return f"{_TEXT_PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
 _TIED_COPIES = (SAVED_MODULES["lm_head"],)
 """Copy of the embedding in the adapter of a model whose head is its embedding."""
 
@@ -305,6 +323,7 @@ def save_adapter(
     model: ModelConfig,
     base: str | None,
     directory: str | pathlib.Path,
+    is_multimodal: bool = False,
     small_files: pathlib.Path | None = None,
 ) -> None:
     """Writes a folder that `peft.PeftModel` loads; it appears under its name when it is complete.
@@ -314,23 +333,27 @@ def save_adapter(
         table: the trained parameters.
         adapter: resolved section of the config.
         base: name or folder of the base model, for `base_model_name_or_path`.
+        is_multimodal: True if the base has the text model beside other parts.
         small_files: folder whose tokenizer and chat template are copied.
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
     lora = model.lora
     assert lora is not None, "the model has adapters"
     saved: list[str] = [*adapter.modules_to_save]
-    named = {
-        f"{_PREFIX}{name}": tensor for name, tensor in writer.list_tensors(weights, table).items()
-    }
-    embedding = named.get(_PREFIX + SAVED_MODULES["embed_tokens"])
+    named = writer.list_tensors(weights, table)
+    embedding = named.get(SAVED_MODULES["embed_tokens"])
     is_tied = False
     if model.tie_embeddings and embedding is not None:
         is_tied = True
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
-        named[_PREFIX + SAVED_MODULES["lm_head"]] = embedding
+        named[SAVED_MODULES["lm_head"]] = embedding
+    targets: Any = [name.rpartition(".")[2] for name in lora.targets]
+    if is_multimodal:
+        # A list would match the vision tower too
+        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(targets)})"
+        named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -338,7 +361,7 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
         "lora_dropout": 0.0,
-        "target_modules": [name.rpartition(".")[2] for name in lora.targets],
+        "target_modules": targets,
         "modules_to_save": saved or None,
         "ensure_weight_tying": is_tied,
         "use_rslora": bool(adapter.use_rslora),
@@ -352,7 +375,8 @@ def save_adapter(
         if small_files is not None:
             exclude = ("config.json", "generation_config.json")
             folder.copy_small_files(small_files, target, exclude=exclude)
-        writer.write_file(target / WEIGHTS_FILE, named, dtype=jnp.dtype("float32"))
+        prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
+        writer.write_file(target / WEIGHTS_FILE, prefixed, dtype=jnp.dtype("float32"))
 
 
 def _to_int(value: float) -> int | float:

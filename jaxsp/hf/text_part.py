@@ -3,6 +3,8 @@
 Only the text model is trained and exported. The vision tower and the projector are left out.
 """
 
+import json
+import pathlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -28,6 +30,12 @@ def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
     """Returns the multimodal family of a config.json; None for a text model."""
     name = fields.get("model_type")
     return MULTIMODAL_FAMILIES.get(name) if isinstance(name, str) else None
+
+
+def is_multimodal(directory: pathlib.Path) -> bool:
+    """True for a folder whose config.json is that of a multimodal model."""
+    path = directory / "config.json"
+    return path.is_file() and find_family(json.loads(path.read_bytes())) is not None
 
 
 def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:

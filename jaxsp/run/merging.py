@@ -96,7 +96,8 @@ def _select_layer(array: np.ndarray, layer: int | None) -> np.ndarray:
 def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
     """A layer of a frozen weight, as training used it."""
     whole = reader.read(param, layer, tuple(slice(size) for size in param.shape))
-    return np.asarray(quantization.decode(param, quantization.encode(param, whole), jnp.float32))
+    stored = quantization.encode(param, whole)
+    return np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
 
 
 def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:

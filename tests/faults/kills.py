@@ -2,6 +2,7 @@
 
     python -m tests.faults.kills --steps 90 --faults kill=20 kill-in-save=10
     python -m tests.faults.kills --steps 90 --faults kill=8 kill-in-save=4 --meshes 2x4 8x1 1x2
+    python -m tests.faults.kills --steps 30 --faults kill=4 --adapter lora
     python -m tests.faults.kills --steps 20000 --faults kill=20 kill-in-save=10 flip=5 term=15
 
 Exit code 0 if nothing is lost: each step has one line, and losses and weights are bitwise equal, or
@@ -110,6 +111,7 @@ class Case:
         num_steps: int,
         save_every: int = SAVE_EVERY,
         eval_every: int = EVAL_EVERY,
+        adapter: str = "none",
     ):
         self.num_steps = num_steps
         config = folder / "config.yaml"
@@ -142,6 +144,7 @@ class Case:
             "batch": {"rows_per_step": 8},
             # At 0.01, AdamW turns the rounding between two meshes into 3e-5 within 18 steps
             "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
+            "adapter": {"type": adapter},
             "logging": {"trackers": []},
         }
         config.write_text(yaml.safe_dump(fields), encoding="utf-8")
@@ -353,6 +356,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
     parser.add_argument("--eval-every", type=int, default=EVAL_EVERY)
+    parser.add_argument("--adapter", default="none", metavar="TYPE", help="adapter.type")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=3600, metavar="S")
     args = parser.parse_args(arguments)
@@ -370,7 +374,11 @@ def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
     """Runs the comparison in a folder. Returns the exit code."""
     args, kinds = _parse(arguments)
     case = Case(
-        folder, num_steps=args.steps, save_every=args.save_every, eval_every=args.eval_every
+        folder,
+        num_steps=args.steps,
+        save_every=args.save_every,
+        eval_every=args.eval_every,
+        adapter=args.adapter,
     )
     start_s = time.monotonic()
     first_step_s, memory_kib = run_undisturbed(case, args.meshes[0], timeout_s=args.patience)

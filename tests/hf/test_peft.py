@@ -16,14 +16,14 @@ import safetensors.numpy
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft
+from jaxsp.hf import model_config, peft, text_part
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.run import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances
-from tests.hf import oracle
+from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
 torch = oracle.torch
@@ -38,6 +38,7 @@ pytestmark = [
 SEGMENTS: batches.Segments = [[(0, 9), (9, 2), (11, 13)], [(0, 17), (18, 5)]]
 ALL = ("embed_tokens", "lm_head")
 MODELS = oracle.MODELS | {
+    "gemma3 with vision": multimodal.MODELS["gemma3"],
     "phi3 tied": {**oracle.MODELS["phi3"], "tie_word_embeddings": True},
     "llama uneven": {
         **oracle.MODELS["llama3"],
@@ -77,6 +78,9 @@ SLOW_CASES = {
     "head": Case("qwen2", type="dora", modules_to_save=ALL[1:]),
     "tied dora": Case("gemma2", type="dora", modules_to_save=ALL),
     "phi3 tied": Case("phi3 tied", targets=["qkv_proj", "down_proj"], modules_to_save=ALL),
+    "with vision": Case(
+        "gemma3 with vision", targets=["q_proj", "down_proj"], modules_to_save=ALL[:1]
+    ),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
 } | {
@@ -102,7 +106,8 @@ class Base:
 
     @functools.cached_property
     def config(self):
-        return model_config.parse_model_config(self.fields, field="model.config")
+        fields, _ = text_part.read_text_fields(self.fields, "model.config")
+        return model_config.parse_model_config(fields, field="model.config")
 
     def load(self) -> Any:
         return oracle.transformers.AutoModelForCausalLM.from_pretrained(
@@ -111,7 +116,8 @@ class Base:
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:
-        return safetensors.numpy.load_file(self.directory / "model.safetensors")
+        stored = safetensors.numpy.load_file(self.directory / "model.safetensors")
+        return {name.replace("language_model.model.", "model."): x for name, x in stored.items()}
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +175,7 @@ def peft_result(base: Base, model: Any) -> oracle.Result:
     result = oracle.gradients(model, documents)
     gradients = {
         name.removeprefix("base_model.model.")
+        .replace("model.language_model.", "model.")
         .replace(".modules_to_save.default", "")
         .replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
         .replace(".default", ""): gradient
@@ -194,6 +201,7 @@ def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathl
         model=resolved.model,
         base=str(base.directory),
         directory=directory,
+        is_multimodal=text_part.is_multimodal(base.directory),
     )
 
 
@@ -279,6 +287,10 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
             "ensure_weight_tying": True,
         },
     ),
+    "with vision": (
+        "gemma3 with vision",
+        {"target_modules": r".*language_model.*\.(q_proj|k_proj)"},
+    ),
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "untied": (
@@ -290,7 +302,7 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         },
     ),
 }
-SLOW_SOURCES = ("untied",)
+SLOW_SOURCES = ("untied", "with vision")
 
 
 @pytest.mark.parametrize(
