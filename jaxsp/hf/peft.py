@@ -341,14 +341,12 @@ def save_adapter(
     assert lora is not None, "the model has adapters"
     saved: list[str] = [*adapter.modules_to_save]
     named = writer.list_tensors(weights, table)
-    embedding = named.get(SAVED_MODULES["embed_tokens"])
-    is_tied = False
-    if model.tie_embeddings and embedding is not None:
-        is_tied = True
+    is_tied = model.tie_embeddings and SAVED_MODULES["embed_tokens"] in named
+    if is_tied:
         # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
-        named[SAVED_MODULES["lm_head"]] = embedding
+        named[SAVED_MODULES["lm_head"]] = named[SAVED_MODULES["embed_tokens"]]
     targets: Any = [name.rpartition(".")[2] for name in lora.targets]
     if is_multimodal:
         # A list would match the vision tower too
@@ -360,7 +358,7 @@ def save_adapter(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "target_modules": targets,
         "modules_to_save": saved or None,
         "ensure_weight_tying": is_tied,
