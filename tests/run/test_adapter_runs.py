@@ -4,6 +4,7 @@ The base is a small model in a folder, whose shards are padded.
 """
 
 import contextlib
+import json
 import pathlib
 import shutil
 
@@ -182,6 +183,9 @@ def test_a_run_its_adapter_and_its_merged_model_have_the_same_loss(straight, tmp
     ]
     assert losses[0] == loss
     assert losses[1] == pytest.approx(loss, rel=tolerances.EVAL)
+    fields = settings(straight).model_dump(mode="json") | {"adapter": {}}
+    (tmp_path / "other.yaml").write_text(json.dumps(fields))  # the adapter is that of the run
+    assert evaluate(straight / "run", straight, "--config", str(tmp_path / "other.yaml")) == loss
     check_merged_by_peft(straight / "base", tmp_path)
 
 
