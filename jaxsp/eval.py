@@ -17,6 +17,7 @@ from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
+from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
@@ -24,6 +25,7 @@ from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, initial_weights, resume
 from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
 
@@ -39,8 +41,9 @@ _PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
-    checkpoint = run_paths.find_latest(args.what)
-    if checkpoint is None and (pathlib.Path(args.what) / run_paths.CONFIG_FILE).is_file():
+    what = copies.make_local(args.what, field="WHAT")
+    checkpoint = run_paths.find_latest(what)
+    if checkpoint is None and (pathlib.Path(what) / run_paths.CONFIG_FILE).is_file():
         raise UserError(
             f"{args.what}: holds no checkpoint yet. A run writes one when it ends and when "
             "run.save_every requests it."
@@ -49,7 +52,8 @@ def main(arguments: list[str]) -> None:
     if meta is None:
         _check_model(args.what)  # before missing fields are reported
     config = _load_config(args.what, args.config, args.changes, meta)
-    out = _find_output(args.out, checkpoint)
+    # a run may be writing to the store, so results are only printed
+    out = _find_output(args.out, None if urls.is_url(args.what) else checkpoint)
     process = cli.detect_process(args)
     jax_platform.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
@@ -57,6 +61,8 @@ def main(arguments: list[str]) -> None:
         num_local_processes=cluster.count_local_processes(process, os.environ),
     )
     distributed.initialize(process)
+    if checkpoint is not None:
+        copies.fetch(checkpoint)
     resolved = _resolve_config(config, checkpoint, meta)
     program = resolved.program
     if checkpoint is not None:
@@ -111,7 +117,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file that the results are appended to; default: eval.jsonl of the run",
+        help="file that the results are appended to; default: eval.jsonl of a local run",
     )
     return parser
 
@@ -179,7 +185,7 @@ def _load_config(
 ) -> Config:
     """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
 
-    The model is always that of WHAT.
+    The model, and the adapter of a run, are always those of WHAT.
     """
     if file is not None:
         fields = config_file.read(file)
@@ -190,6 +196,7 @@ def _load_config(
     model = {"source": what, "config": None}
     if meta is not None:
         model = {name: meta.config["model"][name] for name in model}
+        fields = fields | {"adapter": meta.config["adapter"]}
     replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
     if meta is not None and file is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine
@@ -220,6 +227,11 @@ def _load_config(
                 f"model.{name}: must be the model of {what}. To evaluate another model, use its "
                 f"name instead of {what}."
             )
+    if meta is not None and config.adapter != config_file.parse(meta.config).adapter:
+        raise UserError(
+            f"adapter: must be that of {what}. To evaluate another one, export it, and use the "
+            "name of its base with adapter.type=lora adapter.source=FOLDER."
+        )
     return config
 
 

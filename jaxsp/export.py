@@ -11,6 +11,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
+from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, peft, writer
@@ -18,6 +19,7 @@ from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
 from jaxsp.run import merging, resume
 from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import trainable
 
 if TYPE_CHECKING:
@@ -27,14 +29,17 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Runs the command."""
     args = _make_parser().parse_args(arguments)
+    if urls.is_url(args.out):
+        raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
     writer.check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = run_paths.find_latest(args.run)
+    checkpoint = run_paths.find_latest(copies.make_local(args.run, field="RUN_OR_CHECKPOINT"))
     if checkpoint is None:
         raise UserError(
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."
         )
+    copies.fetch(checkpoint)
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
     model = model_config.parse_model_config(
@@ -70,10 +75,14 @@ def _export_adapter(
         directory=args.out,
         small_files=resume.find_model_dir(checkpoint),
     )
+    _write_chat_template(config, pathlib.Path(args.out))
+    lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
+    if config.model.source is None:
+        return [*lines, "it belongs to random weights (model.config), which are in no file"]
+    loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
     return [
-        f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)",
-        f"load it with peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r}), which "
-        "needs PyTorch; --merge exports the whole model instead",
+        *lines,
+        f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
     ]
 
 
@@ -110,8 +119,7 @@ def _export_model(
         directory=out,
         dtype=dtype,
     )
-    if config.data.chat_template is not None:  # chats must be rendered as in training
-        (out / "chat_template.jinja").write_text(config.data.chat_template, encoding="utf-8")
+    _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
         lines.append(
@@ -126,6 +134,13 @@ def _export_model(
     return lines
 
 
+def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
+    """Writes the run's chat template, so that chats are rendered as in training."""
+    if config.data.chat_template is not None:
+        path = directory / "chat_template.jinja"
+        path.write_text(config.data.chat_template, encoding="utf-8")
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "export", "Exports a run's weights to a Hugging Face folder, or its adapters to PEFT's."
@@ -133,7 +148,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "run",
         metavar="RUN_OR_CHECKPOINT",
-        help="a run's directory (its latest checkpoint), or a checkpoint",
+        help="a run's directory (its latest checkpoint), or a checkpoint; also as a URL",
     )
     parser.add_argument(
         "out", metavar="OUT_DIR", help="folder to create; must not exist, or be empty"

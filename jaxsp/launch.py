@@ -92,7 +92,7 @@ def _run_with_restarts(
 
 def _latest_step(config: RunConfig) -> int:
     """Step of the latest checkpoint in the run's directory; 0 if there is none."""
-    checkpoint = run_paths.find_latest_in_run(config.directory)
+    checkpoint = run_paths.find_latest_in_run(run_paths.local_dir(config))
     return 0 if checkpoint is None else int(checkpoint.name)
 
 

@@ -39,11 +39,12 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import folder, model_config, writer
+from jaxsp.hf import folder, model_config, peft, writer
+from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
-from jaxsp.run import build, initial_weights
+from jaxsp.run import build, initial_weights, merging
 from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import host_offload
+from jaxsp.training import host_offload, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
@@ -72,13 +73,13 @@ def load_model(
         config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging.tensorboard) have no effect.
+            checkpoint, logging.trackers) have no effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
-        The program, which describes the training step, and the float32 weights, sharded over the
-        mesh. `train_state.init_state(program, weights)` adds the optimizer's state,
-        `train_step.compile(program)` compiles the step.
+        The program, which describes the training step, and the weights, sharded over the mesh:
+        float32 if they are trained. `train_state.init_state(program, weights)` adds the
+        optimizer's state, `train_step.compile(program)` compiles the step.
     Raises: UserError with all problems of the config, the model's files and the mesh.
     Example: `program, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
     """
@@ -168,7 +169,8 @@ def save_model(
     """Saves weights as a Hugging Face folder that transformers loads.
 
     Config, tokenizer and chat template are those of the model that the program was loaded from. The
-    folder appears under its name when it is complete.
+    folder appears under its name when it is complete. Adapters (LoRA) are merged into the weights;
+    `save_adapter` saves them separately.
 
     Args:
         weights: float32, sharded or whole, such as `state.master`.
@@ -180,25 +182,14 @@ def save_model(
     Raises: UserError if the folder has files or cannot be written, and with several processes.
     Example: `save_model(state.master, "models/tuned", program)`
     """
-    writer.check_target(directory)
-    leaves = jax.tree.leaves(weights)
-    if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
-        raise UserError(
-            "save_model: must run in one process that drives all devices, but this is one of "
-            f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
-        )
+    source, weights = _prepare_to_save(weights, directory, program)
+    table = program.table
+    if program.has_frozen_weights:
+        table, weights = merging.merge_state(weights, table=table, model=program.model)
     config = program.config.model
-    assert config.source is not None, "load_model sets model.source"
-    source = folder.find(config.source)
-
-    def from_host(leaf: Any) -> Any:
-        """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        is_on_host = isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
-        return np.asarray(leaf) if is_on_host else leaf
-
     writer.export_model(
-        jax.tree.map(from_host, weights),
-        table=program.table,
+        weights,
+        table=table,
         fields=model_config.resolve_fields(
             source.config_fields, config, field=str(source.path / "config.json")
         ),
@@ -207,6 +198,51 @@ def save_model(
         directory=directory,
         dtype=dtype or config.compute_dtype,
     )
+
+
+def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, program: Program) -> None:
+    """Saves the trained weights of a LoRA program as a folder that `peft.PeftModel` loads.
+
+    Args: see `save_model`. The frozen ones among the weights are not saved.
+    Raises: UserError if the folder has files or cannot be written, without an adapter in the
+        config, and with several processes.
+    Example: `save_adapter(state.master, "adapters/tuned", program)`
+    """
+    if program.model.lora is None:
+        raise UserError("save_adapter: adapter.type is none. Use save_model.")
+    source, weights = _prepare_to_save(weights, directory, program)
+    table = program.table
+    peft.save_adapter(
+        trainable.select_trained(table, weights),
+        table=trainable.select_trained(table, table),
+        adapter=program.config.adapter,
+        model=program.model,
+        base=source.source,
+        directory=directory,
+        small_files=source.path,
+    )
+
+
+def _prepare_to_save(
+    weights: layers.Weights, directory: str | pathlib.Path, program: Program
+) -> tuple[ModelFolder, layers.Weights]:
+    """Folder that a program was loaded from, and the weights as arrays that can be sliced."""
+    writer.check_target(directory)
+    leaves = jax.tree.leaves(weights)
+    if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
+        raise UserError(
+            "save_model: must run in one process that drives all devices, but this is one of "
+            f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
+        )
+    source = program.config.model.source
+    assert source is not None, "load_model sets model.source"
+
+    def from_host(leaf: Any) -> Any:
+        """Copies an array out of JAX's host memory, where it cannot be sliced."""
+        is_on_host = isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
+        return np.asarray(leaf) if is_on_host else leaf
+
+    return folder.find(source), jax.tree.map(from_host, weights)
 
 
 def _build_config(source: str, config: Mapping[str, Any]) -> Config:

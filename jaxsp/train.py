@@ -13,12 +13,14 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
+from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, preview, resume, trainer
-from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir
+from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir, run_paths
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
+from jaxsp.storage import copies, run_storage
 from jaxsp.training import memory_formula
 
 
@@ -27,6 +29,8 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(arguments)
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
+    if process.index == 0:
+        registry.check_installed(config.logging)
     if args.preview:
         preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
         return
@@ -37,12 +41,13 @@ def main(arguments: list[str]) -> None:
         max_pool_bytes=_pinned_pool_bytes(config, process),
     )
     status = RunStatus()
-    folder = pathlib.Path(config.run.directory)
+    folder = run_paths.local_dir(config.run)
     with Preemption(config.run, status) as preemption:
         distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
         with (
-            run_dir.lock(folder, config_path=args.config),
+            run_dir.lock(folder, config_path=args.config, name=config.run.directory),
+            run_storage.open_run(config.run),
             Watchdog(config.run, status, has_heartbeat=process.index == 0),
         ):
             damaged: list[pathlib.Path] = []
@@ -56,6 +61,8 @@ def main(arguments: list[str]) -> None:
                     )
                     break
                 except DamagedCheckpointError as damage:
+                    if copies.fetch_again(damage.path):
+                        continue
                     message = resume.skip_damaged(config.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:

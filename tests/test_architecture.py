@@ -21,6 +21,7 @@ LAYERS = (
     "core",
     "config",
     "runtime",
+    "storage",
     "attention data",
     "model",
     "hf training",

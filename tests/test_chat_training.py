@@ -54,7 +54,7 @@ def chat_run(tmp_path_factory):
             },
             "batch": {"rows_per_step": 1},
             "optimizer": {"learning_rate": 0.01},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
     )
     program, material = build.build_training(config, devices=jax.devices()[:2])

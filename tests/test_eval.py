@@ -94,7 +94,7 @@ def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtyp
             },
             "batch": {"rows_per_step": 2},
             "optimizer": {"learning_rate": 0.0},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
     )
     program, inputs = build.build_training(config, devices=jax.devices())

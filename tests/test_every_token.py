@@ -62,7 +62,7 @@ def write_config(folder: pathlib.Path, data: dict) -> None:
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 0.01},
         "checkpoint": {"keep_latest": 100},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
 

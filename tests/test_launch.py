@@ -93,7 +93,7 @@ def write_config(folder, *, name, data, seq, steps=3, devices=8):
             "schedule": "constant",
             "warmup_steps": 0,
         },
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     config_file.save(config_file.parse(fields), folder / f"{name}.yaml")
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"

@@ -192,7 +192,7 @@ def settings(folder, *words):
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 

@@ -30,13 +30,18 @@ class ArrayWriter:
     processes for minutes after one has failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_separate_folders: bool) -> None:
+        """Args: has_separate_folders: processes may write to folders of their own, whose files are
+        put together later. orbax's OCDBT format needs one process that reads the files of all.
+        """
         arrays = ocp.type_handlers.ArrayHandler(
             min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES
         )
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         self._handlers = {
-            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+            name: ocp.PyTreeCheckpointHandler(
+                type_handler_registry=registry, use_ocdbt=not has_separate_folders
+            )
             for name in (run_paths.MASTER, run_paths.OPT)
         }
         reader.silence_orbax_errors()

@@ -35,7 +35,7 @@ def check(
              of them half written; otherwise None.
     Raises:  UserError if the disk is too small for one more checkpoint.
     """
-    directory = pathlib.Path(config.run.directory)
+    directory = run_paths.local_dir(config.run)
     free = _free_bytes(directory)
     if free is None:
         return None

@@ -13,7 +13,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import run_dir, run_paths
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a checkpoint, or of its metadata file, while it is being written."""
@@ -127,4 +127,7 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
         folder.mkdir(exist_ok=True)
         checkpoint.rename(target)
     reader.raise_on_all_processes(checkpoint, lambda: None)
+    if jax.process_index() > 0 and run_dir.is_writer(checkpoint):
+        folder.mkdir(exist_ok=True)
+        checkpoint.rename(target)
     return target

@@ -20,7 +20,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
-from jaxsp.runtime import distributed, run_paths
+from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.training import host_offload, trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
@@ -93,10 +93,12 @@ class CheckpointWriter:
         status: RunStatus | None = None,
         before_write: Callable[[], None] = lambda: None,
         eval_set: dict[str, str] | None = None,
+        has_separate_folders: bool = False,
     ):
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
+        has_separate_folders: see ArrayWriter.
         """
         self._directory = directory.absolute()
         self._table = table
@@ -110,13 +112,14 @@ class CheckpointWriter:
         self._written_mib = 0
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._arrays = ArrayWriter()
+        self._arrays = ArrayWriter(has_separate_folders=has_separate_folders)
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
         """Duration of the last write, without the waits for steps between its stages."""
-        if jax.process_index() == 0:
+        self._is_writer = run_dir.is_writer(self._directory)
+        if self._is_writer:
             self._directory.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self._directory)
 
@@ -176,7 +179,7 @@ class CheckpointWriter:
 
         Args: early_stopping: state after that evaluation.
         """
-        if jax.process_index() > 0:
+        if not self._is_writer:
             return
         try:
             self._before_write()
@@ -248,16 +251,15 @@ class CheckpointWriter:
         """Does the part of a stage that training waits for, and starts the rest."""
         write.stage = stage
         write.future = None
-        is_first = jax.process_index() == 0
         try:
             match stage:
                 case WriteStage.PREPARING:
                     self._before_write()
-                    if is_first:
+                    if self._is_writer:
                         files.make_dirs(self._partial_path(write.meta.step), write.items)
                 case WriteStage.WRITING:
                     write.future = self._start_writing(write)
-                case WriteStage.FINALIZING if is_first:
+                case WriteStage.FINALIZING if self._is_writer:
                     write.future = self._pool.submit(self._time_finalize, write.meta)
         except Exception as error:  # _clean_up_failure reports it
             write.error = error
@@ -310,7 +312,7 @@ class CheckpointWriter:
             reason = array_writer.describe_failure(write.error)
             if jax.process_index() > 0:
                 distributed.log(f"checkpoint {step}: {reason}")
-        if jax.process_index() == 0:
+        if self._is_writer:
             # the next write removes what cannot be removed now
             shutil.rmtree(self._partial_path(step), ignore_errors=True)
             reason += disk_space.describe_shortage(self._directory, self._num_bytes)

@@ -12,20 +12,17 @@ SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_hea
 
 
 class AdapterConfig(ConfigSection):
-    """LoRA: small trained matrices beside the frozen matrices of every layer.
-
-    The adapters train in float32. The other weights are frozen, in model.compute_dtype, without
-    gradients and optimizer state.
-    """
+    """LoRA: small trained matrices beside the frozen matrices of every layer."""
 
     type: Literal["none", "lora", "dora"] = "none"
     """none: all weights are trained. lora: y = W x + scale B A x, where W is frozen. dora: each row
-    of W + scale B A is also divided by its norm and multiplied by a trained magnitude."""
+    of W + scale B A is also divided by its norm and multiplied by a trained magnitude. Adapters are
+    trained in float32; frozen weights have no gradients and no optimizer state."""
     rank: Annotated[PositiveCount | None, with_examples(16)] = None
     """Rank of the matrices. null: 16, or that of adapter.source."""
     alpha: Annotated[PositiveFloat | None, with_examples(32.0)] = None
     """Numerator of the scale, alpha / rank. null: twice the rank, or that of adapter.source."""
-    use_rslora: bool | None = None
+    use_rslora: Annotated[bool | None, with_examples(True)] = None
     """Scale alpha / sqrt(rank) instead of alpha / rank. null: false, or that of adapter.source."""
     dropout: Fraction = 0.0
     """Fraction of the elements of A's input that are set to 0 in training, at random. The same
@@ -59,9 +56,3 @@ class AdapterConfig(ConfigSection):
         if not isinstance(value, list | tuple) or not value:
             raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
         return tuple(value)
-
-    @pydantic.model_validator(mode="after")
-    def _check_dropout(self) -> "AdapterConfig":
-        if self.type == "dora" and self.dropout:
-            raise ValueError("dropout must be 0 with type dora. Use type lora, or dropout 0")
-        return self

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import optimizer_checks, yaml_io
+from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
@@ -38,6 +39,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         ),
         *_check_weights(sections),
         *_check_chat_template(sections),
+        *_check_adapter(sections),
         *_check_memory(sections),
         *_check_max_segments(sections),
         *_check_nul(fields, ""),
@@ -111,6 +113,26 @@ def _check_chat_template(sections: Sections) -> Iterator[str]:
             f"data.chat_template = {yaml_io.format_value(template)}: has no effect, because no "
             "source has the format messages or prompt_completion. Leave it out."
         )
+
+
+def _check_adapter(sections: Sections) -> Iterator[str]:
+    """Checks that fields of the adapter are set only if it has them."""
+    adapter = sections["adapter"]
+    if adapter.get("type") == "dora" and adapter.get("dropout"):
+        yield (
+            f"adapter.dropout = {yaml_io.format_value(adapter['dropout'])}: must be 0 with "
+            "adapter.type = dora. Set adapter.type=lora, or adapter.dropout=0."
+        )
+    if adapter.get("type", "none") != "none":
+        return
+    default = AdapterConfig()
+    for name, value in adapter.items():
+        is_set = value is not None and value != [] and value != getattr(default, name, value)
+        if is_set:
+            yield (
+                f"adapter.{name} = {yaml_io.format_value(value)}: has no effect, because "
+                "adapter.type is none. Set adapter.type=lora, or leave it out."
+            )
 
 
 def _check_memory(sections: Sections) -> Iterator[str]:

@@ -21,10 +21,11 @@ class SourceConfig(ConfigSection):
     """One data source: files, a saved data set, or a data set on the hub."""
 
     source: Annotated[str, with_examples("notes/*.txt", min_length=1)]
-    """Files, folder or hub data set to read. Files: a path or a glob of .jsonl or .json (lines, or
-    one array), .csv, .tsv or plain text (one document per file), also compressed as .gz or .zst; or
-    of .parquet or .arrow. Folder: one saved by `datasets`. Otherwise the name of a data set on the
-    hub. `{stdlib}` stands for the folder of Python's standard library."""
+    """Files, folder or hub data set to read. Files: a path, a glob or a URL (s3:// or gs://, also
+    with a glob) of .jsonl or .json (lines, or one array), .csv, .tsv or plain text (one document
+    per file), also compressed as .gz or .zst; or of .parquet or .arrow. Folder: one saved by
+    `datasets`. Otherwise the name of a data set on the hub. `{stdlib}` stands for the folder of
+    Python's standard library."""
     format: Annotated[
         Literal["text", "messages", "prompt_completion", "tokens"], with_examples("text")
     ]

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from jaxsp.core import durations, paths
+from jaxsp.core import durations, paths, urls
 
 
 class ConfigSection(pydantic.BaseModel):
@@ -61,8 +61,11 @@ def with_examples(*examples: Any, **rules: Any) -> Any:
 
 
 def expand_home(value: str | None) -> str | None:
-    """Replaces a leading `~`. Raises: ValueError for a path that cannot exist."""
+    """Replaces a leading `~`. Raises: ValueError for a path or URL that cannot exist."""
     if value is None:
         return None
+    if urls.is_url(value):
+        urls.check(value)
+        return value.rstrip("/")
     path = paths.expand_home(value)
     return str(path) if value.startswith("~") else value

@@ -125,7 +125,7 @@ def translate_value(field: str, value: Any) -> Any:
 
 _TABLE = """
 run.directory: output_dir save save_dir save_folder dump_folder base_output_directory
-run.directory: run_name run.name exp_name experiment_name job_name (a run's name is its folder's)
+run.directory: exp_name job_name (a run's name is its folder's)
 run.seed: random_seed manual_seed data_seed shuffle_seed data_shuffle_seed
 not needed: shuffle dataset_shuffle shuffle_merged_datasets enable_data_shuffling (run.seed
     decides the order of rows)
@@ -294,6 +294,30 @@ not offered: muon_* (five iterations, and updates as large as those of AdamW)
 not offered: optim_args optim_target_modules adafactor_* (optimizer.momentum, beta1, beta2 and eps)
 optimizer.max_grad_norm: clip_grad grad_clip clip_grad_norm gradient_clipping gradient_clip_val
     gradient_clipping_threshold max_norm (null: no clipping)
+adapter.type=...: adapter train_type tuner_type finetuning_type peft_type peft_method peft_scheme
+    (lora or dora; none, the default, trains all weights)
+adapter.type=lora: lora use_lora use_peft enable_lora peft
+adapter.type=dora: use_dora lora_use_dora peft_use_dora
+adapter.rank: lora_r lora_rank lora_dim peft.r peft.dim peft.rank lora.r lora.rank lora_config.r
+    peft_config.r
+adapter.alpha: lora_alpha peft.alpha lora.alpha (null: twice the rank)
+adapter.use_rslora: use_rslora lora_use_rslora peft_use_rslora
+adapter.dropout: lora_dropout peft.dropout lora.dropout
+adapter.quantization=nf4: load_in_4bit qlora use_qlora (with adapter.type=lora)
+adapter.quantization=int8: load_in_8bit (with adapter.type=lora)
+adapter.quantization=...: quantization_bit quant_bits (nf4 or int8, with adapter.type=lora)
+adapter.targets=...: lora_target_modules target_modules lora_target lora_target_names
+    lora_target_parameters (a list of projections; all-linear, the default, for all)
+adapter.targets=all-linear: lora_target_linear target_linear (the default)
+adapter.modules_to_save=...: modules_to_save lora_modules_to_save additional_target (embed_tokens,
+    lm_head or both)
+adapter.source: lora_model_dir lora_path lora_weights adapter_path adapter_name_or_path adapters
+    peft_model_id peft_model_path (a folder with adapter_config.json)
+not needed: lora_mlp_kernel lora_qkv_kernel lora_o_kernel autocast_adapter_dtype lora_dtype
+    lora_ckpt_dtype (adapters are float32 and computed in model.compute_dtype)
+not offered: lora_* peft_* loraplus_* peft_init_lora_weights init_lora_weights rank_pattern
+    alpha_pattern layers_to_transform layers_pattern exclude_modules lisa_* vera_* galore_*
+    (LoRA, rsLoRA or DoRA of one rank in all layers; see configs/README.md)
 memory.remat=...: remat_policy gradient_checkpointing gradient_checkpointing_*
     activation_checkpointing activation_checkpoint activation_checkpoint_mode
     activation_checkpoint.mode ac_mode recompute_granularity recompute_activations
@@ -319,25 +343,28 @@ not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf
     last_save_model_only (python -m jaxsp.export makes a Hugging Face folder of a checkpoint)
 not needed: async_checkpointing async_mode async_save enable_checkpointing checkpoint.enable
     checkpoint.folder (checkpoints are written to run.directory while training goes on)
-logging.tensorboard: report_to log_with tensorboard use_tensorboard enable_tensorboard
-    (TensorBoard and metrics.jsonl only, both always on by default)
+logging.trackers: report_to log_with (a list of tensorboard, wandb and mlflow; metrics.jsonl is
+    always written)
+logging.trackers=tensorboard: tensorboard use_tensorboard enable_tensorboard (the default)
+logging.trackers=wandb: wandb use_wandb enable_wandb
+logging.trackers=mlflow: mlflow use_mlflow enable_mlflow
+logging.project: wandb_project wandb_project_name mlflow_experiment_name experiment_name
+logging.run_name: run.name wandb_name wandb_run_name wandb_exp_name mlflow_run_name
+not needed: wandb_* mlflow_* (set the environment variable of the same name in upper case, such as
+    MLFLOW_TRACKING_URI or WANDB_ENTITY)
 not needed: logging_dir tensorboard_dir tensorboard_path save_tb_folder (it is
     run.directory/tensorboard)
-not offered: wandb wandb_* use_wandb enable_wandb mlflow_* use_mlflow comet_* use_comet swanlab_*
-    trackio_* (TensorBoard and metrics.jsonl only; both are in run.directory)
+not offered: comet_* use_comet swanlab_* trackio_* (logging.trackers is a list of tensorboard,
+    wandb and mlflow)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start
     profile_step_end profile_freq (the first and last step, such as [3, 5])
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
-not offered: adapter lora lora_* use_lora qlora peft peft_* use_peft use_dora relora_*
-    load_in_4bit load_in_8bit bnb_* quantization_config
-    quantization_bit quant_method quant_bits (no adapters or quantization; all weights are trained,
-    memory.offload_optimizer=state saves memory)
-not needed: train_type tuner_type finetuning_type (full is what jaxsp does: all weights are
-    trained; adapters are not offered)
-not offered: freeze_* unfrozen_parameters modules_to_save target_modules trainable_parameters (all
-    weights are trained)
+not offered: relora_* bnb_* quantization_config quant_method (quantization of frozen weights is
+    adapter.quantization=nf4, or int8)
+optimizer.groups=...: freeze_* unfrozen_parameters trainable_parameters
+    ([{pattern: lm_head*, frozen: true}]; adapter.type=lora freezes all and adds small matrices)
 not offered: rl rlhf_type dpo_* kto_* rpo_* trl reward_model kd_* (supervised training only)
 not offered: dropout attention_dropout hidden_dropout neftune_noise_alpha noisy_embedding_alpha
     label_smoothing label_smoothing_factor z_loss (cross entropy without dropout; a loss of your

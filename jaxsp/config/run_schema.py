@@ -22,8 +22,13 @@ class RunConfig(ConfigSection):
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
-    tensorboard/, model/, checkpoints/, heartbeat.json and lock. It may also contain
-    nonfinite_steps.jsonl and damaged/, which are safe to delete."""
+    tensorboard/, model/, checkpoints/, heartbeat.json and lock. It may also contain wandb/,
+    mlflow.db, trackers.json, nonfinite_steps.jsonl and damaged/, which are safe to delete. Or a
+    URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy, which is uploaded
+    while training continues."""
+    staging: Annotated[str | None, with_examples("/scratch/jaxsp", min_length=1)] = None
+    """Folder of the local copy if directory is a URL. Its disk must hold the checkpoints that the
+    run keeps, and two more. null: ~/.cache/jaxsp/runs, or below XDG_CACHE_HOME."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Seed of the random weights and of the order of rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
@@ -42,8 +47,8 @@ class RunConfig(ConfigSection):
     """Interval between evaluations of the eval sets. A number of steps, or epoch: at the end of
     each epoch of run.epochs. They are also evaluated after the last step. null: only then."""
     eval_at_start: bool = False
-    """Also evaluate before the first step. The results have step 0 in eval.jsonl and TensorBoard. A
-    resumed run does not repeat this evaluation."""
+    """Also evaluate before the first step. The results have step 0 in eval.jsonl and the trackers.
+    A resumed run does not repeat this evaluation."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
     is a lower loss on the eval set of checkpoint.best_eval. The run then writes a checkpoint and
@@ -54,7 +59,7 @@ class RunConfig(ConfigSection):
     this."""
     resume: Annotated[str, with_examples("auto", min_length=1)] = "auto"
     """Checkpoint to resume from. auto: the latest one in run.directory, if there is one. never:
-    none; run.directory must be new or empty. Otherwise the path of a run directory or of a
+    none; run.directory must be new or empty. Otherwise the path or URL of a run directory or of a
     checkpoint; run.directory must be new or empty."""
     on_data_change: Literal["error", "restart", "continue"] = "error"
     """Action when the data, seed or row length changed since the checkpoint. error: refuse to
@@ -94,7 +99,7 @@ class RunConfig(ConfigSection):
     """XLA options for compiling the step. They are added to those in the banner or replace them,
     and take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
 
-    _expand_home = pydantic.field_validator("directory", "resume")(fields.expand_home)
+    _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
@@ -157,8 +162,20 @@ class CheckpointConfig(ConfigSection):
 class LoggingConfig(ConfigSection):
     """Logs in addition to metrics.jsonl, and the compilation cache."""
 
-    tensorboard: bool = True
-    """Also write the values of metrics.jsonl and eval.jsonl for TensorBoard."""
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
+        with_examples("[tensorboard, wandb]", strict=False),
+    ] = ("tensorboard",)
+    """Trackers that show the values of metrics.jsonl and eval.jsonl. tensorboard: event files in
+    run.directory/tensorboard. wandb: Weights & Biases; offline, in run.directory/wandb, without a
+    login. mlflow: the server of the environment variable MLFLOW_TRACKING_URI; without one, the
+    database run.directory/mlflow.db. A tracker that fails does not end or delay the run."""
+    project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
+    """Project of wandb, and experiment of mlflow. null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME of
+    the environment, else jaxsp."""
+    run_name: Annotated[str | None, with_examples("qwen3-64k", min_length=1)] = None
+    """Name of the run in wandb and mlflow. null: WANDB_NAME or MLFLOW_RUN_NAME of the environment,
+    else the name of run.directory."""
     profile_steps: Annotated[
         tuple[PositiveCount, PositiveCount] | None, with_examples("[3, 5]", strict=False)
     ] = None
@@ -167,6 +184,14 @@ class LoggingConfig(ConfigSection):
     compilation_cache: Annotated[str | None, with_examples("~/.cache/jaxsp", min_length=1)] = None
     """Folder of compiled programs that later runs reuse. On CPUs, XLA prints long lines about the
     processor's features when it finds a program there."""
+
+    @pydantic.field_validator("trackers", mode="before")
+    @classmethod
+    def _check_trackers(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        if isinstance(names, list) and len(set(map(str, names))) < len(names):
+            raise ValueError("must not name a tracker twice")
+        return names
 
     @pydantic.field_validator("profile_steps", mode="before")
     @classmethod

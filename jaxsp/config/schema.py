@@ -156,7 +156,8 @@ class Config(ConfigSection):
     @property
     def has_frozen_weights(self) -> bool:
         """True if some of the model's own weights are not trained."""
-        return self.adapter.type != "none"
+        has_frozen_group = any(group.frozen for group in self.optimizer.groups)
+        return self.adapter.type != "none" or has_frozen_group
 
     def with_row_tokens(self, row_tokens: int) -> "Config":
         """Returns the config of steps whose rows have one of the lengths.

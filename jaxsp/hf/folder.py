@@ -19,6 +19,8 @@ from jaxsp.core.errors import UserError
 INDEX_FILE = "model.safetensors.index.json"
 """File that maps tensors to files, if there are several."""
 
+_CONFIG_FILE = "config.json"
+
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -73,7 +75,7 @@ def find(
     *,
     field: str = "model.source",
     names: tuple[str, ...] = (*_SMALL_FILES, INDEX_FILE),
-    config_file: str = "config.json",
+    config_file: str = _CONFIG_FILE,
     deadline_s: float | None = None,
 ) -> ModelFolder:
     """Finds a folder, or else the hub's model of that name, and downloads files of these names.
@@ -92,16 +94,18 @@ def find(
         raise UserError(f"{asked}: is a file. Give the folder with {config_file}: {path.parent}.")
     is_on_hub = not path.is_dir()
     if is_on_hub and paths.is_path(source):
-        raise UserError(f"{asked}: {_missing_problem(path)}")
+        raise UserError(f"{asked}: {_missing_problem(path, config_file)}")
     if is_on_hub:
         try:
             path = _find_snapshot(source, names, field=field, deadline_s=deadline_s)
         except HubError as error:
             if not has_parent(source):
                 raise
-            raise HubError(f"{asked}: {_missing_problem(path)}", reason=error.reason) from None
+            problem = _missing_problem(path, config_file)
+            raise HubError(f"{asked}: {problem}", reason=error.reason) from None
     if not (path / config_file).is_file():
-        suggestion = "Give a folder that transformers loads."
+        library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
+        suggestion = f"Give a folder that {library} loads."
         if is_on_hub:
             suggestion += f" If a download was interrupted, complete it with: hf download {source}."
         raise UserError(f"{asked}: {path} contains no {config_file}. {suggestion}")
@@ -116,13 +120,18 @@ def has_parent(source: str) -> bool:
     return pathlib.Path(source).expanduser().parent.is_dir()
 
 
-def _missing_problem(path: pathlib.Path) -> str:
+def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str:
     """The problem of a missing folder, with a suggestion."""
-    folders = [file.parent for file in path.parent.glob("*/config.json")]
+    folders = [file.parent for file in path.parent.glob(f"*/{config_file}")]
     hint = errors.did_you_mean(path.name, [folder.name for folder in folders])
+    kind = "a model"
+    example = ", such as Qwen/Qwen3-0.6B"
+    if config_file != _CONFIG_FILE:
+        kind = "an adapter"
+        example = ""
     return (
-        f"there is no folder {path.absolute()}. Give a folder with the model's config.json, or the "
-        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{hint}"
+        f"there is no folder {path.absolute()}. Give a folder with {kind}'s {config_file}, or the "
+        f"name of {kind} on the hub{example}.{hint}"
     )
 
 

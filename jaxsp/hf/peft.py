@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, tensors, writer
+from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.json_values import format_value
 from jaxsp.hf.tensors import BadFileError
@@ -34,14 +34,15 @@ _FIELD = "adapter.source"
 
 _IGNORED_FIELDS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
-    *("task_type", "lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
-    *("layers_pattern", "runtime_config", "eva_config"),
+    *("task_type", "lora_dropout", "megatron_core", "qalora_group_size", "layers_pattern"),
+    *("runtime_config", "eva_config"),
 }
 """Fields that do not change what a trained adapter computes."""
 
 _READ_FIELDS = {
     *("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora"),
     *("use_dora", "init_lora_weights", "layers_to_transform", "exclude_modules"),
+    "ensure_weight_tying",
 }
 
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", None)
@@ -155,15 +156,25 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
             "to changed base weights; convert it to LoRA with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
-    for name in ("r", "lora_alpha"):
+    for name, types, rule in (
+        ("r", int, "an integer of at least 1"),
+        ("lora_alpha", int | float, "a number above 0"),
+    ):
         value = fields.get(name)
-        if not isinstance(value, int | float) or value <= 0:
-            problems.append(f"{name} = {format_value(value)}: must be a number above 0")
+        if not isinstance(value, types) or value <= 0:
+            problems.append(f"{name} = {format_value(value)}: must be {rule}")
     saved = tuple(str(name).rpartition(".")[2] for name in fields.get("modules_to_save") or ())
     if not set(saved) <= SAVED_MODULES.keys():
         problems.append(
             f"modules_to_save = {format_value(fields['modules_to_save'])}: only "
             f"{' and '.join(SAVED_MODULES)} are supported"
+        )
+    is_tied = model.tie_embeddings and not fields.get("ensure_weight_tying")
+    if is_tied and len(set(saved) & SAVED_MODULES.keys()) == 1:
+        problems.append(
+            f"modules_to_save = {format_value(fields['modules_to_save'])}: PEFT has trained a copy "
+            "of a weight that is both embedding and head, and only in one of its places; merge the "
+            "adapter with PEFT, and use the merged model as model.source"
         )
     try:
         targets = _match_targets(fields, model)
@@ -194,7 +205,13 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
 
     def is_match(name: str, patterns: Any) -> bool:
         if isinstance(patterns, str):
-            return re.fullmatch(patterns, name) is not None
+            try:
+                return re.fullmatch(patterns, name) is not None
+            except re.error as error:
+                raise ValueError(
+                    f"target_modules = {format_value(patterns)}: is not a regular expression: "
+                    f"{error}"
+                ) from None
         return any(name == each or name.endswith(f".{each}") for each in patterns or ())
 
     found = []
@@ -202,7 +219,7 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         matches = []
         for layer in range(model.num_layers):
             name = decoder.LAYER_PREFIX.format(layer=layer) + projection
-            is_chosen = chosen_layers is None or layer in chosen_layers
+            is_chosen = not chosen_layers or layer in chosen_layers
             is_adapted = is_match(name, targets) and not is_match(name, excluded)
             matches.append(is_adapted and is_chosen)
         if any(matches) != all(matches):
@@ -253,11 +270,11 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         if name in stored and stored[name].shape != shape
     ]
     problems = [
-        f"{asked}: {title} {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}. "
+        f"{asked}: {title} {weights.abbreviate(names)}. "
         "Use an adapter of this model, as PEFT's save_pretrained writes it."
         for title, names in (
             ("missing tensors:", missing),
-            ("tensors that the adapter of its config does not have:", surplus),
+            ("tensors of neither its target_modules nor its modules_to_save:", surplus),
             ("tensors of another shape than the model's:", misshapen),
         )
         if names
@@ -270,7 +287,8 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         if not is_same_tensor(reader, stored[name], stored[SAVED_MODULES["embed_tokens"]]):
             raise UserError(
                 f"{asked}: {name} must equal the embedding, because the model's config.json has "
-                "tie_word_embeddings = true. Set it to false there, to train both."
+                "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
+                "as model.source."
             )
     return reader
 
@@ -306,8 +324,11 @@ def save_adapter(
         f"{_PREFIX}{name}": tensor for name, tensor in writer.list_tensors(weights, table).items()
     }
     embedding = named.get(_PREFIX + SAVED_MODULES["embed_tokens"])
+    is_tied = False
     if model.tie_embeddings and embedding is not None:
-        # PEFT would leave the head as it was: it copies the modules that it trains
+        is_tied = True
+        # PEFT would leave the head as it was: it copies the modules that it trains. Versions before
+        # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
         named[_PREFIX + SAVED_MODULES["lm_head"]] = embedding
     config = {
@@ -319,6 +340,7 @@ def save_adapter(
         "lora_dropout": 0.0,
         "target_modules": [name.rpartition(".")[2] for name in lora.targets],
         "modules_to_save": saved or None,
+        "ensure_weight_tying": is_tied,
         "use_rslora": bool(adapter.use_rslora),
         "use_dora": lora.is_dora,
         "bias": "none",

@@ -132,7 +132,7 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
         problems.append(
-            f"{asked}: {_abbreviate(absent)}: missing, but named in {folder.INDEX_FILE}. "
+            f"{asked}: {abbreviate(absent)}: missing, but named in {folder.INDEX_FILE}. "
             f"{_COPY_AGAIN}."
         )
     file_of_tensor: set[tuple[str, str]] = set()
@@ -152,7 +152,7 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
         names = sorted({tensor for tensor, _ in differences})
         problems.append(
             f"{asked}: {folder.INDEX_FILE} and the files disagree about the file of "
-            f"{_abbreviate(names)}. {_COPY_AGAIN}."
+            f"{abbreviate(names)}. {_COPY_AGAIN}."
         )
     if problems:
         raise UserError(problems)
@@ -179,7 +179,7 @@ def _no_weights_problem(source: ModelFolder) -> str:
     problem = f"{source.path} contains no {_SINGLE_FILE}"
     shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
     if shards:
-        return f"{problem} and no {folder.INDEX_FILE}, only {_abbreviate(shards)}. {_COPY_AGAIN}."
+        return f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
     pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
@@ -190,7 +190,7 @@ def _no_weights_problem(source: ModelFolder) -> str:
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )
-    instead = f", only {_abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
     return (
         f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where torch "
         f"is installed, convert them to safetensors: python -c {shlex.quote(code)}, "
@@ -244,7 +244,7 @@ def _find_differences(
         (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
     )
     return [
-        f"{asked}: {problem} {_abbreviate(names)}. {suggestion}."
+        f"{asked}: {problem} {abbreviate(names)}. {suggestion}."
         for names, problem, suggestion in problems
         if names
     ]
@@ -263,7 +263,7 @@ def is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredTe
     )
 
 
-def _abbreviate(names: list[str]) -> str:
+def abbreviate(names: list[str]) -> str:
     """The first four names, and the number of the others."""
     more = f" ... and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

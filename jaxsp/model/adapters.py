@@ -30,10 +30,16 @@ def list_projections(model: ModelConfig) -> tuple[str, ...]:
 def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
     """The model with the adapters of a config.
 
-    Raises: UserError for a target that the model does not have.
+    Raises: UserError for a target that the model does not have, and for the head of a model whose
+        head is its embedding.
     """
     if adapter.type == "none":
         return model
+    if model.tie_embeddings and adapter.modules_to_save == ("lm_head",):
+        raise UserError(
+            "adapter.modules_to_save = [lm_head]: the model's head is its embedding. "
+            "Use adapter.modules_to_save=[embed_tokens]."
+        )
     rank = adapter.rank or DEFAULT_RANK
     alpha = adapter.alpha or DEFAULT_ALPHA_PER_RANK * rank
     lora = Lora(

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.layers import Parameter
 
 PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
@@ -54,7 +55,7 @@ def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     return 4 * model.num_heads * model.head_dim * pairs
 
 
-def num_parameters(table: layers.Weights) -> int:
+def num_parameters(table: layers.Weights | list[Parameter]) -> int:
     """Number of elements of all weights, without padding."""
     return sum(param.size * (param.num_layers or 1) for param in jax.tree.leaves(table))
 

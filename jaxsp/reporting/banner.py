@@ -1,7 +1,6 @@
 """Banner and summary: what a run will do, printed before its first step, and what it did."""
 
 import collections
-import pathlib
 import platform
 import statistics
 import textwrap
@@ -10,14 +9,16 @@ from collections.abc import Sequence
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes, durations
+from jaxsp.core import axes, durations, urls
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
 from jaxsp.hf import context_range
-from jaxsp.model import flops
+from jaxsp.model import adapters, flops
 from jaxsp.reporting.metrics import MetricsLine
-from jaxsp.runtime import device_mesh
+from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.tracker import TrackedRun
+from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.training import memory_fit, memory_options, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.optimizers import param_groups, schedules
@@ -29,7 +30,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     entries = [
         ("devices", _describe_devices(program)),
         ("mesh", _describe_mesh(program)),
-        ("model", _describe_model(program, inputs)),
+        *_fold("model", _describe_model(program, inputs)),
         *_fold("rope", describe_rope(program)),
         ("weights", _describe_placement(program)),
         ("start", inputs.weights_origin),
@@ -44,6 +45,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("evaluation", _describe_evaluation(program, inputs)),
         *_fold("note", _describe_long_documents(program, inputs)),
         ("output", _describe_output(program, inputs)),
+        ("trackers", _describe_trackers(program)),
     ]
     return [(label, text) for label, text in entries if text]
 
@@ -74,11 +76,35 @@ def _describe_mesh(program: Program) -> str:
 
 
 def _describe_model(program: Program, inputs: RunInputs) -> str:
-    num_parameters = flops.num_parameters(program.table)
-    return (
-        f"{inputs.hf_config['model_type']}, {num_parameters:,} parameters, "
-        f"{program.dtype} compute, float32 master weights"
-    )
+    params = jax.tree.leaves(program.table)
+    num_own = flops.num_parameters([param for param in params if not param.is_adapter])
+    text = f"{inputs.hf_config['model_type']}, {num_own:,} parameters, {program.dtype} compute"
+    if not program.has_frozen_weights:
+        return f"{text}, float32 master weights"
+    num_trained = flops.num_parameters([param for param in params if param.is_trainable])
+    formats = dict.fromkeys(param.frozen_as for param in params if param.frozen_as is not None)
+    text += f"; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %)"
+    if program.model.lora is not None:
+        text += f": {_describe_adapter(program)}"
+    return f"{text}; the model's others are frozen in {' and '.join(formats)}"
+
+
+def _describe_adapter(program: Program) -> str:
+    """Describes the adapters, and the model's own weights that are trained with them."""
+    adapter = program.config.adapter
+    lora = program.model.lora
+    assert lora is not None, "the model has adapters"
+    names = [target.rpartition(".")[2] for target in lora.targets]
+    targets = f"all {len(names)} projections"
+    if len(names) < len(adapters.list_projections(program.model)):
+        targets = ", ".join(names)
+    kind = "DoRA" if lora.is_dora else "LoRA"
+    text = f"{kind} of rank {lora.rank}, scale {lora.scale:g}, on {targets}"
+    if adapter.dropout:
+        text += f", with dropout {adapter.dropout:g}"
+    if adapter.modules_to_save:
+        text += f", and all of {' and '.join(adapter.modules_to_save)}"
+    return text
 
 
 def _describe_placement(program: Program) -> str:
@@ -91,7 +117,7 @@ def _describe_placement(program: Program) -> str:
         return "every device holds all weights, because they are too small to shard"
     text = f"sharded over {num_shards} devices"
     if small:
-        num_bytes = sum(4 * param.size * (param.num_layers or 1) for param in small)
+        num_bytes = sum(sharding.shard_bytes(param, num_shards) for param in small)
         text += f", except {num_bytes / 2**20:.1f} MiB of small ones that every device holds"
     return text
 
@@ -155,7 +181,7 @@ def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
         return ""
     run = program.config.run
     times = []
-    if run.eval_at_start and not inputs.start.is_resume_in(pathlib.Path(run.directory)):
+    if run.eval_at_start and not inputs.start.is_resume_in(run_paths.local_dir(run)):
         times.append("before the first step")
     if run.eval_every == "epoch":
         times.append("after every epoch")
@@ -206,7 +232,7 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
         names.append("eval.jsonl")
-    if config.logging.tensorboard:
+    if "tensorboard" in config.logging.trackers:
         names.append("tensorboard/")
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[0] > inputs.start.step:
@@ -223,6 +249,14 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     return f"{config.run.directory}: {', '.join(names)}"
 
 
+def _describe_trackers(program: Program) -> str:
+    """Describes trackers that are not files of the run; only process 0 has trackers."""
+    if jax.process_index() > 0:
+        return ""
+    run = TrackedRun(program.config, from_step=0, is_resume=False)
+    return registry.describe(run, program.config.logging.trackers)
+
+
 def summarize_run(
     program: Program,
     first: MetricsLine,
@@ -233,6 +267,7 @@ def summarize_run(
 ) -> list[tuple[str, str]]:
     """Returns the summary of a finished run, with the command to run next."""
     directory = program.config.run.directory
+    out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens
     first_loss = "none" if first.loss is None else f"{first.loss:.4f}"
@@ -244,5 +279,5 @@ def summarize_run(
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
         ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
+        ("next", f"python -m jaxsp.export {directory} {out}"),
     ]

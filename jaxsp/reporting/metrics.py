@@ -1,11 +1,13 @@
-"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, and TensorBoard."""
+"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, and the trackers."""
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
+from jaxsp.reporting.trackers import tracker
+from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.runtime import jsonl
 from jaxsp.runtime.jsonl import AppendFile
 
@@ -82,26 +84,27 @@ class MetricsLine:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl and eval.jsonl, and their numbers to TensorBoard's events.
+    """Appends lines to metrics.jsonl and eval.jsonl, and gives their numbers to the trackers.
 
     A line can be read as soon as it is written. Existing lines of steps after `from_step` are
     removed: the run repeats those steps. Process 0 writes; the others ignore every call.
     """
 
-    def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
+    def __init__(
+        self, directory: pathlib.Path, *, from_step: int, trackers: Trackers | None = None
+    ):
         self._directory = directory
         self._files: dict[str, AppendFile] = {}
-        self._tensorboard: TensorBoardWriter | None = None
+        self._trackers: Trackers | None = None
         if jax.process_index() > 0:
             return
         for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
             jsonl.truncate_after(directory / name, from_step)
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
-        if tensorboard:
-            from jaxsp.reporting.tensorboard import TensorBoardWriter
-
-            self._tensorboard = TensorBoardWriter(directory / "tensorboard", from_step=from_step)
+        if trackers is not None:
+            trackers.start(directory / METRICS_FILE, directory / EVAL_FILE)
+            self._trackers = trackers
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -109,15 +112,13 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def sync(self) -> None:
         """Makes the written lines survive a power failure. Raises: OSError if the disk is full."""
         for file in self._files.values():
             file.sync()
-        if self._tensorboard is not None:
-            self._tensorboard.sync()
+        if self._trackers is not None:
+            self._trackers.sync()
 
     def write_step(self, line: MetricsLine) -> None:
         """Writes the line of a training step."""
@@ -138,19 +139,8 @@ class MetricsWriter:
     def _write(self, file_name: str, line: "DataclassInstance", group: str) -> None:
         if file_name in self._files:
             self._files[file_name].add(jsonl.to_line(line))
-        if self._tensorboard is None:
-            return
-        fields: dict[str, Any] = vars(line)
-        numbers = dict(fields)
-        for field, value in fields.items():
-            if isinstance(value, dict):
-                numbers |= {f"{field}/{name}": number for name, number in value.items()}
-        scalars = {
-            f"{group}/{name}": float(number)
-            for name, number in numbers.items()
-            if name != "step" and isinstance(number, int | float)
-        }
-        self._tensorboard.add_scalars(scalars, step=fields["step"])
+        if self._trackers is not None:
+            self._trackers.log(tracker.make_point(vars(line), group=group))
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

@@ -13,7 +13,7 @@ import jax
 
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import METRICS_FILE
-from jaxsp.runtime import jsonl, run_dir
+from jaxsp.runtime import jsonl, run_dir, run_paths
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
 from jaxsp.training.program import Program
@@ -80,7 +80,7 @@ def describe_start(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=inputs.start.step,
-        previous_step=_read_last_step(pathlib.Path(program.config.run.directory) / METRICS_FILE),
+        previous_step=_read_last_step(run_paths.local_dir(program.config.run) / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
         config_changes=list(inputs.start.config_changes),
         num_steps=program.num_steps,

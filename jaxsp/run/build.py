@@ -23,9 +23,11 @@ from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder
+from jaxsp.model.config import ModelConfig
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.storage import copies
 from jaxsp.training import memory_options
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.optimizers import param_groups
@@ -125,6 +127,7 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
+    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -167,7 +170,7 @@ def _describe_origin(
     """Describes where the weights of the first step come from."""
     config = program.config
     if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {checkpoint.path}"
+        return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:
         origin = f"random weights, seed {config.run.seed}"
     else:
@@ -176,7 +179,7 @@ def _describe_origin(
             origin += f": {weights.left_out}"
     if config.adapter.source is not None:
         origin += f"; adapters of {config.adapter.source}"
-    if (pathlib.Path(config.run.directory) / run_paths.CONFIG_FILE).is_file():
+    if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return origin
 
@@ -209,10 +212,7 @@ def resolve_config(
     if files.config is not None:
         with problems.collect():
             choice = attention.choose(config, files.config, devices=devices)
-        if for_training:
-            table = decoder.param_table(files.config)
-            problems += param_groups.find_problems(config.optimizer, table)
-    sizes = _check_step(config, choice, devices, problems, for_training=for_training)
+    sizes = _check_step(config, files.config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
@@ -248,13 +248,14 @@ def resolve_config(
 
 def _check_step(
     config: Config,
+    model: ModelConfig | None,
     choice: AttentionChoice | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
     *,
     for_training: bool,
 ) -> dict[str, int]:
-    """Checks the mesh, memory options and batch, and returns the sizes of the mesh axes."""
+    """Checks mesh, memory options, batch and groups, and returns the sizes of the mesh axes."""
     sizes: dict[str, int] = {}
     with problems.collect():
         sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
@@ -266,6 +267,8 @@ def _check_step(
             degree=choice.strategy.layout_degree if choice is not None else None,
             with_training=for_training,
         )
+    if for_training and model is not None:
+        problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     return sizes
 
 

@@ -39,7 +39,7 @@ _NEUTRAL_FIELDS = (
 _ALTERING_FIELDS = ("memory.grad_reduce_dtype",)
 """Exceptions to _NEUTRAL_FIELDS."""
 
-_UNREPORTED_FIELDS = ("run.directory", "run.resume", "run.on_data_change")
+_UNREPORTED_FIELDS = ("run.directory", "run.staging", "run.resume", "run.on_data_change")
 
 _MAX_VALUE_CHARS = 60
 """Longest value in a list of changes; a chat template has pages."""

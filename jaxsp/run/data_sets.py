@@ -9,7 +9,7 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.ingest import source_files, sources
+from jaxsp.data.ingest import duplicates, sources
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -53,7 +53,7 @@ def open_sources(
         _check_unique_names(train)
         _check_unique_names(evals)
     with problems.collect():
-        source_files.check_no_duplicates(
+        duplicates.check_no_duplicates(
             {field: source for field, source in train.items() if field in records}
         )
     return OpenedSources(train=train, evals=evals, records=records)

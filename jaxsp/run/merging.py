@@ -18,7 +18,7 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import Lora, ModelConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training import quantization, trainable
+from jaxsp.training import quantization, sharding, trainable
 
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
@@ -38,9 +38,12 @@ def merge_base(
     Raises: UserError if the base cannot be read, or is another one than in training.
     """
     if config.model.source is None:
+        suggestion = "Train all weights, without frozen groups."
+        if model.lora is not None:
+            suggestion = "Export the adapter: leave out --merge."
         raise UserError(
-            f"{checkpoint}: its base has random weights (model.config), which are in no file. "
-            "Export the adapter: leave out --merge."
+            f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
+            f"{suggestion}"
         )
     source = folder.find(config.model.source)
     plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
@@ -58,6 +61,31 @@ def merge_base(
     base.check_readable(checkpoint, table, lambda param: read[_key(param)])
     merge = functools.partial(_merge_weight, read, model.lora)
     return plain_table, jax.tree.map(merge, plain_table)
+
+
+def merge_state(
+    weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of all weights of a program with frozen weights, like `merge_base`.
+
+    Args: weights: arrays of this process's devices or numpy's, as a training state has them.
+    """
+    read: dict[_Key, ReadLayer] = {}
+
+    def add(param: Parameter, stored: Any) -> None:
+        read[_key(param)] = functools.partial(_read_stored, param, stored)
+
+    jax.tree.map(add, table, weights)
+    merge = functools.partial(_merge_weight, read, model.lora)
+    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def _read_stored(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
+    """A layer of a weight of a training state, float32 and without padding."""
+    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[layer]), stored)
+    whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
+    return np.asarray(sharding.remove_padding(param, whole))
 
 
 def _key(param: Parameter) -> _Key:
@@ -85,10 +113,27 @@ def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Paramet
         return read_weight
 
     def merge(layer: int | None) -> np.ndarray:
-        merged = read_weight(layer) + (read_b(layer) @ read_a(layer)) * np.float32(lora.scale)
-        if read_magnitude is not None:
-            norms = np.sqrt(np.sum(np.square(merged, dtype=np.float64), axis=-1))
-            merged *= (read_magnitude(layer) / norms).astype(np.float32)[:, None]
-        return merged
+        magnitude = None if read_magnitude is None else read_magnitude(layer)
+        weights = read_weight(layer), read_a(layer), read_b(layer)
+        return merge_matrix(*weights, scale=lora.scale, magnitude_o=magnitude)
 
     return merge
+
+
+def merge_matrix(
+    weight_oi: np.ndarray,
+    a_ri: np.ndarray,
+    b_or: np.ndarray,
+    *,
+    scale: float,
+    magnitude_o: np.ndarray | None = None,
+) -> np.ndarray:
+    """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
+    """
+    merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
+    if magnitude_o is not None:
+        norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
+        merged_oi *= (magnitude_o / norms_o).astype(np.float32)[:, None]
+    return merged_oi

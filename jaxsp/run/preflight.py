@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import pathlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -85,7 +84,7 @@ def ranking_eval_set(program: Program, inputs: RunInputs) -> dict[str, str] | No
 def make_early_stopping(program: Program, inputs: RunInputs) -> EarlyStopping:
     """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
     config = program.config
-    is_resume = inputs.start.is_resume_in(pathlib.Path(config.run.directory))
+    is_resume = inputs.start.is_resume_in(run_paths.local_dir(config.run))
     return EarlyStopping(
         config.run,
         ranking_eval_set(program, inputs),
@@ -119,7 +118,7 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
     lines: list[str | None] = [*selfcheck.check_device(program, inputs.attention_choice)]
     if jax.process_index() == 0:
         state = train_state.abstract_inputs(program)[0]
-        checkpoints = pathlib.Path(program.config.run.directory) / run_paths.CHECKPOINTS_DIR
+        checkpoints = run_paths.local_dir(program.config.run) / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
             program.config,
             checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),

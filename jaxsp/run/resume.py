@@ -9,18 +9,21 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
+from jaxsp.model import decoder
 from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
+from jaxsp.storage import copies
 from jaxsp.training.inputs import StartPoint
+from jaxsp.training.optimizers import param_groups
 
 _NO_START = -2
 """Sent to the other processes instead of a step by a process that cannot start."""
@@ -37,9 +40,9 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
         be used.
     """
-    directory = pathlib.Path(run.directory)
+    directory = run_paths.local_dir(run)
     paths.check_folder(directory, field="run.directory")
-    if run.resume not in ("auto", "never"):
+    if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
         paths.check_folder(pathlib.Path(run.resume), field="run.resume")
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
@@ -62,7 +65,8 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         )
     if run.resume == "never":
         return None
-    checkpoint = run_paths.find_latest(run.resume, exclude=skip)
+    source = copies.make_local(run.resume, field="run.resume")
+    checkpoint = run_paths.find_latest(source, exclude=skip)
     if checkpoint is None:
         raise UserError(
             f"run.resume = {run.resume}: contains no checkpoint. Use a run's directory, a folder "
@@ -79,7 +83,7 @@ def _find_own_checkpoint(
     Raises: UserError if it had checkpoints but all are damaged, and if it started from another
         run's checkpoint but has none of its own yet.
     """
-    directory = pathlib.Path(run.directory)
+    directory = run_paths.local_dir(run)
     checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
     if checkpoint is not None:
         return checkpoint
@@ -147,10 +151,11 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
-    if run_paths.find_run_dir(damage.path) == pathlib.Path(run.directory).resolve():
+    if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
         moved = files.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
-    if run_paths.find_latest(run.resume) == pathlib.Path(run.resume).resolve():
+    source = copies.make_local(run.resume, field="run.resume")
+    if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
 
@@ -176,9 +181,10 @@ def make_start_point(
     Raises: UserError if the checkpoint is of another model, optimizer or data.
     """
     saved = config_file.parse(meta.config)
+    merge = " --merge" if saved.adapter.type != "none" else ""
     suggestion = (
-        "Undo the change, or start a new run with these weights: "
-        f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."
+        "Undo the change, or start a new run with these weights: python -m jaxsp.export "
+        f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
     problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
     if saved.optimizer.state_kind != config.optimizer.state_kind:
@@ -187,6 +193,10 @@ def make_start_point(
             f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
             f"{suggestion}"
         )
+    frozen, saved_frozen = (_list_frozen(each, model) for each in (config, saved))
+    if changed := sorted(frozen ^ saved_frozen):
+        state = "frozen" if changed[0] in saved_frozen else "trained"
+        problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
     rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
     changes = config_changes.list_changes(saved, config)
     if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
@@ -214,6 +224,12 @@ def make_start_point(
     )
 
 
+def _list_frozen(config: Config, model: ModelConfig) -> set[str]:
+    """Names of the weights that the groups of a config freeze."""
+    params = jax.tree.leaves(decoder.param_table(model))
+    return {param.hf_name for param in params if param_groups.is_frozen(config.optimizer, param)}
+
+
 def _model_problems(
     meta: CheckpointMeta,
     checkpoint: pathlib.Path,
@@ -232,10 +248,13 @@ def _model_problems(
         if name not in ("layers", "lora") and value != getattr(saved, name)
     ]
     differences += _layer_differences(model.layers, saved.layers)
+    adapter = vars(config.adapter)
+    if config.adapter.type != saved_config.adapter.type:
+        adapter = {"type": config.adapter.type}
     return [
-        f"adapter.{name} = {value}: is {getattr(saved_config.adapter, name)} in {checkpoint}. "
-        f"{suggestion}"
-        for name, value in vars(config.adapter).items()
+        f"adapter.{name} = {yaml_io.format_value(value)}: is "
+        f"{yaml_io.format_value(getattr(saved_config.adapter, name))} in {checkpoint}. {suggestion}"
+        for name, value in adapter.items()
         if name != "source" and value != getattr(saved_config.adapter, name)
     ] + [
         f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"

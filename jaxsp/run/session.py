@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pathlib
 import time
 from collections.abc import Iterator
 
@@ -23,6 +22,8 @@ from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
+from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
 from jaxsp.run import preflight
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -88,7 +89,7 @@ class Session:
         self._base_checksums = base_checksums
         self._eval_set = preflight.ranking_eval_set(program, inputs)
         self._evaluator = Evaluator(program, inputs.eval_sets)
-        self._directory = pathlib.Path(config.run.directory)
+        self._directory = run_paths.local_dir(config.run)
         self._is_resume = self._start.is_resume_in(self._directory)
         self._has_pending_evaluation = False
         self._is_stopped_early = False
@@ -119,10 +120,15 @@ class Session:
             starts.record_start(self._directory, start_line)
             # A new run also drops lines of an evaluation before its first step, and repeats it
             from_step = self._start.step if self._is_resume else self._start.step - 1
-            self._metrics_writer = stack.enter_context(
-                MetricsWriter(
-                    self._directory, from_step=from_step, tensorboard=config.logging.tensorboard
+            trackers = stack.enter_context(
+                registry.open_trackers(
+                    TrackedRun(config, from_step=from_step, is_resume=self._is_resume),
+                    config.logging.trackers,
+                    find_outcome=self._find_outcome,
                 )
+            )
+            self._metrics_writer = stack.enter_context(
+                MetricsWriter(self._directory, from_step=from_step, trackers=trackers)
             )
             self._checkpoint_writer = stack.enter_context(
                 CheckpointWriter(
@@ -133,6 +139,7 @@ class Session:
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
                     before_write=self._metrics_writer.sync,
                     eval_set=self._eval_set,
+                    has_separate_folders=run_dir.may_be_separate(config.run),
                 )
             )
             self._progress = stack.enter_context(
@@ -281,6 +288,14 @@ class Session:
         )
         with distributed.ignore_broken_pipe():
             output.print_pairs(self._console, summary_pairs)
+
+    def _find_outcome(self) -> Outcome:
+        """Outcome of the run for its trackers, if no exception ended it."""
+        if self._is_training and not self._log.can_continue:
+            return "failed"
+        step = self._log.num_steps if self._is_training else self._start.step
+        is_complete = self._is_stopped_early or step >= self._program.num_steps
+        return "finished" if is_complete or self._preemption.reason is None else "stopped"
 
     def _print_early_stop(self, step: int) -> None:
         self._progress.print_line(f"stopped early after step {step}: {self._early_stopping.reason}")

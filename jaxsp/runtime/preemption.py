@@ -224,7 +224,7 @@ class Preemption:
 
     def _describe_lost_steps(self, last: int) -> str:
         """Describes the steps that are lost if the run ends without a checkpoint."""
-        checkpoint = run_paths.find_latest_in_run(self._config.directory)
+        checkpoint = run_paths.find_latest_in_run(run_paths.local_dir(self._config))
         if checkpoint is None:
             lost = _count_steps(last, "since the start")
             return f"No checkpoint has been written yet: {lost} lost."

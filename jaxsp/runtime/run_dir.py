@@ -16,8 +16,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxsp.config import config_file
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import files, paths
+from jaxsp.core import files, paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
@@ -45,9 +46,12 @@ _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 
 _locked_dirs: set[pathlib.Path] = set()
 
+_own_copies: set[pathlib.Path] = set()
+"""Local copies of run directories that this process writes besides process 0."""
+
 
 @contextlib.contextmanager
-def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
+def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None) -> Iterator[None]:
     """Context in which no other run can use a folder.
 
     Process 0 takes the lock for all processes of a job. A nested lock of the same folder does
@@ -55,10 +59,13 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
     within a node only, the holder's heartbeat shows whether it is alive. At the end, files and
     folders that were created for the lock are removed if no run has started.
 
-    Args: config_path: config of the command, written to HOLDER_FILE.
+    Args:
+        config_path: config of the command, written to HOLDER_FILE.
+        name: name of the folder in messages; default: its path.
     Raises: UserError that describes the holder of the lock, or the reason why the folder cannot be
         created or locked.
     """
+    name = name or str(folder)
     paths.check_folder(folder, field="run.directory")
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
@@ -74,7 +81,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
                 "Use another folder."
             ) from None
         stack.callback(os.close, lock_fd)
-        _acquire(folder, lock_fd)
+        _acquire(folder, lock_fd, name)
         stack.callback(_remove_created, folder, created)
         _locked_dirs.add(resolved)
         stack.callback(_locked_dirs.discard, resolved)
@@ -107,13 +114,39 @@ def create(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(directory))
-        if jax.process_index() == 0:
+        if is_writer(directory):
             with report_write_errors(directory):
                 config_file.save(config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
         _wait_until_visible(directory)
         return stack.pop_all()
+
+
+@contextlib.contextmanager
+def write_own_copy(folder: pathlib.Path) -> Iterator[None]:
+    """Context in which this process writes the run's files in a folder that process 0 does not see.
+
+    Nodes without a shared file system have such folders if run.directory is a URL.
+    """
+    _own_copies.add(folder.resolve())
+    try:
+        yield
+    finally:
+        _own_copies.discard(folder.resolve())
+
+
+def may_be_separate(run: RunConfig) -> bool:
+    """True if processes of a run may write to local copies that the others do not see."""
+    return urls.is_url(run.directory) and jax.process_count() > 1
+
+
+def is_writer(folder: pathlib.Path) -> bool:
+    """True if this process makes folders and writes metadata in a run directory, or below one."""
+    if jax.process_index() == 0:
+        return True
+    resolved = folder.resolve()
+    return any(path in _own_copies for path in (resolved, *resolved.parents))
 
 
 @contextlib.contextmanager
@@ -128,7 +161,7 @@ def report_write_errors(folder: pathlib.Path) -> Iterator[None]:
         ) from None
 
 
-def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
+def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
     """Locks the file, and prints a line if the previous run was killed.
 
     Raises: UserError if another run holds the lock, or if the file system has no locks.
@@ -137,7 +170,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use_error(folder, holder) from None
+        raise _in_use_error(name, holder) from None
     except OSError as error:
         if error.errno not in _NO_LOCK_ERRNOS:
             raise
@@ -147,32 +180,32 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
             "mount this one with locks (Lustre: -o flock)."
         ) from None
     if os.fstat(lock_fd).st_nlink == 0:  # its holder has just removed the folder that it created
-        raise _in_use_error(folder, holder)
+        raise _in_use_error(name, holder)
     if not holder:
         return
     if holder.get("host") != platform.node():
         print(
             f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "
-            f"{_describe_holder(holder)}",
+            f"{describe_holder(holder)}",
             flush=True,
         )
         if _is_alive(folder / HEARTBEAT_FILE):
-            raise _in_use_error(folder, holder)
+            raise _in_use_error(name, holder)
     print(
-        f"{folder}: the run of {_describe_holder(holder)} was killed; this run takes over",
+        f"{name}: the run of {describe_holder(holder)} was killed; this run takes over",
         flush=True,
     )
 
 
-def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
-    description = f": {_describe_holder(holder)}" if holder else ""
+def _in_use_error(name: str, holder: dict[str, Any]) -> UserError:
+    description = f": {describe_holder(holder)}" if holder else ""
     return UserError(
-        f"run.directory = {folder}: is in use by another process{description}. "
+        f"run.directory = {name}: is in use by another process{description}. "
         "Wait for it, or use another folder."
     )
 
 
-def _describe_holder(holder: dict[str, Any]) -> str:
+def describe_holder(holder: dict[str, Any]) -> str:
     """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
     text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"

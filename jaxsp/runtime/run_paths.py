@@ -3,6 +3,9 @@
 import pathlib
 from collections.abc import Sequence
 
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.core import urls
+
 CHECKPOINTS_DIR = "checkpoints"
 
 DAMAGED_DIR = "damaged"
@@ -16,6 +19,14 @@ OPT = "opt"
 """Item of a checkpoint with the optimizer state; absent without state (sgd)."""
 
 META = "meta"
+
+
+def local_dir(run: RunConfig) -> pathlib.Path:
+    """Folder of a run on this machine: run.directory, or the local copy if that is a URL."""
+    if not urls.is_url(run.directory):
+        return pathlib.Path(run.directory)
+    parent = pathlib.Path(run.staging) if run.staging else urls.cache_dir() / "runs"
+    return parent / urls.name_local(run.directory)
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:

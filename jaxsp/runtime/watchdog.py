@@ -3,14 +3,13 @@
 import json
 import math
 import os
-import pathlib
 import platform
 import threading
 import time
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations, exit_codes, files
-from jaxsp.runtime import distributed, run_dir, run_status
+from jaxsp.runtime import distributed, run_dir, run_paths, run_status
 from jaxsp.runtime.run_status import Activity, RunStatus
 
 HEARTBEAT_INTERVAL_S = 5.0
@@ -41,7 +40,7 @@ class Watchdog:
         self._config = config
         self._status = status
         self._has_heartbeat = has_heartbeat
-        self._path = pathlib.Path(config.directory) / run_dir.HEARTBEAT_FILE
+        self._path = run_paths.local_dir(config) / run_dir.HEARTBEAT_FILE
         self._interval_s = HEARTBEAT_INTERVAL_S
         if config.step_timeout is not None:
             quarter_s = config.step_timeout.total_seconds() / 4

@@ -44,7 +44,16 @@ ANSWERS = {
     "attention.kernel": "attn_implementation flash_attention",
     "memory.remat": "remat_policy gradient_checkpointing activation_checkpointing",
     "memory.offload_activations": "activation_offloading",
-    "memory.offload_optimizer": "offload_optimizer_device load_in_4bit",
+    "memory.offload_optimizer": "offload_optimizer_device",
+    "adapter.dropout": "lora_dropout",
+    "adapter.quantization": "load_in_4bit load_in_8bit quantization_bit",
+    "adapter.type": "use_peft use_dora peft_use_dora",
+    "adapter.rank": "lora_r lora_rank lora.r peft.dim",
+    "adapter.alpha": "lora_alpha",
+    "adapter.use_rslora": "use_rslora peft_use_rslora",
+    "adapter.targets": "lora_target_modules lora_target_linear lora_target",
+    "adapter.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
+    "adapter.source": "lora_model_dir adapter_name_or_path",
     "memory.mlp_tile_tokens": "tiled_mlp",
     "data.train_on": "assistant_only_loss completion_only_loss train_on_inputs",
     "data.chat_template": "chat_template",
@@ -60,7 +69,7 @@ ANSWERS = {
     "run.save_every": "save_steps save_strategy",
     "run.eval_every": "eval_steps eval_strategy",
     "run.log_every": "logging_steps",
-    "run.directory": "run_name output_dir",
+    "run.directory": "output_dir",
     "run.resume": "resume_from_checkpoint",
     "run.epochs": "num_epochs num_train_epochs",
     "run.steps": "max_steps",
@@ -68,13 +77,16 @@ ANSWERS = {
     "checkpoint.keep_latest": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
     "checkpoint.best_eval": "metric_for_best_model",
-    "logging.tensorboard": "report_to",
+    "logging.trackers": "report_to use_wandb use_mlflow",
+    "logging.project": "wandb_project mlflow_experiment_name",
+    "logging.run_name": "run_name wandb_name mlflow_run_name",
     "optimizer.warmup_fraction": "warmup_ratio",
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
-    NOT_NEEDED: "packing sample_packing padding_free deepspeed finetuning_type",
-    NOT_OFFERED: "wandb_project adapter lora_r load_in_4bit push_to_hub tensor_parallel",
+    NOT_NEEDED: "packing sample_packing padding_free deepspeed mlflow_tracking_uri wandb_entity "
+    "lora_qkv_kernel",
+    NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
 
@@ -106,7 +118,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
     names = [name for counterpart in foreign_names.COUNTERPARTS for name in counterpart.names]
     assert len(names) == len(set(names)) >= 250
     groups = "|".join(Config.model_fields)
-    pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]]+)?")
+    pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]-]+)?")
     num_fields = 0
     for counterpart in foreign_names.COUNTERPARTS:
         for name in pattern.findall(f"{counterpart.field or ''} {counterpart.note}"):
@@ -159,6 +171,8 @@ def test_no_name_with_a_group_is_a_field():
         ("dataset_subset=en", "data.train.0.subset=en"),
         ("data.train.0.path=b.txt", "data.train.0.source=b.txt"),
         ("optimizer=adamw", "optimizer.name=adamw"),
+        ("lora_r=8", "adapter.rank=8"),
+        ("use_peft=true", "adapter.type=lora"),
         ("model=Qwen/Qwen3-0.6B", "model.source=Qwen/Qwen3-0.6B"),
     ],
 )
@@ -229,7 +243,10 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
                 "optimizer": "optimizer.name",
                 "learning_rate": "optimizer.learning_rate=0.0002",
                 "context_parallel_size": "mesh.seq=8",
-                "wandb_project": "not offered",
+                "adapter": "adapter.type",
+                "lora_r": "adapter.rank=32",
+                "lora_target_linear": "adapter.targets=all-linear",
+                "wandb_project": "logging.project=long-chat",
             },
         ),
         (
@@ -248,7 +265,7 @@ def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
     with pytest.raises(UserError) as caught:
         config_file.load(FOLDER / file, [])
     page = caught.value.problems
-    assert len(page) <= 34
+    assert len(page) <= 40
     assert max(map(len, page)) <= 100
     for theirs, ours in pairs.items():
         (line,) = (line for line in page if line.startswith(f"  {theirs} "))
@@ -281,7 +298,7 @@ def test_a_page_names_the_options_of_nested_groups_by_their_last_word_if_they_ar
 
 
 def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
-    names = {"lr": 1.0, "seq_len": 8, "lora_r": 4, "packing": True}
+    names = {"lr": 1.0, "seq_len": 8, "lora_bias": "all", "packing": True}
     messages = problems(names)
     assert len(messages) == len(names)
 

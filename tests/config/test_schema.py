@@ -190,6 +190,12 @@ MESSAGES = {
     "run.early_stopping_patience=2": (
         "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05."
     ),
+    "run.directory=az://bucket/run": (
+        "run.directory = az://bucket/run: must .* s3:// or gs://.*=runs/first."
+    ),
+    "run.resume=s3://key:secret@bucket/run": (
+        "run.resume = .*: must have only a bucket and a path.*=auto."
+    ),
     "run.early_stopping_min_delta=0.1": (
         "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0."
     ),
@@ -321,7 +327,13 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        wrong = "x" if key in ("data.eval", "optimizer.groups") else "[]"
+        others = {
+            "data.eval": "x",
+            "optimizer.groups": "x",
+            "adapter.modules_to_save": "x",
+            "logging.trackers": "3",
+        }
+        wrong = others.get(key, "[]")
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
         )
@@ -351,7 +363,34 @@ def test_the_values_in_suggestions_are_valid(file):
                 "data.eval=[{source: a.txt, format: text, name: held out}]",
             ],
         }
+        if group == "adapter" and name != "type":
+            other[key] = ["adapter.type=lora"]
         config_file.load(file, [example, *other.get(key, [])])
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["adapter.rank=8", "adapter.targets=[q_proj]"], ["rank", "targets"]),
+        (["adapter.type=none", "adapter.use_rslora=false"], ["use_rslora"]),
+        (["adapter.quantization=nf4"], ["quantization"]),
+        (
+            ["adapter.source=a/b", "adapter.modules_to_save=[lm_head]"],
+            ["source", "modules_to_save"],
+        ),
+        (["adapter.type=dora", "adapter.dropout=0.1"], ["dropout"]),
+    ],
+)
+def test_a_field_that_the_adapter_does_not_have_is_refused(file, words, fields):
+    messages = problems(file, *words)
+    assert [message.split(" ")[0] for message in messages] == [f"adapter.{name}" for name in fields]
+    assert all("adapter.type=lora" in message for message in messages)
+
+
+def test_the_saved_config_of_a_run_without_an_adapter_loads_again(file, tmp_path):
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(config_file.load(file, []).model_dump(mode="json")))
+    assert config_file.load(saved, []).adapter.type == "none"
 
 
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):

@@ -79,7 +79,7 @@ class SavedRun:
             },
             "batch": {"rows_per_step": 8},
             "optimizer": {"learning_rate": 0.1},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
         config = config_file.parse(fields)
         self.program, inputs = build.build_training(config, devices=jax.devices()[:8])

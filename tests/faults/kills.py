@@ -142,7 +142,7 @@ class Case:
             "batch": {"rows_per_step": 8},
             # At 0.01, AdamW turns the rounding between two meshes into 3e-5 within 18 steps
             "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
         }
         config.write_text(yaml.safe_dump(fields), encoding="utf-8")
 

@@ -117,7 +117,7 @@ def finished(tmp_path_factory):
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 3},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     config_file.save(config_file.parse(fields), folder / "config.yaml")
     train.main(arguments(folder))

@@ -239,7 +239,7 @@ def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkey
         sync(self)
 
     monkeypatch.setattr(AppendFile, "sync", fail_once)
-    changes = ("run.steps=4", "logging.tensorboard=true")
+    changes = ("run.steps=4", "logging.trackers=[tensorboard]")
     output = train(make_config(tmp_path, tmp_path / "run", *changes))
     assert re.search(messages.containing("checkpoint 2", "[Errno 28]"), output)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", output)

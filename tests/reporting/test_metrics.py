@@ -82,18 +82,18 @@ def read_steps(path):
 
 
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, from_step=0) as writer:
         writer.write_step(line(1))
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
 
 
 def test_lines_after_the_step_that_a_run_resumes_from_are_removed(tmp_path):
-    with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, from_step=0) as writer:
         for step in (1, 2, 3):
             writer.write_step(line(step))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the process was killed here
-    with MetricsWriter(tmp_path, from_step=2, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, from_step=2) as writer:
         writer.write_step(line(3))
     assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
@@ -111,7 +111,7 @@ def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     jsonl.append_record(tmp_path / "eval.jsonl", line(3))
     jsonl.append_record(tmp_path / "eval.jsonl", line(4))
-    with MetricsWriter(tmp_path, from_step=3, tensorboard=False):
+    with MetricsWriter(tmp_path, from_step=3):
         pass
     assert read_steps(tmp_path / "eval.jsonl") == [1, 3]
 

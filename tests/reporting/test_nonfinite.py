@@ -80,7 +80,7 @@ def make_config(folder, *words):
         },
         "batch": {"rows_per_step": 2},
         "optimizer": {"learning_rate": 0.01, "schedule": "linear"},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 
@@ -191,12 +191,12 @@ def test_lines_of_repeated_steps_and_truncated_lines_are_removed(tmp_path):
     for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
         text = "".join(json.dumps({"step": step}) + "\n" for step in (2, 5, 7)) + '{"step": 4, "lo'
         (tmp_path / name).write_text(text)
-    with MetricsWriter(tmp_path, from_step=5, tensorboard=False):
+    with MetricsWriter(tmp_path, from_step=5):
         pass
     for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
         assert [line["step"] for line in lines(tmp_path, name)] == [2, 5]
     (tmp_path / "new").mkdir()
-    with MetricsWriter(tmp_path / "new", from_step=0, tensorboard=False):
+    with MetricsWriter(tmp_path / "new", from_step=0):
         pass
     assert not (tmp_path / "new" / metrics.NONFINITE_FILE).exists()
 

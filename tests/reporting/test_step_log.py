@@ -34,7 +34,7 @@ def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch)
         },
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     monkeypatch.setattr(CheckpointSchedule, "save", lambda *_, **__: 1.5)
     program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])

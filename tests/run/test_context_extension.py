@@ -41,7 +41,7 @@ def settings(folder, *words, steps=1):
         },
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 

@@ -36,7 +36,7 @@ def settings(folder, *words, row_tokens, data=2, seq=2):
         "batch": {"rows_per_step": 2},
         "optimizer": {"learning_rate": 0.01},
         "checkpoint": {"keep_latest": 100},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 

@@ -30,7 +30,7 @@ def train(folder, *, steps):
         },
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.0},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     console = rich.console.Console(record=True, width=200, quiet=True)
     program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])

@@ -51,7 +51,7 @@ def settings(folder, *words):
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1},
         "checkpoint": {"keep_latest": 3},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
     return config_file.parse(fields, words)
 

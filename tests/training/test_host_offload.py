@@ -77,7 +77,7 @@ def order(tmp_path, monkeypatch):
         },
         "batch": {"rows_per_step": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
     }
 
     def train(*, is_gpu, host_bytes):

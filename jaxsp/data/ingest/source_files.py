@@ -1,6 +1,5 @@
 """Source files: found by name or glob, and read as records; a truncated file is an error."""
 
-import collections
 import contextlib
 import csv
 import dataclasses
@@ -10,7 +9,7 @@ import io
 import os
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -251,32 +250,3 @@ def common_file_type(files: list[str], source: SourceConfig) -> FileType:
             "or a .jsonl or .parquet file."
         )
     return file_type
-
-
-def check_no_duplicates(sources: Mapping[str, SourceConfig]) -> None:
-    """Checks that no file is read twice in the same way, which would count its documents twice.
-
-    Args:   sources: sources that can be read, by field, such as data.train.0.
-    Raises: UserError naming the second source.
-    """
-    first_fields: dict[tuple[str, str], str] = {}
-    # with other fields, or another split, a file has other documents
-    settings = {
-        field: source.model_dump_json(exclude={"source", "name", "weight"})
-        for field, source in sources.items()
-    }
-    counts = collections.Counter(settings.values())
-    for field, source in sources.items():
-        if counts[settings[field]] == 1:
-            continue  # avoids listing the files again, which takes seconds on network disks
-        path = resolve_path(source, field=f"{field}.source")
-        if not (path.is_file() or glob.has_magic(str(path))):
-            continue
-        for file in find_files(path, source):
-            first = first_fields.setdefault((os.path.realpath(file), settings[field]), field)
-            if first != field:
-                raise UserError(
-                    f"{field}.source = {source.source}: includes the file {file}, which {first} "
-                    "also includes, so its documents would count twice. Leave it out of one of "
-                    "them; to repeat a source, raise its weight."
-                )

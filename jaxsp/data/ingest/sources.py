@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core import errors
+from jaxsp.core import errors, urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import (
@@ -20,6 +20,7 @@ from jaxsp.data.ingest import (
     record_cache,
     record_checks,
     source_files,
+    stored_files,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 from jaxsp.data.ingest.record_cache import RecordEntry
@@ -95,16 +96,13 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
 
 def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str) -> _RecordSource:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
+    if urls.is_url(source.source):
+        return _resolve_stored_files(source, columns, field=field)
     path = source_files.resolve_path(source, field=field)
     if _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source, field=field)
     else:
-        for name in ("subset", "revision"):
-            if value := getattr(source, name):
-                raise UserError(
-                    f"{field.rpartition('.')[0]}.{name} = {value}: only data sets on the hub have "
-                    f"one, not files. Remove {name}."
-                )
+        _check_hub_fields(source, field=field)
         if not hub.is_saved_dataset(path):
             return _resolve_files(path, source, columns, field=field)
         dataset = hub.open_saved_dataset(path, source, field=field)
@@ -118,6 +116,37 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str)
     )
 
 
+def _check_hub_fields(source: SourceConfig, *, field: str) -> None:
+    """Raises: UserError if a source of files has a field of data sets on the hub."""
+    for name in ("subset", "revision"):
+        if value := getattr(source, name):
+            raise UserError(
+                f"{field.rpartition('.')[0]}.{name} = {value}: only data sets on the hub have "
+                f"one, not files. Remove {name}."
+            )
+
+
+def _resolve_stored_files(
+    source: SourceConfig, columns: RecordColumns, *, field: str
+) -> _RecordSource:
+    """Finds the files of a source in an object store."""
+    _check_hub_fields(source, field=field)
+    _check_split(source, field=field)
+    files = stored_files.find(source, field=field)
+    file_type = source_files.common_file_type(list(files.objects), source)
+    return _RecordSource(
+        identity=(file_type.name, files.identity),
+        records=functools.partial(files.read, columns),
+        split=source.split,
+    )
+
+
+def _check_split(source: SourceConfig, *, field: str) -> None:
+    """Reports a wrong split of files before reading them."""
+    if source.split is not None:
+        hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)
+
+
 def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
     if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
         return False
@@ -128,9 +157,7 @@ def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
 def _resolve_files(
     path: pathlib.Path, source: SourceConfig, columns: RecordColumns, *, field: str
 ) -> _RecordSource:
-    if source.split is not None:
-        # reports a wrong split before reading everything
-        hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)
+    _check_split(source, field=field)
     files = source_files.find_files(path, source)
     file_type = source_files.common_file_type(files, source)
 

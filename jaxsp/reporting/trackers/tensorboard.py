@@ -1,51 +1,62 @@
-"""TensorBoard events.
+"""TensorBoard: event files in the run directory.
 
 Importing this module takes seconds if PyTorch is installed, because tensorboardX imports it.
 """
 
 import os
-import pathlib
 import socket
 import struct
 import time
+from collections.abc import Sequence
 
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
 from jaxsp.runtime.jsonl import AppendFile
 
 
-class TensorBoardWriter:
+def make_tracker(run: TrackedRun) -> Tracker:
+    return TensorBoardTracker(run)
+
+
+class TensorBoardTracker(Tracker):
     """Writes TensorBoard's event file.
 
     tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and the tenth event
     after that blocks the run forever.
     """
 
-    def __init__(self, directory: pathlib.Path, *, from_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, run: TrackedRun):
+        self._directory = run.directory / "tensorboard"
+        self._from_step = run.from_step
+
+    def start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
         suffix = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(directory / f"events.out.tfevents.{suffix}")
+        self._file = AppendFile(self._directory / f"events.out.tfevents.{suffix}")
         self._add_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         # a session start makes TensorBoard drop older events of the steps from here on
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add_event(
-            event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=start)
+            event_pb2.Event(wall_time=time.time(), step=self._from_step + 1, session_log=start)
         )
 
-    def add_scalars(self, scalars: dict[str, float], *, step: int) -> None:
-        values = [
-            summary_pb2.Summary.Value(tag=name, simple_value=value)
-            for name, value in scalars.items()
-        ]
-        summary = summary_pb2.Summary(value=values)
-        self._add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+    def log(self, points: Sequence[Point]) -> None:
+        for point in points:
+            values = [
+                summary_pb2.Summary.Value(tag=name, simple_value=value)
+                for name, value in point.numbers.items()
+            ]
+            summary = summary_pb2.Summary(value=values)
+            self._add_event(
+                event_pb2.Event(wall_time=time.time(), step=point.step, summary=summary)
+            )
 
     def sync(self) -> None:
-        """Makes the events survive a power failure. Raises: OSError if the disk is full."""
         self._file.sync()
 
-    def close(self) -> None:
+    def finish(self, outcome: Outcome) -> None:
         self._file.close()
 
     def _add_event(self, event: event_pb2.Event) -> None:

@@ -1,0 +1,174 @@
+"""MLflow: the server of MLFLOW_TRACKING_URI, or a database in the run directory.
+
+MLflow's environment variables hold: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME, _PASSWORD and
+_TOKEN, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME, MLFLOW_HTTP_REQUEST_TIMEOUT.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxsp.reporting.trackers import tracker
+from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
+
+NAME = "mlflow"
+
+DATABASE = "mlflow.db"
+"""File in the run directory, without MLFLOW_TRACKING_URI."""
+
+MAX_NUMBERS = 1_000
+"""Maximum number of metrics in a request of MLflow."""
+
+MAX_PARAMS = 100
+"""Maximum number of params in a request of MLflow."""
+
+MAX_PARAM_LENGTH = 6_000
+"""Maximum number of characters of a param of MLflow."""
+
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow's status of a run at the end of a process. A process that is killed leaves RUNNING."""
+
+ENVIRONMENT = {
+    # Otherwise a request to a server that is gone blocks for minutes and prints each attempt
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    # Otherwise MLflow sends usage data to its makers
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Settings of MLflow that a user may override."""
+
+
+def describe(run: TrackedRun) -> str:
+    return f"mlflow at {hide_password(_find_uri(run))}, experiment {_find_experiment(run)}"
+
+
+def make_tracker(run: TrackedRun) -> Tracker:
+    return MlflowTracker(run)
+
+
+class MlflowTracker(Tracker):
+    """Run of MLflow.
+
+    MLflow keeps every value of a metric, so steps that MLflow has are not sent again: of steps that
+    a run repeats, it keeps the first values.
+    """
+
+    def __init__(self, run: TrackedRun):
+        self._run = run
+        self._uri = _find_uri(run)
+        self._run_id = ""
+        """Id of the run; empty before the first start."""
+        self._last_steps: dict[str, int] = {}
+        """Last step that MLflow has, by group."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+
+    def start(self) -> None:
+        import mlflow
+
+        for name in ("mlflow", "alembic"):  # the creation of a database prints 60 lines
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._client = mlflow.MlflowClient(tracking_uri=self._uri)
+        self._last_steps = {}
+        saved = self._run.read_id(NAME)
+        address = hide_password(self._uri)
+        if not self._run_id and saved is not None and saved["tracking_uri"] == address:
+            self._run_id = saved["run_id"]
+        if not self._run_id:
+            self._run_id = self._create_run()
+            self._run.write_id(NAME, {"tracking_uri": address, "run_id": self._run_id})
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._log_config()
+
+    def has(self, point: Point) -> bool:
+        if point.group not in self._last_steps:
+            # a number that every point has
+            name = to_key(f"{point.group}/num_loss_tokens")
+            history = self._client.get_metric_history(self._run_id, name)
+            self._last_steps[point.group] = max((metric.step for metric in history), default=-1)
+        return point.step <= self._last_steps[point.group]
+
+    def log(self, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        batch: list[Metric] = []
+        for point in points:
+            metrics = [
+                Metric(to_key(name), number, now_ms, point.step)
+                for name, number in point.numbers.items()
+            ]
+            if len(batch) + len(metrics) > MAX_NUMBERS:
+                self._send(batch)
+                batch = []
+            batch += metrics
+        self._send(batch)
+
+    def finish(self, outcome: Outcome) -> None:
+        self._client.set_terminated(self._run_id, status=STATUS[outcome])
+
+    def _send(self, metrics: Sequence[Any]) -> None:
+        for part in _split(metrics, MAX_NUMBERS):
+            self._client.log_batch(self._run_id, metrics=part)
+
+    def _create_run(self) -> str:
+        name = _find_experiment(self._run)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            experiment_id = experiment.experiment_id
+        else:
+            artifacts = None
+            if self._uri == _local_uri(self._run):  # otherwise a folder in the working directory
+                artifacts = (self._run.directory / "mlartifacts").resolve().as_uri()
+            experiment_id = self._client.create_experiment(name, artifact_location=artifacts)
+        run_name = self._run.name or os.environ.get("MLFLOW_RUN_NAME") or self._run.default_name
+        return self._client.create_run(experiment_id, run_name=run_name).info.run_id
+
+    def _log_config(self) -> None:
+        """Records the config as params. Fields that a resumed run changes become tags."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(self._run_id).data.params
+        values = {
+            to_key(name): value[:MAX_PARAM_LENGTH]
+            for name, value in tracker.flatten(self._run.config)
+        }
+        params = [Param(name, value) for name, value in values.items() if name not in known]
+        for part in _split(params, MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=part)
+        tags = [
+            RunTag(name, value) for name, value in values.items() if known.get(name, value) != value
+        ]
+        for part in _split(tags, MAX_PARAMS):
+            self._client.log_batch(self._run_id, tags=part)
+
+
+def to_key(name: str) -> str:
+    """Returns a name with _ for what MLflow refuses in names of metrics and params."""
+    parts = re.sub(r"[^\w/.\- :]", "_", name).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
+
+
+def hide_password(uri: str) -> str:
+    """Returns an address without user name and password."""
+    return re.sub(r"(?<=://)[^/@]*@", "", uri)
+
+
+def _split(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _find_uri(run: TrackedRun) -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI") or _local_uri(run)
+
+
+def _local_uri(run: TrackedRun) -> str:
+    return f"sqlite:///{(run.directory / DATABASE).resolve()}"
+
+
+def _find_experiment(run: TrackedRun) -> str:
+    return run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or tracker.DEFAULT_PROJECT

@@ -1,0 +1,134 @@
+"""Trackers by name, and the trackers of a run."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from jaxsp.config.run_schema import LoggingConfig
+from jaxsp.core.errors import UserError
+from jaxsp.reporting.trackers.background import BackgroundTracker
+from jaxsp.reporting.trackers.line_reader import LineReader
+from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
+
+FINISH_TIMEOUT_S = 10.0
+"""Time limit for all trackers to receive the last values, and at most run.shutdown_grace."""
+
+STOP_TIMEOUT_S = 3.0
+"""The same for a run that was asked to stop, whose checkpoint has taken its part of the grace."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackerKind:
+    """A value of logging.trackers."""
+
+    module: str
+    """Module with `make_tracker(run)` and, if the tracker is remote, `describe(run)`."""
+    package: str = ""
+    """Package that the extra of the tracker's name installs; empty if jaxsp requires it."""
+    is_remote: bool = True
+    """True if it may block or fail, so that a thread of its own must send the values."""
+
+    def load(self) -> ModuleType:
+        """Imports the module."""
+        return importlib.import_module(self.module)
+
+
+TRACKERS = {
+    "tensorboard": TrackerKind(module=f"{__package__}.tensorboard", is_remote=False),
+    "wandb": TrackerKind(module=f"{__package__}.wandb_tracker", package="wandb"),
+    "mlflow": TrackerKind(module=f"{__package__}.mlflow_tracker", package="mlflow"),
+}
+
+
+def check_installed(config: LoggingConfig) -> None:
+    """Raises: UserError if the package of a tracker is not installed."""
+    for name in config.trackers:
+        package = TRACKERS[name].package
+        if package and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"logging.trackers = [{', '.join(config.trackers)}]: {name} needs the package "
+                f"{package}, which is not installed. Use pip install 'jaxsp[{name}]'."
+            )
+
+
+def describe(run: TrackedRun, names: tuple[str, ...]) -> str:
+    """Describes where remote trackers keep or send the numbers, for the banner."""
+    remote = [TRACKERS[name] for name in names if TRACKERS[name].is_remote]
+    return "; ".join(kind.load().describe(run) for kind in remote)
+
+
+class Trackers:
+    """The trackers of a run: those on this machine's disk directly, others through threads.
+
+    Use: `open_trackers`.
+    """
+
+    def __init__(self, run: TrackedRun, names: tuple[str, ...]):
+        self._run = run
+        self._names = names
+        self._direct: list[Tracker] = []
+        self._remote: list[BackgroundTracker] = []
+
+    def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
+        """Starts all trackers. The files have no lines of steps that the run repeats."""
+        for name in self._names:
+            tracker: Any = TRACKERS[name].load().make_tracker(self._run)
+            if TRACKERS[name].is_remote:
+                remote = BackgroundTracker(
+                    name,
+                    tracker,
+                    lambda: LineReader(metrics, evals),
+                    from_step=self._run.from_step,
+                )
+                remote.start()
+                self._remote.append(remote)
+            else:
+                tracker.start()
+                self._direct.append(tracker)
+
+    def log(self, point: Point) -> None:
+        """Records a point whose line has been written."""
+        for tracker in self._direct:
+            tracker.log([point])
+        for remote in self._remote:
+            remote.notify()
+
+    def sync(self) -> None:
+        """Makes the points in local files survive a power failure. Raises: OSError."""
+        for tracker in self._direct:
+            tracker.sync()
+
+    def finish(self, outcome: Outcome) -> None:
+        """Finishes all trackers, in a limited time."""
+        for tracker in self._direct:
+            tracker.finish(outcome)
+        limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
+        limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
+        deadline = time.monotonic() + limit_s
+        for remote in self._remote:
+            remote.request_finish(outcome)
+        for remote in self._remote:
+            remote.join(deadline)
+
+
+@contextlib.contextmanager
+def open_trackers(
+    run: TrackedRun, names: tuple[str, ...], *, find_outcome: Callable[[], Outcome]
+) -> Iterator[Trackers]:
+    """Context of the trackers of a run, which finishes them at its end.
+
+    Args: find_outcome: returns how the run ended, if no exception ended it.
+    """
+    trackers = Trackers(run, names)
+    try:
+        yield trackers
+    except BaseException:
+        trackers.finish("failed")
+        raise
+    trackers.finish(find_outcome())

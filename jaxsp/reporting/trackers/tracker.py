@@ -1,0 +1,135 @@
+"""Interface of trackers, which show the numbers of a run, and what they need to know of it."""
+
+import abc
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from jaxsp.config.schema import Config
+from jaxsp.core import files
+from jaxsp.runtime import run_paths
+
+STATE_FILE = "trackers.json"
+"""File of a run directory with the ids of the run in its trackers."""
+
+DEFAULT_PROJECT = "jaxsp"
+
+Outcome = Literal["finished", "stopped", "failed"]
+"""End of a process: all steps are done, it was stopped and can be resumed, or it failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """Numbers of a training step, or of an evaluation after it."""
+
+    group: str
+    """train, or eval/NAME."""
+    step: int
+    numbers: dict[str, float]
+    """Numbers by name: the group and the field, such as train/loss."""
+
+
+class Tracker(abc.ABC):
+    """A program or service that shows the numbers of a run.
+
+    One thread calls all methods. Any of them may raise any exception, after which `start` is called
+    again.
+    """
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Starts the run in the tracker, or continues it."""
+
+    @abc.abstractmethod
+    def log(self, points: Sequence[Point]) -> None:
+        """Records points, whose steps do not decrease."""
+
+    @abc.abstractmethod
+    def finish(self, outcome: Outcome) -> None:
+        """Completes and closes the record of this process."""
+
+    def has(self, point: Point) -> bool:
+        """True if the tracker has the numbers of a point already, from an earlier process."""
+        return False
+
+    def sync(self) -> None:  # noqa: B027 - most trackers promise nothing about a power failure
+        """Makes the recorded points survive a power failure. Raises: OSError."""
+
+    def abandon(self) -> None:  # noqa: B027 - most trackers leave nothing
+        """Ends what would delay the end of the process, after another method did not return.
+
+        Called from another thread.
+        """
+
+
+class TrackedRun:
+    """Facts about a run for its trackers, and its ids there."""
+
+    def __init__(self, config: Config, *, from_step: int, is_resume: bool):
+        self.directory = run_paths.local_dir(config.run)
+        self.config: dict[str, Any] = config.model_dump(mode="json")
+        self.project = config.logging.project
+        """logging.project; None if the config does not set it."""
+        self.name = config.logging.run_name
+        """logging.run_name; None if the config does not set it."""
+        self.from_step = from_step
+        """Last step whose numbers were recorded by an earlier process."""
+        self.is_resume = is_resume
+        self.shutdown_grace = config.run.shutdown_grace
+        self._lock = threading.Lock()
+        self._ids: dict[str, Any] | None = None
+
+    @property
+    def default_name(self) -> str:
+        """Name of the run directory."""
+        return self.directory.resolve().name
+
+    def read_id(self, tracker: str) -> Any:
+        """Returns the id of the run in a tracker; None for a run that is new there."""
+        with self._lock:
+            return self._read_ids().get(tracker)
+
+    def write_id(self, tracker: str, run_id: Any) -> None:
+        """Keeps the id of the run in a tracker for processes that resume it. Raises: OSError."""
+        with self._lock:
+            ids = self._read_ids()
+            ids[tracker] = run_id
+            files.write_json(self.directory / STATE_FILE, ids)
+
+    def _read_ids(self) -> dict[str, Any]:
+        """Ids by tracker. A run that does not resume from a checkpoint of its own is new."""
+        if self._ids is None:
+            path = self.directory / STATE_FILE
+            self._ids = {}
+            if self.is_resume and path.exists():
+                self._ids = json.loads(path.read_text(encoding="utf-8"))
+        return self._ids
+
+
+def make_point(fields: dict[str, Any], *, group: str) -> Point:
+    """Returns the numbers in the fields of a line of metrics.jsonl or eval.jsonl."""
+    numbers = dict(fields)
+    for field, value in fields.items():
+        if isinstance(value, dict):
+            numbers |= {f"{field}/{name}": number for name, number in value.items()}
+    return Point(
+        group=group,
+        step=fields["step"],
+        numbers={
+            f"{group}/{name}": float(number)
+            for name, number in numbers.items()
+            if name != "step" and isinstance(number, int | float)
+        },
+    )
+
+
+def flatten(fields: dict[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the values of a config as text, with dotted names as on the command line."""
+    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
+    for name, value in items:
+        if isinstance(value, dict | list) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,451 @@
+"""Adapters are PEFT's, both ways: same files, same loss and gradients, same merged weights."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp.config.adapter_schema import AdapterConfig
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
+from jaxsp.hf import model_config, peft
+from jaxsp.hf.peft import ResolvedAdapter
+from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
+from jaxsp.run import merging
+from jaxsp.training import trainable
+from tests import batches, tolerances
+from tests.hf import oracle
+from tests.messages import assert_names
+
+torch = oracle.torch
+hf_peft = pytest.importorskip("peft", reason="peft is not installed (extra `test`)")
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    # PEFT 0.21.2 uses it
+    for message in ("`is_gradient_checkpointing` is deprecated",)
+]
+
+SEGMENTS: batches.Segments = [[(0, 9), (9, 2), (11, 13)], [(0, 17), (18, 5)]]
+ALL = ("embed_tokens", "lm_head")
+MODELS = oracle.MODELS | {
+    "phi3 tied": {**oracle.MODELS["phi3"], "tie_word_embeddings": True},
+    "llama uneven": {
+        **oracle.MODELS["llama3"],
+        **{"hidden_size": 44, "intermediate_size": 57, "head_dim": 10, "vocab_size": 83},
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and an adapter. The fields are those of the config's section."""
+
+    model: str
+    type: str = "lora"
+    rank: int = 3
+    alpha: float = 7.0
+    use_rslora: bool = False
+    targets: Any = "all-linear"
+    modules_to_save: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> AdapterConfig:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "model"]
+        return AdapterConfig.model_validate({name: getattr(self, name) for name in names})
+
+
+CASES = {
+    "llama": Case("llama"),
+    "qwen3 dora": Case("qwen3", type="dora"),
+    "phi3 rslora": Case("phi3", use_rslora=True),
+    "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
+}
+SLOW_CASES = {
+    "phi3 dora": Case("phi3", type="dora"),
+    "untied": Case("llama3", use_rslora=True, modules_to_save=ALL),
+    "embedding": Case("qwen2", rank=1, modules_to_save=ALL[:1]),
+    "head": Case("qwen2", type="dora", modules_to_save=ALL[1:]),
+    "tied dora": Case("gemma2", type="dora", modules_to_save=ALL),
+    "phi3 tied": Case("phi3 tied", targets=["qkv_proj", "down_proj"], modules_to_save=ALL),
+    "uneven": Case("llama uneven", type="dora", rank=8),
+    "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
+} | {
+    f"{model} {kind}": Case(model, type=kind)
+    for model in ("gemma3", "olmo2", "olmo3", "granite", "glm4", "ministral3", "cohere2")
+    for kind in ("lora", "dora")
+}
+each_case = pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
+    ],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A model in a folder, as transformers and jaxsp see it."""
+
+    fields: dict[str, Any]
+    directory: pathlib.Path
+
+    @functools.cached_property
+    def config(self):
+        return model_config.parse_model_config(self.fields, field="model.config")
+
+    def load(self) -> Any:
+        return oracle.transformers.AutoModelForCausalLM.from_pretrained(
+            self.directory, attn_implementation="eager"
+        )
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        return safetensors.numpy.load_file(self.directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory):
+    @functools.cache
+    def make(name: str) -> Base:
+        directory = tmp_path_factory.mktemp("base")
+        oracle.torch_model(MODELS[name]).save_pretrained(directory)
+        return Base(MODELS[name], directory)
+
+    return make
+
+
+def resolve(base: Base, section: AdapterConfig) -> tuple[ResolvedAdapter, layers.Weights]:
+    """The adapter, and the parameter table of the model with it."""
+    resolved = peft.resolve(section, base.config)
+    config = batches.make_config(adapter=resolved.config.model_dump())
+    return resolved, trainable.build_table(resolved.model, config)
+
+
+def draw_trained(table: layers.Weights) -> layers.Weights:
+    """Random trained weights. Magnitudes are positive."""
+    rng = np.random.default_rng(5)
+
+    def draw(param: Parameter) -> np.ndarray:
+        values = rng.normal(0, 0.1, param.stacked_shape).astype(np.float32)
+        return values if param.is_matrix else 1 + np.abs(values)
+
+    return jax.tree.map(draw, trainable.select_trained(table, table))
+
+
+def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracle.Result:
+    tensors = base.tensors
+    frozen_table = trainable.select_frozen(table, table)
+    names = {
+        param.hf_name.format(layer=layer)
+        for param in jax.tree.leaves(frozen_table)
+        for layer in range(param.num_layers or 1)
+    }
+    frozen = {name: torch.from_numpy(tensors[name]) for name in names}
+    weights = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
+    arrays = oracle.packed_rows(SEGMENTS, vocab_size=base.config.vocab_size)
+    batch = Batch(**jax.tree.map(jnp.asarray, arrays))
+    return oracle.jaxsp_result(resolved.model)(weights, batch)
+
+
+def peft_result(base: Base, model: Any) -> oracle.Result:
+    """Loss and gradients of torch; gradients by the names of the adapter's file."""
+    arrays = oracle.packed_rows(SEGMENTS, vocab_size=base.config.vocab_size)
+    documents = [
+        arrays["tokens_BL"][row, start : start + length]
+        for row, segments in enumerate(SEGMENTS)
+        for start, length in segments
+    ]
+    result = oracle.gradients(model, documents)
+    gradients = {
+        name.removeprefix("base_model.model.")
+        .replace(".modules_to_save.default", "")
+        .replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
+        .replace(".default", ""): gradient
+        for name, gradient in result.gradients.items()
+        if gradient is not None
+    }
+    return result._replace(gradients=gradients)
+
+
+def export(base: Base, section: AdapterConfig, directory: pathlib.Path):
+    """Exports random trained weights, and returns everything that they belong to."""
+    resolved, table = resolve(base, section)
+    trained = draw_trained(table)
+    save(base, resolved, table, trained, directory)
+    return resolved, table, trained
+
+
+def save(base: Base, resolved: ResolvedAdapter, table, trained, directory: pathlib.Path) -> None:
+    peft.save_adapter(
+        trained,
+        table=trainable.select_trained(table, table),
+        adapter=resolved.config,
+        model=resolved.model,
+        base=str(base.directory),
+        directory=directory,
+    )
+
+
+@each_case
+def test_an_export_has_the_same_loss_and_gradients_in_peft(tmp_path, base_of, case):
+    base = base_of(case.model)
+    resolved, table, trained = export(base, case.section, tmp_path / "adapter")
+    model = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter", is_trainable=True)
+    stored = safetensors.numpy.load_file(tmp_path / "adapter/adapter_model.safetensors")
+    loaded = hf_peft.get_peft_model_state_dict(model)
+    assert loaded.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(loaded[name].numpy(), tensor, err_msg=name)
+
+    actual = jaxsp_result(base, resolved, table, trained)
+    expected = peft_result(base, model)
+    trained_table = trainable.select_trained(table, table)
+    named = batches.name_leaves(oracle.stacked(expected.gradients, trained_table))
+    found = batches.name_leaves(trainable.select_trained(table, actual.gradients))
+    errors = {name: batches.relative_error(found[name], named[name]) for name in named}
+    errors["loss"] = batches.relative_error(actual.loss, expected.loss)
+    worst = max(errors, key=lambda key: errors[key])
+    print(f"loss {errors['loss']:.1e}, worst of all {worst} {errors[worst]:.1e}")
+    assert errors["loss"] < tolerances.EVAL
+    assert errors[worst] < tolerances.FP32_PARITY, worst
+
+
+def make_adapter(base: Base, directory: pathlib.Path, **fields: Any) -> Any:
+    """An adapter that PEFT makes and saves, with random weights; returns PEFT's model."""
+    options = {"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 7, "init_lora_weights": False}
+    model = hf_peft.get_peft_model(base.load(), hf_peft.LoraConfig(**options | fields))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.normal_(0.0, 0.1, generator=generator)
+                if weight.ndim == 1:
+                    weight.abs_().add_(1.0)
+    model.save_pretrained(directory)
+    return model
+
+
+def open_source(base: Base, section: AdapterConfig) -> Any:
+    """Checks the config and the files of an adapter, and opens them."""
+    resolved, table = resolve(base, section)
+    return peft.open_weights(resolved.folder, table)
+
+
+def read_trained(resolved: ResolvedAdapter, table: layers.Weights) -> layers.Weights:
+    reader = peft.open_weights(resolved.folder, table)
+
+    def read(param: Parameter) -> np.ndarray:
+        whole = tuple(slice(size) for size in param.shape)
+        if param.num_layers is None:
+            return reader.read(param, None, whole)
+        return np.stack([reader.read(param, layer, whole) for layer in range(param.num_layers)])
+
+    return jax.tree.map(read, trainable.select_trained(table, table))
+
+
+PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+LLAMA_SOURCES: dict[str, dict[str, Any]] = {
+    "list": {"target_modules": PROJECTIONS},
+    "regex": {"target_modules": r".*\.layers\.\d+\..*_proj"},
+    "all-linear": {"target_modules": "all-linear"},
+    "full names": {
+        "target_modules": [
+            f"model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+            for layer in range(2)
+            for name in PROJECTIONS
+        ]
+    },
+    "excluded": {"target_modules": PROJECTIONS, "exclude_modules": ["down_proj", "mlp.up_proj"]},
+    "all layers": {"target_modules": PROJECTIONS, "layers_to_transform": [0, 1]},
+    "dropout": {"target_modules": PROJECTIONS, "lora_dropout": 0.5},
+}
+SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | {
+    "tied": (
+        "llama tied",
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
+    "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
+    "untied": (
+        "llama3",
+        {
+            "target_modules": PROJECTIONS,
+            "use_rslora": True,
+            "modules_to_save": ["lm_head", "embed_tokens"],
+        },
+    ),
+}
+SLOW_SOURCES = ("untied",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_SOURCES else [])
+        for name in SOURCES
+    ],
+)
+def test_an_adapter_of_peft_has_the_same_loss_and_its_export_the_same_bits(tmp_path, base_of, name):
+    model_name, fields = SOURCES[name]
+    base = base_of(model_name)
+    model = make_adapter(base, tmp_path / "theirs", **fields)
+    kind = "dora" if fields.get("use_dora") else "lora"
+    section = AdapterConfig(type=kind, source=str(tmp_path / "theirs"))
+    resolved, table = resolve(base, section)
+    trained = read_trained(resolved, table)
+    loss = jaxsp_result(base, resolved, table, trained).loss
+    expected = peft_result(base, model.eval()).loss
+    print(f"loss {batches.relative_error(loss, expected):.1e}")
+    assert batches.relative_error(loss, expected) < tolerances.EVAL
+
+    save(base, resolved, table, trained, tmp_path / "ours")
+    theirs, ours = (
+        safetensors.numpy.load_file(tmp_path / directory / "adapter_model.safetensors")
+        for directory in ("theirs", "ours")
+    )
+    assert ours.keys() == theirs.keys()
+    for tensor in ours:
+        assert batches.is_bitwise_equal(ours[tensor], theirs[tensor]), tensor
+
+
+def make_source(directory: pathlib.Path, base: Base, **changes: Any) -> AdapterConfig:
+    """An adapter whose adapter_config.json has other fields than its weights belong to."""
+    make_adapter(base, directory, target_modules=PROJECTIONS)
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return AdapterConfig(type="lora", source=str(directory))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "IA3"}, ["peft_type", "IA3", "LORA"]),
+        ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
+        ({"alpha_pattern": {"q_proj": 4}}, ["alpha_pattern"]),
+        ({"bias": "all"}, ["bias"]),
+        ({"lora_bias": True}, ["lora_bias"]),
+        ({"trainable_token_indices": [1]}, ["trainable_token_indices"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
+        ({"layers_to_transform": [1]}, ["down_proj", "1 of 2"]),
+        ({"layers_to_transform": 1}, ["down_proj", "1 of 2"]),
+        ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
+        ({"target_modules": "("}, ["target_modules"]),
+        ({"target_modules": None}, ["target_modules"]),
+        ({"target_modules": [*PROJECTIONS[:3]]}, ["tensors", "target_modules", "down_proj"]),
+        ({"modules_to_save": ["score"]}, ["modules_to_save", "score"]),
+        ({"modules_to_save": ["lm_head"]}, ["missing", "lm_head.weight"]),
+        ({"r": 4}, ["shape", "[3, 56]", "[4, 56]"]),
+        ({"r": None}, ["r", "null"]),
+        ({"r": 2.5}, ["r", "2.5"]),
+        ({"lora_alpha": -1}, ["lora_alpha", "-1"]),
+        ({"use_dora": True}, ["type", "dora"]),
+    ],
+)
+def test_what_is_not_supported_in_an_adapter_is_refused(tmp_path, base_of, changes, words):
+    section = make_source(tmp_path / "theirs", base_of("llama"), **changes)
+    with pytest.raises(UserError) as caught:
+        open_source(base_of("llama"), section)
+    (line,) = caught.value.problems
+    assert "\n" not in line
+    assert_names(line, *words, start="adapter.")
+
+
+def test_the_files_of_an_adapter_are_checked(tmp_path, base_of):
+    base = base_of("llama")
+    section = make_source(tmp_path / "theirs", base)
+    path = tmp_path / "theirs/adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors") as caught:
+        open_source(base, section)
+    assert len(caught.value.problems) == 1
+    tensors = safetensors.numpy.load(whole)
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    del tensors[name]
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(UserError, match=f"missing tensors: {name[len('base_model.model.') :]}"):
+        open_source(base, section)
+    path.rename(path.with_name("adapter_model.bin"))
+    with pytest.raises(UserError, match="pickle"):
+        open_source(base, section)
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_tied_weights_that_peft_has_trained_as_copies_are_refused(tmp_path, base_of, names):
+    base = base_of("llama tied")
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        make_adapter(base, tmp_path / "a", target_modules=["q_proj"], modules_to_save=names)
+    with pytest.raises(UserError, match="use the merged model"):
+        open_source(base, AdapterConfig(type="lora", source=str(tmp_path / "a")))
+
+
+def test_the_head_of_a_tied_model_is_trained_as_its_embedding(base_of):
+    base = base_of("llama tied")
+    for names in (ALL, ALL[:1]):
+        _, table = resolve(base, Case("llama tied", modules_to_save=names).section)
+        assert [param.hf_name for param in jax.tree.leaves(table) if param.is_trainable].count(
+            "model.embed_tokens.weight"
+        ) == 1
+    with pytest.raises(UserError) as caught:
+        resolve(base, Case("llama tied", modules_to_save=ALL[1:]).section)
+    assert_names(caught.value, "modules_to_save", "lm_head", "embed_tokens", start="adapter.")
+
+
+SHAPES = ((48, 48), (131, 64), (1111, 128), (257, 2048), (48, 40), (131, 67), (2, 3))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 64])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+def test_merged_weights_are_those_of_peft(kind, rank, record_property):
+    """Bit for bit, except DoRA's, where numpy and torch agree on B A: see `tolerances.MERGE`."""
+    rng = np.random.default_rng(rank)
+    scale = 7 / (math.sqrt(rank) if kind == "rslora" else rank)
+    num_equal = 0
+    for dim_out, dim_in in SHAPES:
+        shapes = ((dim_out, dim_in), (rank, dim_in), (dim_out, rank))
+        weight, a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in shapes)
+        magnitude = None
+        if kind == "dora":
+            magnitude = (1 + rng.random(dim_out)).astype(np.float32)
+        expected = merge_with_peft(weight, a, b, magnitude, use_rslora=kind == "rslora")
+        merged = merging.merge_matrix(weight, a, b, scale=scale, magnitude_o=magnitude)
+        error = batches.relative_error(merged, expected)
+        print(f"{kind}, rank {rank}, {dim_out} x {dim_in}: {error:.1e}")
+        assert error < (tolerances.MERGE if magnitude is None else tolerances.MERGE_DORA)
+        product = (torch.from_numpy(b) @ torch.from_numpy(a)).numpy()
+        if magnitude is None and batches.is_bitwise_equal(b @ a, product):
+            assert batches.is_bitwise_equal(merged, expected), (dim_out, dim_in)
+            num_equal += 1
+    record_property("equal bit for bit", num_equal)
+    assert num_equal == len(SHAPES) or rank > 1 or kind == "dora"
+
+
+def merge_with_peft(weight, a, b, magnitude, *, use_rslora: bool) -> np.ndarray:
+    """The matrix that a layer of PEFT merges, with alpha 7."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    options = {"use_rslora": use_rslora, "use_dora": magnitude is not None}
+    config = hf_peft.LoraConfig(r=len(a), lora_alpha=7, **options)
+    adapted = hf_peft.tuners.lora.Linear(layer, "default", config, r=len(a), lora_alpha=7)
+    targets = [(layer, weight), (adapted.lora_A["default"], a), (adapted.lora_B["default"], b)]
+    if magnitude is not None:
+        targets.append((adapted.lora_magnitude_vector["default"], magnitude))
+    with torch.no_grad():
+        for module, array in targets:
+            module.weight.copy_(torch.from_numpy(array))
+    adapted.merge()
+    return layer.weight.detach().numpy()

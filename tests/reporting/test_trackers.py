@@ -1,0 +1,296 @@
+"""Trackers: what they receive, and that a failing or blocked one neither delays nor ends a run."""
+
+import json
+import re
+import threading
+import time
+
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import LoggingConfig
+from jaxsp.core.errors import UserError
+from jaxsp.reporting.trackers import background, mlflow_tracker, registry, tracker
+from jaxsp.reporting.trackers.background import BackgroundTracker
+from jaxsp.reporting.trackers.line_reader import LineReader
+from jaxsp.reporting.trackers.tracker import TrackedRun, Tracker
+from tests import messages
+
+
+class FakeTracker(Tracker):
+    """Keeps what it receives; fails the given number of times, and may block."""
+
+    def __init__(self, *, num_failures=0, known_step=-1, blocked_by=None):
+        self.points = []
+        self.num_starts = 0
+        self.outcome = None
+        self.is_abandoned = False
+        self._num_failures = num_failures
+        self._known_step = known_step
+        self._last_steps = {}
+        self._blocked_by = blocked_by
+
+    def start(self):
+        self.num_starts += 1
+
+    def has(self, point):
+        return point.step <= self._last_steps.get(point.group, self._known_step)
+
+    def log(self, points):
+        if self._blocked_by is not None:
+            self._blocked_by.wait()
+        if self._num_failures > 0:
+            self._num_failures -= 1
+            raise ConnectionRefusedError(111, "Connection refused")
+        self.points += points
+        self._last_steps |= {point.group: point.step for point in points}
+
+    def finish(self, outcome):
+        self.outcome = outcome
+
+    def abandon(self):
+        self.is_abandoned = True
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(background, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(background, "MAX_RETRY_S", 0.02)
+    monkeypatch.setattr(background, "SEND_INTERVAL_S", 0.01)
+
+
+class Files:
+    """metrics.jsonl and eval.jsonl in a folder, and a thread that sends them to a tracker."""
+
+    def __init__(self, folder):
+        self.metrics = folder / "metrics.jsonl"
+        self.evals = folder / "eval.jsonl"
+
+    def add_step(self, step):
+        self._append(self.metrics, {"step": step, "loss": step / 3, "num_loss_tokens": 7})
+
+    def add_eval(self, step):
+        self._append(self.evals, {"step": step, "data": "json", "loss": step / 7})
+
+    def reader(self):
+        return LineReader(self.metrics, self.evals)
+
+    def thread(self, fake, *, from_step=0):
+        return BackgroundTracker("fake", fake, self.reader, from_step=from_step)
+
+    def _append(self, path, fields):
+        with path.open("a") as file:
+            file.write(f"{json.dumps(fields)}\n")
+
+
+@pytest.fixture
+def files(tmp_path):
+    return Files(tmp_path)
+
+
+def finish(thread, *, outcome="finished", limit_s=60.0):
+    """Finishes, and returns how many seconds it took."""
+    began = time.monotonic()
+    thread.request_finish(outcome)
+    thread.join(began + limit_s)
+    return time.monotonic() - began
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps_of(points):
+    return [(point.group, point.step) for point in points]
+
+
+def test_a_tracker_receives_every_number_of_both_files_in_the_order_of_steps(files):
+    fake = FakeTracker()
+    thread = files.thread(fake)
+    thread.start()
+    for step in range(1, 101):
+        files.add_step(step)
+        thread.notify()
+        if step % 50 == 0:
+            files.add_eval(step)
+            thread.notify()
+    finish(thread, outcome="stopped")
+    expected = [("train", step) for step in range(1, 101)]
+    expected.insert(50, ("eval/json", 50))
+    assert steps_of(fake.points) == [*expected, ("eval/json", 100)]
+    assert fake.points[2].numbers == {"train/loss": 1.0, "train/num_loss_tokens": 7.0}
+    assert fake.points[50].numbers == {"eval/json/loss": 50 / 7}
+    assert fake.outcome == "stopped"
+
+
+def test_a_part_of_the_lines_keeps_the_order_of_steps(files):
+    for step in range(1, 10):
+        files.add_step(step)
+        files.add_eval(step)
+    reader = files.reader()
+    points = []
+    while part := reader.read(2):
+        points += part
+    assert steps_of(points) == [
+        (group, step) for step in range(1, 10) for group in ("train", "eval/json")
+    ]
+
+
+def test_steps_that_are_written_between_the_reads_of_both_files_keep_their_order(
+    files, monkeypatch
+):
+    reader = files.reader()
+    read = reader._evals.read
+    next_steps = iter((1, 2, 3))
+
+    def write_and_read():
+        for step in next_steps:
+            files.add_step(step)
+            files.add_eval(step)
+        return read()
+
+    monkeypatch.setattr(reader._evals, "read", write_and_read)
+    points = []
+    while part := reader.read(2):
+        points += part
+    assert steps_of(points) == [
+        (group, step) for step in (1, 2, 3) for group in ("train", "eval/json")
+    ]
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_complete(files):
+    files.add_step(1)
+    reader = files.reader()
+    with files.metrics.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert steps_of(reader.read(10)) == [("train", 1)]
+    with files.metrics.open("a") as file:
+        file.write('ss": 1.0}\n[3]\n')  # and a damaged line
+    files.add_step(3)
+    assert steps_of(reader.read(10)) == [("train", 2), ("train", 3)]
+
+
+def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
+    fake = FakeTracker(num_failures=3)
+    thread = files.thread(fake)
+    thread.start()
+    for step in range(1, 6):
+        files.add_step(step)
+        thread.notify()
+    wait_until(lambda: fake.points)
+    finish(thread)
+    assert [point.step for point in fake.points] == [1, 2, 3, 4, 5]
+    assert fake.num_starts == 4
+    failed, recovered = capfd.readouterr().err.splitlines()
+    assert failed.startswith("fake: FAILS: Connection refused")
+    assert recovered.startswith("fake: works again")
+
+
+def test_a_tracker_that_always_fails_costs_two_lines_and_no_time(files, capfd):
+    fake = FakeTracker(num_failures=10**9)
+    thread = files.thread(fake, from_step=2)
+    for step in range(1, 5):
+        files.add_step(step)
+    thread.start()
+    wait_until(lambda: fake.num_starts >= 3)
+    assert finish(thread, limit_s=60) < 10
+    failed, lost = capfd.readouterr().err.splitlines()
+    assert "FAILS" in failed
+    # steps 3 and 4 of this process, two numbers each
+    assert re.match(messages.containing("fake", 4, 3, 4, "Connection refused"), lost)
+    assert fake.outcome is None
+    assert fake.is_abandoned
+
+
+def test_a_blocked_tracker_delays_neither_a_step_nor_the_end(files, capfd):
+    released = threading.Event()
+    fake = FakeTracker(blocked_by=released)
+    thread = files.thread(fake)
+    thread.start()
+    began = time.monotonic()
+    for step in range(1, 1001):
+        files.add_step(step)
+        thread.notify()
+    assert time.monotonic() - began < 10
+    assert 0.2 < finish(thread, limit_s=0.3) < 10
+    (lost,) = capfd.readouterr().err.splitlines()
+    assert re.match(messages.containing("fake", "2,000", 1, 1000, "does not answer"), lost)
+    assert fake.is_abandoned
+    released.set()
+
+
+def test_a_resumed_tracker_receives_what_it_misses_and_nothing_twice(files):
+    """An earlier process has written steps 1 to 6, of which the tracker has received 1 to 4."""
+    for step in range(1, 7):
+        files.add_step(step)
+    fake = FakeTracker(known_step=4)
+    thread = files.thread(fake, from_step=6)
+    thread.start()
+    files.add_step(7)
+    finish(thread)
+    assert [point.step for point in fake.points] == [5, 6, 7]
+
+
+def make_config(folder, *changes):
+    fields = {
+        "run": {"directory": str(folder), "steps": 3},
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"train": [{"source": "a.txt", "format": "text"}], "row_tokens": 128},
+        "batch": {"rows_per_step": 8},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return config_file.parse(fields, changes)
+
+
+def test_only_a_resumed_run_keeps_its_ids(tmp_path):
+    config = make_config(tmp_path)
+    first = TrackedRun(config, from_step=0, is_resume=False)
+    first.write_id("wandb", "abc")
+    first.write_id("mlflow", {"run_id": "1"})
+    resumed = TrackedRun(config, from_step=1, is_resume=True)
+    assert (resumed.read_id("wandb"), resumed.read_id("mlflow")) == ("abc", {"run_id": "1"})
+    assert TrackedRun(config, from_step=0, is_resume=False).read_id("wandb") is None
+
+
+def test_params_have_the_names_of_the_command_line(tmp_path):
+    run = TrackedRun(make_config(tmp_path), from_step=0, is_resume=False)
+    params = dict(tracker.flatten(run.config))
+    assert params["data.train.0.source"] == "a.txt"
+    assert params["run.steps"] == "3"
+    assert params["run.epochs"] == "null"
+    assert params["logging.trackers.0"] == "tensorboard"
+
+
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(
+        registry.importlib.util, "find_spec", lambda name: None if name == "wandb" else name
+    )
+    registry.check_installed(LoggingConfig(trackers=("tensorboard", "mlflow")))
+    with pytest.raises(UserError, match=r"pip install 'jaxsp\[wandb\]'"):
+        registry.check_installed(LoggingConfig(trackers=("tensorboard", "wandb")))
+
+
+def test_a_single_name_is_a_list_and_a_tracker_counts_once(tmp_path):
+    assert make_config(tmp_path, "logging.trackers=wandb").logging.trackers == ("wandb",)
+    with pytest.raises(UserError, match="twice"):
+        make_config(tmp_path, "logging.trackers=[wandb, wandb]")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("train/loss", "train/loss"),
+        ("train/num_tokens_by_source/{stdlib}/*.py", "train/num_tokens_by_source/_stdlib_/_.py"),
+        ("eval//data/../x", "eval/_/data/_/x"),
+    ],
+)
+def test_names_for_mlflow_have_no_character_that_it_refuses(name, key):
+    assert mlflow_tracker.to_key(name) == key
+
+
+def test_an_address_is_printed_without_its_password():
+    assert mlflow_tracker.hide_password("https://me:secret@host:5000/a") == "https://host:5000/a"
+    assert mlflow_tracker.hide_password("sqlite:////runs/a@b.db") == "sqlite:////runs/a@b.db"
