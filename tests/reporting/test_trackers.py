@@ -96,6 +96,13 @@ def finish(thread, *, outcome="finished", limit_s=60.0):
     return time.monotonic() - began
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def steps_of(points):
     return [(point.group, point.step) for point in points]
 
@@ -173,8 +180,7 @@ def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
     for step in range(1, 6):
         files.add_step(step)
         thread.notify()
-    while not fake.points:
-        time.sleep(0.01)
+    wait_until(lambda: fake.points)
     finish(thread)
     assert [point.step for point in fake.points] == [1, 2, 3, 4, 5]
     assert fake.num_starts == 4
@@ -189,8 +195,7 @@ def test_a_tracker_that_always_fails_costs_two_lines_and_no_time(files, capfd):
     for step in range(1, 5):
         files.add_step(step)
     thread.start()
-    while fake.num_starts < 3:
-        time.sleep(0.01)
+    wait_until(lambda: fake.num_starts >= 3)
     assert finish(thread, limit_s=60) < 10
     failed, lost = capfd.readouterr().err.splitlines()
     assert "FAILS" in failed
@@ -289,3 +294,14 @@ def test_names_for_mlflow_have_no_character_that_it_refuses(name, key):
 def test_an_address_is_printed_without_its_password():
     assert mlflow_tracker.hide_password("https://me:secret@host:5000/a") == "https://host:5000/a"
     assert mlflow_tracker.hide_password("sqlite:////runs/a@b.db") == "sqlite:////runs/a@b.db"
+
+
+def test_an_error_is_described_by_the_reason_that_the_system_gives():
+    refused = RuntimeError("API request to http://host failed: HTTPConnectionPool ...")
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert background.describe_error(refused) == "Connection refused"
+    closed = RuntimeError("aborted", ConnectionResetError("Remote end closed connection"))
+    assert background.describe_error(closed) == "Remote end closed connection"
+    assert background.describe_error(TimeoutError("timed out")) == "it does not answer"
+    assert background.describe_error(KeyError("a")) == "KeyError: 'a'"
+    assert len(background.describe_error(ValueError("word " * 100))) < 180
