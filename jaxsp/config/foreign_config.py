@@ -11,7 +11,7 @@ from jaxsp.config.foreign_names import Counterpart
 MIN_FOREIGN_OPTIONS = 5
 """Minimum number of foreign names in a config of another system."""
 
-_MAX_FIELD_LINES = 28
+_MAX_FIELD_LINES = 30
 
 _MAX_REASON_LINES = 5
 

@@ -21,7 +21,7 @@ from jaxsp.hf.json_values import format_value
 from jaxsp.hf.tensors import BadFileError
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder, layers
-from jaxsp.model.config import ModelConfig
+from jaxsp.model.config import Lora, ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -352,21 +352,11 @@ def save_adapter(
         # A list would match the vision tower too
         targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(targets)})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+    config = _make_config(adapter, lora) | {
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
-        "lora_dropout": adapter.dropout,
         "target_modules": targets,
         "modules_to_save": saved or None,
         "ensure_weight_tying": is_tied,
-        "use_rslora": bool(adapter.use_rslora),
-        "use_dora": lora.is_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
     }
     with writer.create_folder(directory) as target:
         writer.write_json(target / CONFIG_FILE, config)
@@ -375,6 +365,22 @@ def save_adapter(
             folder.copy_small_files(small_files, target, exclude=exclude)
         prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
         writer.write_file(target / WEIGHTS_FILE, prefixed, dtype=jnp.dtype("float32"))
+
+
+def _make_config(adapter: AdapterConfig, lora: Lora) -> dict[str, Any]:
+    """Fields of an adapter_config.json that do not depend on the base."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
+        "lora_dropout": adapter.dropout,
+        "use_rslora": bool(adapter.use_rslora),
+        "use_dora": lora.is_dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 def _to_int(value: float) -> int | float:
