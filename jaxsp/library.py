@@ -208,7 +208,7 @@ def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, program
         config, and with several processes.
     Example: `save_adapter(state.master, "adapters/tuned", program)`
     """
-    if not program.has_frozen_weights:
+    if program.model.lora is None:
         raise UserError("save_adapter: adapter.type is none. Use save_model.")
     source, weights = _prepare_to_save(weights, directory, program)
     table = program.table

@@ -363,8 +363,8 @@ not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_
     compiles each step as a whole)
 not offered: relora_* bnb_* quantization_config quant_method (quantization of frozen weights is
     adapter.quantization=nf4, or int8)
-not offered: freeze_* unfrozen_parameters trainable_parameters (all weights are trained, or with
-    adapter.type=lora only small matrices beside them)
+optimizer.groups=...: freeze_* unfrozen_parameters trainable_parameters
+    ([{pattern: lm_head*, frozen: true}]; adapter.type=lora freezes all and adds small matrices)
 not offered: rl rlhf_type dpo_* kto_* rpo_* trl reward_model kd_* (supervised training only)
 not offered: dropout attention_dropout hidden_dropout neftune_noise_alpha noisy_embedding_alpha
     label_smoothing label_smoothing_factor z_loss (cross entropy without dropout; a loss of your

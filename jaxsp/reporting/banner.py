@@ -83,10 +83,10 @@ def _describe_model(program: Program, inputs: RunInputs) -> str:
         return f"{text}, float32 master weights"
     num_trained = flops.num_parameters([param for param in params if param.is_trainable])
     formats = dict.fromkeys(param.frozen_as for param in params if param.frozen_as is not None)
-    return (
-        f"{text}; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %): "
-        f"{_describe_adapter(program)}; the model's others are frozen in {' and '.join(formats)}"
-    )
+    text += f"; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %)"
+    if program.model.lora is not None:
+        text += f": {_describe_adapter(program)}"
+    return f"{text}; the model's others are frozen in {' and '.join(formats)}"
 
 
 def _describe_adapter(program: Program) -> str:

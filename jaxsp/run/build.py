@@ -212,9 +212,7 @@ def resolve_config(
     if files.config is not None:
         with problems.collect():
             choice = attention.choose(config, files.config, devices=devices)
-        if for_training:
-            problems += _find_group_problems(config, files.config)
-    sizes = _check_step(config, choice, devices, problems, for_training=for_training)
+    sizes = _check_step(config, files.config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
@@ -246,11 +244,6 @@ def resolve_config(
     )
 
 
-def _find_group_problems(config: Config, model: ModelConfig) -> list[str]:
-    """Problems of optimizer.groups with the names of the model's weights."""
-    return param_groups.find_problems(config.optimizer, decoder.param_table(model))
-
-
 def _set_compilation_cache(config: Config) -> None:
     if cache := config.logging.compilation_cache:
         path = paths.expand_user(cache, field="logging.compilation_cache")
@@ -259,13 +252,14 @@ def _set_compilation_cache(config: Config) -> None:
 
 def _check_step(
     config: Config,
+    model: ModelConfig | None,
     choice: AttentionChoice | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
     *,
     for_training: bool,
 ) -> dict[str, int]:
-    """Checks the mesh, memory options and batch, and returns the sizes of the mesh axes."""
+    """Checks mesh, memory options, batch and groups, and returns the sizes of the mesh axes."""
     sizes: dict[str, int] = {}
     with problems.collect():
         sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
@@ -277,6 +271,8 @@ def _check_step(
             degree=choice.strategy.layout_degree if choice is not None else None,
             with_training=for_training,
         )
+    if for_training and model is not None:
+        problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     return sizes
 
 

@@ -38,9 +38,12 @@ def merge_base(
     Raises: UserError if the base cannot be read, or is another one than in training.
     """
     if config.model.source is None:
+        suggestion = "Train all weights, without frozen groups."
+        if model.lora is not None:
+            suggestion = "Export the adapter: leave out --merge."
         raise UserError(
-            f"{checkpoint}: its base has random weights (model.config), which are in no file. "
-            "Export the adapter: leave out --merge."
+            f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
+            f"{suggestion}"
         )
     source = folder.find(config.model.source)
     plain_table = decoder.param_table(dataclasses.replace(model, lora=None))

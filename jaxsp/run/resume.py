@@ -17,11 +17,13 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
+from jaxsp.model import decoder
 from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import copies
 from jaxsp.training.inputs import StartPoint
+from jaxsp.training.optimizers import param_groups
 
 _NO_START = -2
 """Sent to the other processes instead of a step by a process that cannot start."""
@@ -179,7 +181,7 @@ def make_start_point(
     Raises: UserError if the checkpoint is of another model, optimizer or data.
     """
     saved = config_file.parse(meta.config)
-    merge = " --merge" if saved.has_frozen_weights else ""
+    merge = " --merge" if saved.adapter.type != "none" else ""
     suggestion = (
         "Undo the change, or start a new run with these weights: python -m jaxsp.export "
         f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
@@ -191,6 +193,10 @@ def make_start_point(
             f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
             f"{suggestion}"
         )
+    frozen, saved_frozen = (_list_frozen(each, model) for each in (config, saved))
+    if changed := sorted(frozen ^ saved_frozen):
+        state = "frozen" if changed[0] in saved_frozen else "trained"
+        problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
     rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
     changes = config_changes.list_changes(saved, config)
     if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
@@ -216,6 +222,12 @@ def make_start_point(
         early_stopping=meta.early_stopping,
         config_changes=changes,
     )
+
+
+def _list_frozen(config: Config, model: ModelConfig) -> set[str]:
+    """Names of the weights that the groups of a config freeze."""
+    params = jax.tree.leaves(decoder.param_table(model))
+    return {param.hf_name for param in params if param_groups.is_frozen(config.optimizer, param)}
 
 
 def _model_problems(

@@ -6,6 +6,7 @@ One run is trained in three processes, the second and third of which resume it.
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,8 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-NUM_STEPS = 2000
-"""Steps of the run with a killed server. They take longer than MLflow takes to start."""
+NUM_STEPS = 24
+"""Steps of the run with a killed server. With their evaluations, they take longer than the start of
+MLflow's client."""
+
+NUM_EVAL_DOCUMENTS = 200
 
 SOURCE = "a*.jsonl"
 """Name of the training data, with a character that MLflow refuses."""
@@ -83,11 +87,11 @@ def folder(tmp_path_factory):
     """Folder with data and the config of a run."""
     folder = tmp_path_factory.mktemp("trackers")
     commands.write_documents(folder / "a.jsonl", [64] * 40)
-    commands.write_documents(folder / "eval.jsonl", [40, 20], seed=1)
+    commands.write_documents(folder / "eval.jsonl", [64] * NUM_EVAL_DOCUMENTS, seed=1)
     source = {"source": str(folder / "a.jsonl"), "format": "tokens", "name": SOURCE}
     held_out = {"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "held out"}
     fields = {
-        "run": {"directory": str(folder / "run"), "steps": 4, "eval_every": 2},
+        "run": {"directory": str(folder / "run"), "steps": 4, "eval_every": 1},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
         "mesh": {"virtual_cpu_devices": 1},
         "data": {"train": [source], "eval": [held_out], "row_tokens": 64},
@@ -110,7 +114,7 @@ def server(folder):
 
 
 def start(folder, server, *, steps):
-    """Starts the run, or resumes it. Evaluates four times at most."""
+    """Starts the run, or resumes it."""
     env = {
         "HOME": str(folder),  # no login of the user
         "NETRC": str(folder / "netrc"),
@@ -122,7 +126,6 @@ def start(folder, server, *, steps):
         "jaxsp.train",
         folder / "config.yaml",
         f"run.steps={steps}",
-        f"run.eval_every={max(2, steps // 4)}",
         env=env,
     )
 
@@ -249,7 +252,10 @@ def test_a_run_whose_mlflow_server_is_killed_ends_well(folder, server):
     server.kill()
     process.send_signal(signal.SIGCONT)
     _, (failed, lost) = end(process)
-    assert failed.startswith("mlflow: FAILS: Connection refused")
+    # before a request or during one
+    assert re.match(
+        r"mlflow: FAILS: (Connection refused|Connection reset|Remote end closed)", failed
+    )
     assert lost.startswith("mlflow: ")
     assert "NOT SENT" in lost
     expected = read_expected(directory)

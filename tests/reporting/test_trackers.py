@@ -294,3 +294,14 @@ def test_names_for_mlflow_have_no_character_that_it_refuses(name, key):
 def test_an_address_is_printed_without_its_password():
     assert mlflow_tracker.hide_password("https://me:secret@host:5000/a") == "https://host:5000/a"
     assert mlflow_tracker.hide_password("sqlite:////runs/a@b.db") == "sqlite:////runs/a@b.db"
+
+
+def test_an_error_is_described_by_the_reason_that_the_system_gives():
+    refused = RuntimeError("API request to http://host failed: HTTPConnectionPool ...")
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert background.describe_error(refused) == "Connection refused"
+    closed = RuntimeError("aborted", ConnectionResetError("Remote end closed connection"))
+    assert background.describe_error(closed) == "Remote end closed connection"
+    assert background.describe_error(TimeoutError("timed out")) == "it does not answer"
+    assert background.describe_error(KeyError("a")) == "KeyError: 'a'"
+    assert len(background.describe_error(ValueError("word " * 100))) < 180

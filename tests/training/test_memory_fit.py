@@ -24,6 +24,7 @@ from jaxsp.training import (
 )
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import MemoryUse
+from jaxsp.training.memory_formula import OffloadedBytes
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planner import programs
@@ -424,7 +425,8 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
         for value in ("none", "layer_inputs", "layer_inputs_and_attention")
     }
     assert actual["none"].total == 0
-    assert actual["layer_inputs"] == (2 * 16 * 60 * 4, 0, 0, 0)
+    layer_inputs = OffloadedBytes(activations=2 * 16 * 60 * 4, weights=0, moments=0, gradients=0)
+    assert actual["layer_inputs"] == layer_inputs
     assert actual["layer_inputs_and_attention"].total - actual["layer_inputs"].total == 2 * 16 * (
         64 * 4 + 8 * 4
     )

@@ -161,6 +161,8 @@ def describe_error(error: BaseException) -> str:
             return "it does not answer"
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
+        if isinstance(cause, ConnectionError) and str(cause):
+            return str(cause)
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > MAX_ERROR_LENGTH:
         text = f"{text[:MAX_ERROR_LENGTH].rpartition(' ')[0]} ..."
@@ -168,7 +170,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and the errors that it was raised from."""
+    """Yields an error and the errors that it was raised from or, in urllib3, that it contains."""
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        contained = (value for value in error.args if isinstance(value, BaseException))
+        error = error.__cause__ or error.__context__ or next(contained, None)
