@@ -16,6 +16,10 @@ def read_requirements(version):
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["test"], *extras["plan"]]
+    for line in filter(lambda line: line.startswith("jaxsp["), lines.copy()):
+        lines.remove(line)
+        for extra in requirements.Requirement(line).extras:
+            lines += extras[extra]
     return [
         requirement
         for requirement in map(requirements.Requirement, lines)
