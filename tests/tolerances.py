@@ -85,17 +85,5 @@ MERGE_DORA = 1e-6
 MEMORY = 0.03
 """Memory of one category in a compiled program against its formula."""
 
-UNKNOWN_MERGE = 2e-7
-"""A merged matrix of LoRA against that of PEFT, in float32.
-
-Where numpy's and torch's products of B and A have the same bits, so have the merged matrices. They
-do on CPUs with AVX-512 for ranks up to 128 and sizes that are multiples of 16: OpenBLAS and MKL add
-up the products in order, with fused multiply-adds. With OpenBLAS's kernels for AVX2, and for rank
-256, the order differs, and 1.4e-7 was measured.
-"""
-
-MERGE_DORA = 1e-6
-"""The same with DoRA, where PEFT's norms of rows are sums in float32."""
-
-MEMORY = 0.03
+UNKNOWN_MEMORY = 0.03
 """Fraction of a step's memory without a category."""
