@@ -108,7 +108,8 @@ def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     (memory,) = start["memory"]
     weights = 4 * start["num_parameters"]
     assert memory["device"]["weights"] <= weights, "no more than whole float32 weights"
-    assert memory["device"]["optimizer state"] == 2 * memory["device"]["weights"]
+    counts = memory["device"]["optimizer state"] - 2 * memory["device"]["weights"]
+    assert 0 <= counts < 1024, "two moments, and AdamW's count of each weight"
     assert memory["device"]["other temporaries"] > 0
     assert start["compile_s"] > 0
 
