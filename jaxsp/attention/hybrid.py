@@ -25,6 +25,7 @@ from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 
 OUTER_STRATEGIES: dict[str, type[ZigzagStrategy]] = {
     strategy.name: strategy for strategy in (Ring, AllGather)
@@ -105,8 +106,8 @@ class Hybrid(Strategy):
         }
 
     @property
-    def layout_degree(self) -> int:
-        return self.outer.layout_degree
+    def layout(self) -> Layout:
+        return self.outer.layout
 
     @property
     def all_to_all_size(self) -> int:

@@ -181,7 +181,7 @@ def _candidates(
     if strategy_class is not None:
         strategy_class.raise_if_impossible(requested, layer, seq=seq)
         return candidates
-    whole_rows = [candidate for candidate in candidates if candidate.layout_degree == 1]
+    whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
     return whole_rows or candidates
 
 

@@ -22,6 +22,7 @@ from jaxsp.attention.kernels.kernel import (
 )
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import KEPT_ORDER, Layout
 
 
 @runtime_checkable
@@ -213,10 +214,10 @@ class Strategy(Protocol):
         return {"strategy": self.name}
 
     @property
-    def layout_degree(self) -> int:
-        """Degree of the rows' layout: see core/layout.py. With 1, kernels compute whole rows; with
-        more, chunks of them."""
-        return 1
+    def layout(self) -> Layout:
+        """Order of the rows' tokens. If they keep it, kernels compute whole rows, otherwise
+        chunks."""
+        return KEPT_ORDER
 
     @property
     def all_to_all_size(self) -> int:
@@ -247,8 +248,8 @@ class Strategy(Protocol):
     ) -> RowKernel:
         """Returns the function that is called inside shard_map with this device's shard of rows.
 
-        Outputs and gradients are 0 at padding. If `layout_degree` is more than 1, `kernel` must
-        have functions for chunks.
+        Outputs and gradients are 0 at padding. Unless rows keep their order, `kernel` must have
+        functions for chunks.
 
         Args: kinds: scores of each kind of layer.
         """

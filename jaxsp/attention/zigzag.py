@@ -33,6 +33,7 @@ from jaxsp.attention.kernels.residuals import AttentionFunctions, with_saved_res
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
+from jaxsp.core.layout import Layout
 
 _EMPTY_LSE = -1e30
 """Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
@@ -76,8 +77,8 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         return [cls(seq=seq)]
 
     @property
-    def layout_degree(self) -> int:
-        return self.seq
+    def layout(self) -> Layout:
+        return Layout(degree=self.seq, chunks_per_device=2)
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
         chunks = self.chunk_workload(workload)

@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "name"), CASES)
 def test_windows_equal_one_device(strategy, name, record_property):
-    window = WINDOWS[name](L // (2 * strategy.layout_degree))
+    window = WINDOWS[name](strategy.layout.chunk_tokens(L))
     actual = test_strategies.results(
         make_attend(strategy, "blockwise", window), test_strategies.inputs(6, 2)
     )

@@ -562,7 +562,7 @@ def test_sent_bytes_are_the_mean_of_all_layers(monkeypatch):
 def test_the_banner_shows_what_each_strategy_sends():
     """131,072 tokens, 16,384 on each of 8 devices; 28 query and 4 K/V heads of size 128."""
     choice = choose(seq=8, heads=(28, 4, 128))
-    assert (choice.strategy.all_to_all_size, choice.strategy.layout_degree) == (4, 2)
+    assert (choice.strategy.all_to_all_size, choice.strategy.layout.degree) == (4, 2)
     held = 16384 * 128 * 2  # bytes of a head
     exchanged = 3 * 2 * (28 + 4) * held * 3 // 4
     # k and v forward and backward, their gradients in float32, and the last hop in bfloat16

@@ -19,8 +19,8 @@ from jaxsp.attention.ring import Ring
 from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig
-from jaxsp.core import layout
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
@@ -218,7 +218,7 @@ def test_outer_strategy_decides_what_auto_and_hybrid_do_between_neighborhoods():
         kv_heads_per_gather=2,
     )
     assert strategy == Hybrid.combine(Ulysses(seq=2), AllGather(seq=4, kv_heads_per_gather=2))
-    assert (strategy.seq, strategy.layout_degree, strategy.name) == (8, 4, "hybrid")
+    assert (strategy.seq, strategy.layout.degree, strategy.name) == (8, 4, "hybrid")
     ring = chosen(8, 28, 4, strategy="hybrid", ulysses_degree=2)
     assert ring == Hybrid.combine(Ulysses(seq=2), Ring(seq=4))
     assert chosen(1, 7, 7, strategy="ring") == Ulysses(seq=1)
@@ -338,7 +338,8 @@ def test_merging_in_bfloat16_adds_no_error_to_that_of_one_device(kernel, more, r
 
 def imbalance(rows, *, row_tokens, degree, zigzag):
     """Number of scores of the busiest device, summed over rows, relative to the mean."""
-    order = layout.token_order(row_tokens, degree if zigzag else 1)
+    layout = Layout(degree=degree if zigzag else 1, chunks_per_device=2)
+    order = layout.token_order(row_tokens)
     busiest = 0
     mean = 0
     for lengths in rows:

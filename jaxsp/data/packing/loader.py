@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxsp.config.schema import Config
-from jaxsp.core import layout
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
+from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRow
@@ -56,13 +56,13 @@ class BatchLoader:
         *,
         mesh: jax.sharding.Mesh,
         config: Config,
-        layout_degree: int,
+        layout: Layout,
     ):
         self._documents = documents
         self._streams = streams
         self._schedule = schedule
         self._mesh = mesh
-        self._layout_degree = layout_degree
+        self._layout = layout
         self._num_groups = device_mesh.num_groups(mesh)
         self._max_segments = config.data.max_segments_per_row
         self._specs = dict(SPECS)
@@ -244,7 +244,7 @@ class BatchLoader:
         return blocks
 
     def _read_slice(self, row_tokens: int, row: PackedRow, begin: int, end: int) -> RowSlice:
-        spans = layout.spans(begin, end, row_tokens=row_tokens, degree=self._layout_degree)
+        spans = self._layout.spans(begin, end, row_tokens=row_tokens)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
         )
