@@ -159,8 +159,13 @@ def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
     layout. The sinks' gradient is summed over the group."""
     shard = PartitionSpec(None, axes.SEQ)
     whole = PartitionSpec()
+
+    def attend_shard(q, k, v, starts, lengths, options):  # type: ignore[no-untyped-def]
+        tables = attend.make_segment_tables(starts, lengths, tokens_per_device=q.shape[1])
+        return attend(q, k, v, starts, lengths, tables, **options)
+
     sharded_attend = jax.shard_map(
-        lambda *inputs: attend(*inputs[:5], **inputs[5]),
+        attend_shard,
         mesh=mesh(1, 1, attend.strategy.seq),
         in_specs=(shard, shard, shard, whole, whole, whole),
         out_specs=shard,

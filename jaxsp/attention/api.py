@@ -70,18 +70,16 @@ class Attend:
         tokens_per_device: int,
     ) -> Any:
         """Segment tables that all layers of a microbatch share, to be passed to every call; None if
-        the kernel needs none.
+        none are needed. Call inside shard_map.
 
         Args: tokens_per_device: tokens of a row that one device holds.
         """
-        if not self.layout.keeps_order:
-            return None
+        row_tokens = tokens_per_device * self.strategy.seq
         with jax.named_scope(SCOPE):
+            if not self.layout.keeps_order:
+                return self.strategy.make_tables(starts_BM, lengths_BM, row_tokens=row_tokens)
             return self.kernel.make_tables(
-                self.settings,
-                starts_BM,
-                lengths_BM,
-                row_tokens=tokens_per_device * self.strategy.seq,
+                self.settings, starts_BM, lengths_BM, row_tokens=row_tokens
             )
 
     def __call__(

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtyping import Array, Int32
+
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels.kernel import (
     Kernel,
@@ -139,6 +141,11 @@ class Hybrid(Strategy):
         ]
         chunks = self.outer.build(kernel, settings, kinds=kinds)
         return self.inner.wrap_kernel(chunks, axis_index_groups=neighborhoods)
+
+    def make_tables(
+        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+    ) -> Any:
+        return self.outer.make_tables(starts_BM, lengths_BM, row_tokens=row_tokens)
 
     def on_one_device(self) -> Strategy | None:
         return self.outer.on_one_device()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jaxsp.attention.kernels.kernel import (
     Kernel,
@@ -253,6 +253,13 @@ class Strategy(Protocol):
 
         Args: kinds: scores of each kind of layer.
         """
+
+    def make_tables(
+        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+    ) -> Any:
+        """Returns what all layers of a microbatch share about the segments of chunked rows; None
+        for nothing. Called inside shard_map."""
+        return None
 
     def on_one_device(self) -> "Strategy | None":
         """Returns a strategy that computes chunks in the same way on one device, for tests of a
