@@ -23,7 +23,7 @@ from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
 from jaxsp.attention.kernels.segments import Chunks, OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy
+from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 
@@ -33,7 +33,7 @@ class AllGather(ZigzagStrategy):
     """Each device keeps its queries and gathers keys and values of whole rows."""
 
     name = "all_gather"
-    options = frozenset({"kv_heads_per_gather"})
+    options = frozenset({"chunks_per_device", "kv_heads_per_gather"})
 
     kv_heads_per_gather: int = 1
     """K/V heads that are gathered at a time, in layers without a sliding window."""
@@ -42,7 +42,13 @@ class AllGather(ZigzagStrategy):
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
     ) -> Sequence[ZigzagStrategy]:
-        return [cls(seq=seq, kv_heads_per_gather=requested.kv_heads_per_gather or 1)]
+        return [
+            cls(
+                seq=seq,
+                chunks_per_device=choose_chunks_per_device(requested, workload, degree=seq),
+                kv_heads_per_gather=requested.kv_heads_per_gather or 1,
+            )
+        ]
 
     def find_problem(self, workload: LayerWorkload) -> str | None:
         kv_heads = workload.num_kv_heads

@@ -44,7 +44,7 @@ class Halo:
     @property
     def hop_tokens(self) -> list[int]:
         """Tokens that a chunk sends in each hop."""
-        whole_chunks, rest = divmod(self.num_tokens, self.chunk_tokens)
+        whole_chunks, rest = divmod(self.num_tokens, max(self.chunk_tokens, 1))
         tokens = [self.chunk_tokens] * whole_chunks
         return [*tokens, rest] if rest else tokens
 

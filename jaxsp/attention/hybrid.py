@@ -40,7 +40,7 @@ class Hybrid(Strategy):
     """Ulysses among neighbors, another strategy between them: see `combine`."""
 
     name = "hybrid"
-    options = frozenset({"ulysses_degree", "outer_strategy"})
+    options = frozenset({"chunks_per_device", "ulysses_degree", "outer_strategy"})
 
     seq: int
     inner: Ulysses

@@ -66,6 +66,10 @@ class LayerWorkload:
     remat: str = "save_attention"
     """Value of memory.remat."""
     is_deterministic: bool = False
+    shortest_row_tokens: int | None = None
+    """Tokens of the config's shortest rows, which have the same layout; None: `row_tokens`."""
+    has_windowed_kinds: bool = False
+    """True if layers of any kind have a sliding window."""
     has_other_kinds: bool = False
     """True if the model has layers of other kinds. Then XLA merges no collectives of the recomputed
     forward pass with those of the backward pass, because each is in a branch of its own."""
@@ -94,6 +98,8 @@ class LayerWorkload:
             softcap=score.softcap,
             remat=config.memory.remat if remat is None else remat,
             is_deterministic=config.run.deterministic,
+            shortest_row_tokens=config.data.row_lengths[0],
+            has_windowed_kinds=any(kind.window is not None for kind in kinds),
             has_other_kinds=len(set(kinds)) > 1,
         )
 

@@ -10,6 +10,7 @@ so its partial results are only added. Layers with a sliding window do none of t
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,9 +39,16 @@ EMPTY_LSE = -1e30
 """Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
 
 
+MIN_CHUNK_TOKENS = 1024
+"""Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
+of the kernel, and the memory of cuDNN's slots grows if chunks are short."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     """Base class of strategies whose devices keep their queries."""
+
+    options = frozenset({"chunks_per_device"})
 
     @abc.abstractmethod
     def forward(
@@ -78,7 +86,8 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
     ) -> Sequence["ZigzagStrategy"]:
-        return [cls(seq=seq)]
+        chunks = choose_chunks_per_device(requested, workload, degree=seq)
+        return [cls(seq=seq, chunks_per_device=chunks)]
 
     @property
     def description(self) -> str:
@@ -89,7 +98,7 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         """End of the description if devices hold more than the 2 chunks of one round."""
         if self.chunks_per_device == 2:
             return ""
-        return f", {self.chunks_per_device} chunks per device"
+        return f" ({self.chunks_per_device} chunks each)"
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
         chunks = self.chunk_workload(workload)
@@ -210,6 +219,32 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
             starts_BM, lengths_BM, num_tokens // self.chunks_per_device
         )
         return local.mask_RC.reshape(len(starts_BM), num_tokens)
+
+
+def choose_chunks_per_device(
+    requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+) -> int:
+    """Chooses the requested number; `auto` is the largest with chunks of MIN_CHUNK_TOKENS.
+
+    2 chunks balance rows of one document. With windows, the halos grow with the number of chunks.
+
+    Args: degree: number of devices that the chunks of a row are dealt to.
+    """
+    if requested.chunks_per_device != "auto":
+        return requested.chunks_per_device
+    if workload.has_windowed_kinds or workload.max_segments == 1:
+        return 2
+    row_tokens = math.gcd(workload.row_tokens, workload.shortest_row_tokens or workload.row_tokens)
+    num_devices = workload.row_tokens // workload.tokens_per_device
+    return next(
+        chunks
+        for chunks in (16, 8, 4, 2)
+        if chunks == 2
+        or (
+            row_tokens % (MIN_CHUNK_TOKENS * chunks * degree) == 0
+            and row_tokens % (chunks * num_devices) == 0
+        )
+    )
 
 
 class PartialAttention(NamedTuple):

@@ -53,9 +53,14 @@ def find_division_problems(
     for row_tokens in config.data.row_lengths:
         if row_tokens % divisor:
             multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
+            suggestion = f"Use {errors.format_choices(multiples)}."
+            fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
+            if fewer:
+                numbers = errors.format_choices(fewer)
+                suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
             problems.append(
                 f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-                f"Use {errors.format_choices(multiples)}."
+                f"{suggestion}"
             )
     rows_per_step = config.batch.rows_per_step
     per_microbatch = config.batch.rows_per_microbatch

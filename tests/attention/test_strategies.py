@@ -71,7 +71,7 @@ def chosen(seq, H, G, *, window=None, **attention_fields):
         "model": config.model.model_copy(update={"compute_dtype": "bfloat16"}),
         "mesh": config.mesh.model_copy(update={"seq": seq}),
         "attention": AttentionConfig(**attention_fields),
-        "data": config.data.model_copy(update={"row_tokens": 1024 * seq}),
+        "data": config.data.model_copy(update={"row_tokens": 1000 * seq}),
     }
     return attention.choose_strategy(config.model_copy(update=update), model)
 
@@ -116,10 +116,10 @@ QUICK = {
     "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1",
     "8 and 4 heads: all_gather of 6 by 2",
     "5 and 1 heads: all_gather of 8 by 1",
-    "6 and 2 heads: ring of 4, 8 chunks per device",
-    "5 and 1 heads: ring of 6, 4 chunks per device",
-    "6 and 2 heads: Ulysses of 2 x ring of 2, 8 chunks per device",
-    "6 and 2 heads: all_gather of 3 by 1, 4 chunks per device",
+    "6 and 2 heads: ring of 4 (8 chunks each)",
+    "5 and 1 heads: ring of 6 (4 chunks each)",
+    "6 and 2 heads: Ulysses of 2 x ring of 2 (8 chunks each)",
+    "6 and 2 heads: all_gather of 3 by 1 (4 chunks each)",
 }
 """Those in the default tier."""
 
