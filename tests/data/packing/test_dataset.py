@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.core.layout import KEPT_ORDER
+from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
@@ -464,3 +464,16 @@ def test_changes_of_the_data_are_named():
     weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(config)
     (weights,) = dataset.describe_changes(before, weighted)
     assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")
+
+
+def test_the_imbalance_of_a_ring_is_that_of_its_steps():
+    """A row of 32 tokens on 2 devices of 2 chunks each: one has chunks 0 and 3, one 1 and 2."""
+    config = test_loader.settings_of(rows_per_step=1)
+    data = data_of([[8, 24]], config)
+    layout = Layout(degree=2, chunks_per_device=2)
+    schedule = data.make_schedule(config, epochs=1)
+    loader = data.make_loader(config, test_loader.mesh_of(1, 1, 2), schedule, layout=layout)
+    ((_, counts),) = list(loader.batches())
+    # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.
+    # Own keys: 64 + 64 and 64 + 64 + 2 * 64; others': 0 and 2 * (64 + 64)
+    assert counts.imbalance == pytest.approx((256 + 256) / (192 + 128))
