@@ -12,8 +12,10 @@ from tests.training import runs
 ROWS = batches.make_ragged_rows(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
-def of(inner, degree, outer="ring", kv_heads=1):
-    options = {"kv_heads_per_gather": kv_heads} if outer == "all_gather" else {}
+def of(inner, degree, outer="ring", kv_heads=1, chunks=2):
+    options = {"chunks_per_device": chunks}
+    if outer == "all_gather":
+        options["kv_heads_per_gather"] = kv_heads
     return make_strategy(seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, **options)
 
 
@@ -47,12 +49,24 @@ CASES = {
     "hybrid 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "all_gather", 2)),
     "Ulysses, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(4, 1)),
     "ring, 7 and 7 heads on 8": (7, 7, (1, 1), of(1, 8)),
+    "ring of 4 chunks each, 7 and 1 heads on 4, two groups": (
+        7,
+        1,
+        (1, 2),
+        of(1, 4, chunks=4),
+    ),
+    "hybrid 2 x 2 with gather of 8 chunks each, 6 and 2 heads on 4": (
+        6,
+        2,
+        (1, 1),
+        of(2, 2, "all_gather", chunks=8),
+    ),
 }
 """Query and K/V heads, replica x data, kind."""
 
 E2E = (
     "Ulysses, 6 and 2 heads on 6",
-    "ring, 7 and 1 heads on 4",
+    "ring of 4 chunks each, 7 and 1 heads on 4, two groups",
     "hybrid 2 x 4, 6 and 2 heads on 8",
 )
 """Each compiles for 15 s. `attention/test_strategies.py` tests attention in more cases."""
