@@ -113,6 +113,15 @@ class MemoryConfig(ConfigSection):
     ] = "none"
     """Activations kept in host memory until the backward pass. layer_inputs: each layer's input.
     layer_inputs_and_attention: also the results of attention."""
+    offload_every: Annotated[PositiveCount, with_examples(2)] = 1
+    """With offload_activations: layer_inputs, only the input of every k-th layer is kept until the
+    backward pass, which computes those between again: (k - 1) / k of the forward pass. Host memory
+    for layer inputs is divided by almost k. Requires remat full or auto, and jax 0.11.1 or later.
+    """
+    offload_during_attention: Literal["auto"] | bool = "auto"
+    """With offload_activations: layer_inputs and remat: full, a layer's input and its gradient are
+    in host memory while the backward pass of its attention runs, when device memory is fullest.
+    auto: only if the step does not fit otherwise. Requires jax 0.11.1 or later."""
     offload_optimizer: Annotated[
         Literal["none", "state", "state_and_gradients"], with_examples("state")
     ] = "none"

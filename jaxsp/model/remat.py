@@ -43,6 +43,18 @@ class RematPolicy:
 
     remat: str = "save_attention"
     offload_activations: str = "none"
+    offload_every: int = 1
+    offloads_during_attention: bool = False
+
+    @property
+    def has_own_backward_pass(self) -> bool:
+        """True if the layers need the backward pass of layer_stack.py, not JAX's."""
+        return self.offload_every > 1 or self.offloads_during_attention
+
+    def num_kept_inputs(self, num_layers: int) -> int:
+        """Largest number of layer inputs in host memory at one time."""
+        groups = -(-num_layers // self.offload_every)
+        return groups if self.offload_every == 1 else groups + min(self.offload_every, num_layers)
 
     @property
     def are_products_saved(self) -> bool:

@@ -32,7 +32,8 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     resident = resident_bytes(program)
     gradients = resident.gradients
     saved = resident.activations
-    prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
+    num_kept = program.remat_policy.num_kept_inputs(model.num_layers)
+    prefetched = 2 * program_offloaded_bytes(program).activations // num_kept
     stream = _stream_bytes(program)
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
@@ -226,7 +227,9 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     Args: num_shards: number of devices that weights are sharded over.
     """
     memory = config.memory
-    policy = RematPolicy(offload_activations=memory.offload_activations)
+    policy = RematPolicy(
+        offload_activations=memory.offload_activations, offload_every=memory.offload_every
+    )
     itemsize = np.dtype(config.model.compute_dtype).itemsize
     rows_per_microbatch = config.batch.rows_per_microbatch
     per_token = 0
@@ -252,7 +255,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
-        activations=model.num_layers * tokens * per_token,
+        activations=policy.num_kept_inputs(model.num_layers) * tokens * per_token,
         weights=4 * num_weights,
         moments=moments,
         gradients=4 * num_gradients,

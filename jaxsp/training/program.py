@@ -159,4 +159,9 @@ class Program:
         """
         memory = self.config.memory
         remat = "save_attention" if memory.remat == "auto" else memory.remat
-        return RematPolicy(remat=remat, offload_activations=memory.offload_activations)
+        return RematPolicy(
+            remat=remat,
+            offload_activations=memory.offload_activations,
+            offload_every=memory.offload_every,
+            offloads_during_attention=memory.offload_during_attention is True,
+        )

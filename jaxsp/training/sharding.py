@@ -119,6 +119,10 @@ class Shard:
     """
 
 
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, Shard)
+
+
 @jax.custom_jvp
 def _forbid_gradient(whole: Array, shard: Shard) -> Array:
     """The weight, unchanged; its differentiation raises a TypeError.
@@ -221,6 +225,19 @@ class Gather:
     def has_gradient(self, shard: Shard) -> bool:
         """False for the shard of a frozen weight."""
         return shard.grad_slot is not None
+
+    def split_slots(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into slots and values: see `layers.Gather`."""
+        slots = jax.tree.map(lambda shard: shard.grad_slot, shards, is_leaf=_is_shard)
+        return slots, self.merge_slots(jax.tree.map(lambda _: None, slots), shards)
+
+    def merge_slots(self, slots: Any, values: Any) -> Any:
+        """Shards from slots and values: see `layers.Gather`."""
+
+        def merge(shard: Shard, slot: Any) -> Shard:
+            return dataclasses.replace(shard, grad_slot=slot)
+
+        return jax.tree.map(merge, values, slots, is_leaf=_is_shard)
 
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""

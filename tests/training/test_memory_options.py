@@ -39,6 +39,9 @@ from tests.training import runs
 TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
 """Neither divides a device's 16 tokens, or 8."""
 
+STACK = {"remat": "full", "offload_activations": "layer_inputs"}
+"""Options with which the layers may have their own backward pass (model/layer_stack.py)."""
+
 NEEDS_HOST = pytest.mark.skipif(
     jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
     reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
@@ -55,6 +58,11 @@ CASES = {
     "tiles": ((1, 1, 8), TILES),
     "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
     "layer_inputs": ((1, 2, 4), {"offload_activations": "layer_inputs"}),
+    "every second layer_input": ((1, 2, 4), STACK | {"offload_every": 2}),
+    "layer_inputs, during attention": (
+        (2, 2, 2),
+        STACK | TILES | {"offload_every": 3, "offload_during_attention": True},
+    ),
     "residual and attention": ((2, 2, 2), {"offload_activations": "layer_inputs_and_attention"}),
     "state": ((2, 2, 2), {"offload_optimizer": "state"}),
     "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
@@ -78,8 +86,8 @@ CASES = {
 }
 
 
-QUICK = ("all", "attention and MLP kept")
-"""The first has the parts of the others, except for the second."""
+QUICK = ("all", "attention and MLP kept", "layer_inputs, during attention")
+"""The first has the parts of the others, except for the second and third."""
 
 
 def model_of(name):
