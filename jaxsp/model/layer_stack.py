@@ -173,19 +173,26 @@ class OffloadedStack:
         pre_attention = bind(self.parts.pre_attention, "pre_attention")
         attend = bind(self.parts.attend, "sinks")
         post_attention = bind(self.parts.post_attention, "post_attention")
-        x = to_device(_read(waiting, index))
+        read_input = lambda index: to_device(_read(waiting, index))
+        x = read_input(index)
         *qkv, mlp_input = pre_attention(slots["pre_attention"], x)
+        if self.offloads_during_attention:
+            dx, qkv = jax.lax.optimization_barrier((to_host(dx), qkv))
         out, pull_attend = jax.vjp(attend, slots.get("sinks"), *qkv)
+        if self.offloads_during_attention:
+            # The input is read again once attention has ended
+            dx, out, index = jax.lax.optimization_barrier((dx, out, index))
+            dx = to_device(dx)
+            x = read_input(index)
         _, pull_post = jax.vjp(post_attention, slots["post_attention"], x, out, mlp_input)
         post_gradients, dx, dout, dmlp_input = pull_post(dx)
         if self.offloads_during_attention:
             dx, dout = jax.lax.optimization_barrier((to_host(dx), dout))
         sink_gradients, *dqkv = pull_attend(dout)
         if self.offloads_during_attention:
-            # The input is read again once attention's backward pass has ended
             dx, dqkv, index = jax.lax.optimization_barrier((dx, dqkv, index))
             dx = to_device(dx)
-            x = to_device(_read(waiting, index))
+            x = read_input(index)
         _, pull_pre = jax.vjp(pre_attention, slots["pre_attention"], x)
         pre_gradients, dx_of_attention = pull_pre((*dqkv, dmlp_input))
         gradients = {
