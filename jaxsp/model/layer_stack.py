@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.model.layers import Weights
@@ -107,23 +108,24 @@ class OffloadedStack:
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
+            dx, gradients = state
             first = group * self.group_size
-            inputs = kept, group
+            inputs = kept, jnp.asarray(group)
             if size > 1:
-                inputs = self._compute_inputs(kept, group, stacked, batch, size=size), 0
+                inputs = self._compute_inputs(kept, group, stacked, batch, size=size), jnp.asarray(0)
 
             def run_layer(i: Array, state: tuple) -> tuple:
                 dx, gradients = state
-                waiting, offset = inputs
                 index = size - 1 - i
                 layer_inputs = _read(stacked, first + index)
+                waiting, offset = inputs
                 dx, new = self._differentiate_layer(
-                    layer_inputs, batch, dx, waiting=waiting, index=offset + index
+                    layer_inputs, batch, dx, (waiting, offset + index)
                 )
                 write = functools.partial(_write, index=first + index)
                 return dx, jax.tree.map(write, gradients, new)
 
-            return jax.lax.fori_loop(0, size, run_layer, state)
+            return jax.lax.fori_loop(0, size, run_layer, (dx, gradients))
 
         state = dx, slots
         if num_remaining:
@@ -136,7 +138,13 @@ class OffloadedStack:
         return dx, gradients, None, None, None
 
     def _compute_inputs(
-        self, kept: Array, group: Array | int, stacked: Any, batch: Any, *, size: int
+        self,
+        kept: Array,
+        group: Array | int,
+        stacked: Any,
+        batch: Any,
+        *,
+        size: int,
     ) -> Array:
         """Inputs of a group's layers, in host memory."""
         x = to_device(_read(kept, group))
@@ -144,21 +152,22 @@ class OffloadedStack:
         def run_layer(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             x, waiting = state
             layer_inputs = _read(stacked, group * self.group_size + i)
-            return self._apply_layer(layer_inputs, x, batch), _write(waiting, to_host(x), i)
+            x = self._apply_layer(layer_inputs, x, batch)
+            return x, _write(waiting, to_host(x), i + 1)
 
-        state = x, _empty_on_host(size, x)
-        x, waiting = jax.lax.fori_loop(0, size - 1, run_layer, state)
-        return _write(waiting, to_host(x), size - 1)
+        waiting = _write(_empty_on_host(size, x), to_host(x), 0)
+        return jax.lax.fori_loop(0, size - 1, run_layer, (x, waiting))[1]
 
     def _differentiate_layer(
-        self, layer_inputs: Any, batch: Any, dx: Array, *, waiting: Array, index: Array
+        self, layer_inputs: Any, batch: Any, dx: Array, waiting: tuple[Array, Array]
     ) -> tuple[Array, Any]:
         """Gradients of a layer's input and of its slots.
 
         Args:
             dx: gradient of its output.
-            waiting: inputs of layers, in host memory. `index`: that of this one.
+            waiting: inputs of several layers, in host memory, and the index of this one's.
         """
+        kept, index = waiting
         slots, values, indices = layer_inputs
 
         def bind(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -173,7 +182,7 @@ class OffloadedStack:
         pre_attention = bind(self.parts.pre_attention, "pre_attention")
         attend = bind(self.parts.attend, "sinks")
         post_attention = bind(self.parts.post_attention, "post_attention")
-        read_input = lambda index: to_device(_read(waiting, index))
+        read_input = lambda index: to_device(_read(kept, index))
         x = read_input(index)
         *qkv, mlp_input = pre_attention(slots["pre_attention"], x)
         if self.offloads_during_attention:

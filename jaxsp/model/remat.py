@@ -51,10 +51,24 @@ class RematPolicy:
         """True if the layers need the backward pass of layer_stack.py, not JAX's."""
         return self.offload_every > 1 or self.offloads_during_attention
 
-    def num_kept_inputs(self, num_layers: int) -> int:
-        """Largest number of layer inputs in host memory at one time."""
-        groups = -(-num_layers // self.offload_every)
-        return groups if self.offload_every == 1 else groups + min(self.offload_every, num_layers)
+    @property
+    def can_split_layers(self) -> bool:
+        """True if the backward pass of layer_stack.py can be used: it keeps layer inputs only."""
+        return self.remat == "full" and self.is_input_offloaded
+
+    def num_groups(self, num_layers: int) -> int:
+        """Number of groups of layers of which one input is kept until the backward pass."""
+        return -(-num_layers // self.offload_every)
+
+    def num_offloaded_inputs(self, num_layers: int) -> int:
+        """Largest number of arrays of a layer input's size in host memory at one time."""
+        waiting = self.offload_every if self.offload_every > 1 else 0
+        return self.num_groups(num_layers) + waiting + self.offloads_during_attention
+
+    def num_extra_passes(self, num_layers: int) -> float:
+        """Forward passes of all layers in the backward pass, besides that of each layer before its
+        own backward pass."""
+        return 1 - self.num_groups(num_layers) / num_layers
 
     @property
     def are_products_saved(self) -> bool:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.model.remat import RematPolicy
-from jaxsp.training import memory_formula
+from jaxsp.training import host_offload, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_formula import GIB
 from jaxsp.training.program import Program
@@ -120,10 +120,29 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
         mlp_tiles = program.mlp_tiles if is_memory_known else [program.mlp_tile]
         if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
-        for mlp_tile, loss_tile in itertools.product(mlp_tiles, loss_tiles):
+        during_attention = list_offloads_during_attention(program, remat)
+        for is_offloaded, mlp_tile, loss_tile in itertools.product(
+            during_attention, mlp_tiles, loss_tiles
+        ):
             yield replace_memory(
-                program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile
+                program,
+                remat=remat,
+                mlp_tile_tokens=mlp_tile,
+                loss_tile_tokens=loss_tile,
+                offload_during_attention=is_offloaded,
             )
+
+
+def list_offloads_during_attention(program: Program, remat: str) -> list[bool]:
+    """Values of memory.offload_during_attention in the order in which they are tried."""
+    memory = program.config.memory
+    if memory.offload_during_attention != "auto":
+        return [memory.offload_during_attention]
+    is_possible = (
+        RematPolicy(remat=remat, offload_activations=memory.offload_activations).can_split_layers
+        and jax.__version_info__ >= host_offload.MIN_RELEASE
+    )
+    return [False, True] if is_possible else [False]
 
 
 def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
@@ -131,6 +150,8 @@ def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
     memory = program.config.memory
     if memory.remat != "auto":
         return [memory.remat]
+    if program.remat_policy.has_own_backward_pass:
+        return ["full"]
     if program.remat_policy.is_attention_offloaded:
         return ["save_attention"]
     frees_memory = program.remat_policy.is_input_offloaded or program.has_offloaded_state

@@ -292,7 +292,12 @@ class Gather:
         return math.prod(shape) * self.compute_dtype.itemsize
 
     def sent_bytes(
-        self, table: layers.Weights, *, num_replicas: int, num_microbatches: int
+        self,
+        table: layers.Weights,
+        *,
+        num_replicas: int,
+        num_microbatches: int,
+        num_extra_passes: float = 0,
     ) -> dict[str, float]:
         """Bytes that a device sends in a step for weights and gradients, by collective operation.
 
@@ -302,6 +307,8 @@ class Gather:
         and both of its gradients are scattered, because their sum would need another whole float32
         table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
         once per step.
+
+        Args: num_extra_passes: see `RematPolicy.num_extra_passes`.
         """
         tied = None if "head" in table else table.get("embedding")
         sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
@@ -313,7 +320,7 @@ class Gather:
                     sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
                 continue
             fraction = num_microbatches * (1 - 1 / self.num_shards)
-            num_gathers = 1 if param.num_layers is None else 2
+            num_gathers = 1 if param.num_layers is None else 2 + num_extra_passes
             sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
             if not param.is_trainable:
                 continue

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxsp import attention
+from jaxsp.attention import LayerWorkload, Strategy
 from jaxsp.core import axes
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
@@ -115,10 +116,12 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
     config = program.config
     model = program.model
     num_microbatches = program.num_microbatches
+    num_extra_passes = program.remat_policy.num_extra_passes(model.num_layers)
     weight_bytes = program.gather.sent_bytes(
         program.table,
         num_replicas=program.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
+        num_extra_passes=num_extra_passes,
     )
     layers = attention.count_workloads(config, model, remat=program.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
@@ -131,7 +134,9 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
         )
     )
     for layer, num_layers in layers.items():
-        layer_bytes = program.attend.strategy.sent_bytes(layer)
+        layer_bytes: dict[str, float] = dict(program.attend.strategy.sent_bytes(layer))
+        for operation, size in _forward_bytes(program.attend.strategy, layer).items():
+            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_extra_passes * size
         totals.update(
             {
                 operation: num_microbatches * num_layers * size
@@ -139,6 +144,17 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
             }
         )
     return dict(totals)
+
+
+def _forward_bytes(strategy: Strategy, layer: LayerWorkload) -> dict[str, int]:
+    """Bytes that a device sends for attention in one forward pass of a layer, by operation."""
+    recomputed = dataclasses.replace(layer, remat="full", has_other_kinds=True)
+    with_recomputation = strategy.sent_bytes(recomputed)
+    without = strategy.sent_bytes(dataclasses.replace(recomputed, remat="none"))
+    return {
+        operation: size - without.get(operation, 0)
+        for operation, size in with_recomputation.items()
+    }
 
 
 def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

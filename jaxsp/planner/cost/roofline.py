@@ -138,7 +138,7 @@ def _attention_flops(program: Program, segment_lengths: np.ndarray) -> tuple[flo
     # five products instead of two: the scores again, and both gradients of both products
     backward = 2.5 * forward
     if not program.remat_policy.is_attention_saved:
-        forward *= 2
+        forward *= 2 + program.remat_policy.num_extra_passes(program.model.num_layers)
     return forward, backward
 
 
