@@ -112,7 +112,13 @@ class OffloadedStack:
             first = group * self.group_size
             inputs = kept, jnp.asarray(group)
             if size > 1:
-                inputs = self._compute_inputs(kept, group, stacked, batch, size=size), jnp.asarray(0)
+                if self.offloads_during_attention:
+                    dx, group = jax.lax.optimization_barrier((to_host(dx), jnp.asarray(group)))
+                waiting = self._compute_inputs(kept, group, stacked, batch, size=size)
+                # Without the barrier, XLA makes a copy of the inputs in host memory
+                dx, waiting = jax.lax.optimization_barrier((dx, waiting))
+                dx = to_device(dx)
+                inputs = waiting, jnp.asarray(0)
 
             def run_layer(i: Array, state: tuple) -> tuple:
                 dx, gradients = state
