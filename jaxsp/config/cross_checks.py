@@ -148,7 +148,7 @@ def _check_memory(sections: Sections) -> Iterator[str]:
     default = MemoryConfig()
     for name in ("offload_every", "offload_during_attention"):
         value = sections["memory"].get(name)
-        if value is None or value is False or value == getattr(default, name):
+        if value in (None, "never", getattr(default, name)):
             continue
         remat = sections["memory"].get("remat", default.remat)
         written = f"memory.{name} = {yaml_io.format_value(value)}"

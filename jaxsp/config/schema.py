@@ -118,7 +118,7 @@ class MemoryConfig(ConfigSection):
     backward pass, which computes those between again: (k - 1) / k of the forward pass. Host memory
     for layer inputs is divided by almost k. Requires remat full or auto, and jax 0.11.1 or later.
     """
-    offload_during_attention: Literal["auto"] | bool = "auto"
+    offload_during_attention: Literal["auto", "always", "never"] = "auto"
     """With offload_activations: layer_inputs and remat: full, a layer's input and its gradient are
     in host memory while the backward pass of its attention runs, when device memory is fullest.
     auto: only if the step does not fit otherwise. Requires jax 0.11.1 or later."""

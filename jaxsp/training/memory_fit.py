@@ -133,7 +133,7 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
             )
 
 
-def list_offloads_during_attention(program: Program, remat: str) -> list[bool]:
+def list_offloads_during_attention(program: Program, remat: str) -> list[str]:
     """Values of memory.offload_during_attention in the order in which they are tried."""
     memory = program.config.memory
     if memory.offload_during_attention != "auto":
@@ -142,7 +142,7 @@ def list_offloads_during_attention(program: Program, remat: str) -> list[bool]:
         RematPolicy(remat=remat, offload_activations=memory.offload_activations).can_split_layers
         and jax.__version_info__ >= host_offload.MIN_RELEASE
     )
-    return [False, True] if is_possible else [False]
+    return ["never", "always"] if is_possible else ["never"]
 
 
 def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:

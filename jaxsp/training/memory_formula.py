@@ -233,7 +233,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     policy = RematPolicy(
         offload_activations=memory.offload_activations,
         offload_every=memory.offload_every,
-        offloads_during_attention=memory.offload_during_attention is True,
+        offloads_during_attention=memory.offload_during_attention == "always",
     )
     itemsize = np.dtype(config.model.compute_dtype).itemsize
     rows_per_microbatch = config.batch.rows_per_microbatch

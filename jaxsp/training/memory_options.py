@@ -72,8 +72,8 @@ def _find_layer_stack_problems(memory: MemoryConfig, version: str) -> list[str]:
     requested = []
     if memory.offload_every > 1:
         requested.append(("offload_every", str(memory.offload_every), "1"))
-    if memory.offload_during_attention is True:
-        requested.append(("offload_during_attention", "true", "auto"))
+    if memory.offload_during_attention == "always":
+        requested.append(("offload_during_attention", "always", "auto"))
     return [
         f"memory.{name} = {value}: jax {version} cannot keep arrays in host memory inside "
         "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use "
@@ -186,7 +186,7 @@ def _device_memory_changes(program: Program) -> list[dict[str, Any]]:
     is_fixed = program.config.memory.remat != "auto"
     if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
         changes.append({"remat": "auto"})
-    if policy.can_split_layers and program.config.memory.offload_during_attention is False:
+    if policy.can_split_layers and program.config.memory.offload_during_attention == "never":
         changes.append({"offload_during_attention": "auto"})
     if not policy.is_input_offloaded:
         changes += _adjacent_levels(program, "offload_activations", offset=1)

@@ -162,7 +162,7 @@ class Program:
             remat="full",
             offload_activations=memory.offload_activations,
             offload_every=memory.offload_every,
-            offloads_during_attention=memory.offload_during_attention is True,
+            offloads_during_attention=memory.offload_during_attention == "always",
         )
         if memory.remat == "auto":
             remat = "full" if policy.has_own_backward_pass else "save_attention"

@@ -319,9 +319,11 @@ def _check_offloading(program: Program, device: jax.Device) -> None:
 def _list_policies(program: Program) -> Iterator[RematPolicy]:
     """Policies that `memory_fit` may choose."""
     for remat_value in memory_fit.list_remats(program, is_memory_known=True):
-        for is_offloaded in memory_fit.list_offloads_during_attention(program, remat_value):
+        for value in memory_fit.list_offloads_during_attention(program, remat_value):
             yield dataclasses.replace(
-                program.remat_policy, remat=remat_value, offloads_during_attention=is_offloaded
+                program.remat_policy,
+                remat=remat_value,
+                offloads_during_attention=value == "always",
             )
 
 

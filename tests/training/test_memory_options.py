@@ -58,10 +58,16 @@ CASES = {
     "tiles": ((1, 1, 8), TILES),
     "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
     "layer_inputs": ((1, 2, 4), {"offload_activations": "layer_inputs"}),
-    "every second layer_input": ((1, 2, 4), STACK | {"offload_every": 2}),
-    "layer_inputs, during attention": (
+    "five layers, every second input": ((1, 2, 4), STACK | {"offload_every": 2}),
+    "five layers, inputs offloaded during attention": (
         (2, 2, 2),
-        STACK | TILES | {"offload_every": 3, "offload_during_attention": True},
+        STACK
+        | TILES
+        | {
+            "offload_every": 3,
+            "offload_during_attention": "always",
+            "offload_optimizer": "state_and_gradients",
+        },
     ),
     "residual and attention": ((2, 2, 2), {"offload_activations": "layer_inputs_and_attention"}),
     "state": ((2, 2, 2), {"offload_optimizer": "state"}),
@@ -86,12 +92,13 @@ CASES = {
 }
 
 
-QUICK = ("all", "attention and MLP kept", "layer_inputs, during attention")
+QUICK = ("all", "attention and MLP kept", "five layers, inputs offloaded during attention")
 """The first has the parts of the others, except for the second and third."""
 
 
 def model_of(name):
-    return batches.model(tie_embeddings=name.startswith("tied"))
+    num_layers = 5 if name.startswith("five layers") else runs.MODEL.num_layers
+    return batches.model(tie_embeddings=name.startswith("tied"), num_layers=num_layers)
 
 
 def works_here(memory):
@@ -354,6 +361,26 @@ def test_old_releases_name_the_release_that_offloads():
         "memory.offload_activations=none",
     )
     assert re.match(messages.containing(*says, "GPU"), message)
+
+
+@pytest.mark.parametrize(
+    ("option", "default"),
+    [({"offload_every": 2}, 1), ({"offload_during_attention": "always"}, "auto")],
+    ids=str,
+)
+def test_options_of_layer_inputs_need_layer_inputs(option, default):
+    ((name, _),) = option.items()
+    suggestions = ("memory.offload_activations=layer_inputs", f"memory.{name}={default}")
+    for activations in ("none", "layer_inputs_and_attention"):
+        with pytest.raises(UserError, match=messages.containing(f"memory.{name}", *suggestions)):
+            batches.make_config(memory=option | {"offload_activations": activations})
+    inputs = {"offload_activations": "layer_inputs"}
+    with pytest.raises(UserError, match=messages.containing(f"memory.{name}", "remat=full")):
+        batches.make_config(memory=option | inputs | {"remat": "save_attention"})
+    assert runs.program(option | inputs).remat_policy.remat == "full"
+    (message,) = problems("0.10.1", "gpu", **option, **inputs)
+    assert re.match(messages.containing(f"memory.{name}", "0.11.1", suggestions[1]), message)
+    assert problems("0.11.1", "gpu", **option, **inputs) == []
 
 
 def test_full_and_offloaded_attention_contradict_each_other():
@@ -624,6 +651,12 @@ def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
         short_of(False, offload_activations="layer_inputs_and_attention")[0]
         == "memory.offload_activations=layer_inputs"
     )
+    deep = runs.program({"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16))
+    if works_here({"offload_activations": "layer_inputs", "offload_every": 2}):
+        ways = memory_options.suggest_changes(deep, is_device_short=False)
+        assert ways[0] == "memory.offload_every=2"
+        kept = {"offload_activations": "layer_inputs", "offload_during_attention": "never"}
+        assert "memory.offload_during_attention=auto" in short_of(True, **kept, remat="full")
     ways = short_of(False, offload_activations="layer_inputs")
     assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
     assert len(ways) == 3, "shorter rows always help"
