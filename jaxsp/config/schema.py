@@ -119,9 +119,10 @@ class MemoryConfig(ConfigSection):
     for layer inputs is divided by almost k. Requires remat full or auto, and jax 0.11.1 or later.
     """
     offload_during_attention: Literal["auto", "always", "never"] = "auto"
-    """With offload_activations: layer_inputs and remat: full, a layer's input and its gradient are
-    in host memory while the backward pass of its attention runs, when device memory is fullest.
-    auto: only if the step does not fit otherwise. Requires jax 0.11.1 or later."""
+    """With offload_activations: layer_inputs and remat: full, the backward pass keeps a layer's
+    input and the gradient of its output in host memory while it computes attention, when device
+    memory is fullest. auto: only if the step does not fit otherwise. Requires jax 0.11.1 or later.
+    """
     offload_optimizer: Annotated[
         Literal["none", "state", "state_and_gradients"], with_examples("state")
     ] = "none"

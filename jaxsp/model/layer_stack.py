@@ -65,7 +65,7 @@ class OffloadedStack:
                 and memory of their gradients, which replace them.
             values: the rest of the layers' shards, without gradients.
         """
-        run = jax.custom_vjp(lambda *inputs: self._run_forward(*inputs)[0])
+        run = jax.custom_vjp(self._run_without_gradient)
         run.defvjp(self._run_forward, self._run_backward)
         return run(x, slots, values, indices, batch)
 
@@ -73,6 +73,13 @@ class OffloadedStack:
     def _groups(self) -> tuple[int, int]:
         """Number of groups with group_size layers, and number of the remaining layers."""
         return divmod(self.num_layers, self.group_size)
+
+    def _run_without_gradient(
+        self, x: Array, slots: Any, values: Any, indices: Any, batch: Any
+    ) -> Array:
+        stacked = slots, values, indices
+        apply = lambda layer, x: self._apply_layer(_read(stacked, layer), x, batch)
+        return jax.lax.fori_loop(0, self.num_layers, apply, x)
 
     def _run_forward(
         self, x: Array, slots: Any, values: Any, indices: Any, batch: Any

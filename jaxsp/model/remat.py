@@ -13,6 +13,9 @@ the MLP in the backward pass. For Llama-3.1-8B on 8 H100s at 8,192 tokens each, 
 estimated time (0.813 to 0.726 s), for 13.8 GiB. `none` saves 2 % more for another 5 GiB. At 16,384
 tokens it leaves too little arithmetic to overlap the collectives with.
 
+With `offload_every` or `offload_during_attention`, layer_stack.py replaces JAX's backward pass, and
+this module has only the options.
+
 Whole weights are never kept; they are gathered again. (A name-based policy cannot exclude them:
 `checkpoint_name` returns a new value, so saving the unnamed original would be allowed.)
 """
@@ -38,7 +41,7 @@ _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 class RematPolicy:
     """Saved and offloaded activations, as in `config.schema.MemoryConfig`.
 
-    The values of both fields are compared only here.
+    The values of remat and offload_activations are compared only here.
     """
 
     remat: str = "save_attention"

@@ -105,9 +105,8 @@ def apply_in_tiles(
 
         zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)
         tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
-        sums, dtiles = _scan_tiles_in_place(
-            add_tile, zeros, tiles, list(itertools.compress(tiles[0], is_float))
-        )
+        inputs = list(itertools.compress(tiles[0], is_float))
+        sums, dtiles = _scan_tiles_in_place(add_tile, zeros, tiles, inputs)
         dfloats = map(join, dtiles)
         dshards = jax.tree.map(gather.reduce_scatter, trained_params, sums)
         return dshards, tuple(next(dfloats) if floating else None for floating in is_float), None
