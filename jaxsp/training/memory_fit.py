@@ -120,17 +120,17 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
         mlp_tiles = program.mlp_tiles if is_memory_known else [program.mlp_tile]
         if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
-        during_attention = list_offloads_during_attention(program, remat)
-        for is_offloaded, mlp_tile, loss_tile in itertools.product(
-            during_attention, mlp_tiles, loss_tiles
-        ):
-            yield replace_memory(
-                program,
-                remat=remat,
-                mlp_tile_tokens=mlp_tile,
-                loss_tile_tokens=loss_tile,
-                offload_during_attention=is_offloaded,
-            )
+        for during_attention in list_offloads_during_attention(program, remat):
+            # With all tokens at once, the MLP needs more memory than attention
+            tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
+            for mlp_tile, loss_tile in itertools.product(tiles, loss_tiles):
+                yield replace_memory(
+                    program,
+                    remat=remat,
+                    mlp_tile_tokens=mlp_tile,
+                    loss_tile_tokens=loss_tile,
+                    offload_during_attention=during_attention,
+                )
 
 
 def list_offloads_during_attention(program: Program, remat: str) -> list[str]:

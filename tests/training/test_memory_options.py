@@ -169,7 +169,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     kinds = {
         leaf.sharding.memory_kind
         for leaf in jax.tree.leaves(state.master)
-        if leaf.size > 100 * runs.MODEL.num_layers
+        if leaf.size > 100 * model_of(name).num_layers
     }
     assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
 
