@@ -11,6 +11,7 @@ from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.hf import oracle
 from tests.training import runs
+from tests.training.test_memory_options import NEEDS_HOST
 
 ROW_TOKENS = 480
 SEGMENTS = [
@@ -104,3 +105,28 @@ def test_a_family_gives_the_same_gradients_on_every_mesh(name, mesh, record_prop
         strategy=strategy,
     ).result()
     runs.check_gradients(run, runs.draw_weights(model), rows, record_property)
+
+
+@pytest.mark.e2e
+@NEEDS_HOST
+@pytest.mark.usefixtures("small_shards")
+def test_layers_of_several_kinds_in_groups_have_the_same_gradients(record_property):
+    """Four layers, of which the inputs of the first and the last are kept."""
+    memory = {
+        "remat": "full",
+        "offload_activations": "layer_inputs",
+        "offload_every": 3,
+        "offload_during_attention": "always",
+    }
+    data, strategy = MESHES["2x4 hybrid of 2 and a ring of 2"]
+    rows = batches.make_rows(SEGMENTS, num_tokens=ROW_TOKENS, vocab_size=MIXED.vocab_size, seed=3)
+    run = runs.compile_in_thread(
+        (1, data, strategy.seq),
+        rows_per_microbatch=1,
+        config=batches.make_config(memory=memory),
+        model=MIXED,
+        functions=("gradients",),
+        arrays=rows,
+        strategy=strategy,
+    ).result()
+    runs.check_gradients(run, runs.draw_weights(MIXED), rows, record_property)
