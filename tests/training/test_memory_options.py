@@ -34,7 +34,9 @@ from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import MemoryUse
 from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
+from tests.attention.strategies import make_strategy
 from tests.training import runs
+from tests.training.mixed import MIXED
 
 TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
 """Neither divides a device's 16 tokens, or 8."""
@@ -172,6 +174,25 @@ def test_a_step_subtracts_the_gradient(run_of, name):
         if leaf.size > 100 * model_of(name).num_layers
     }
     assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
+
+
+@pytest.mark.e2e
+@NEEDS_HOST
+@pytest.mark.parametrize("degree", [1, 4])
+def test_layers_of_several_kinds_in_groups_have_the_same_gradients(degree, record_property):
+    """Four layers, of which the inputs of the first and the last are kept."""
+    memory = STACK | {"offload_every": 3, "offload_during_attention": "always"}
+    rows = batches.make_rows([[(0, 20), (20, 44)]] * 4, num_tokens=64, vocab_size=64, seed=3)
+    run = runs.compile_in_thread(
+        (1, 2, 4),
+        rows_per_microbatch=1,
+        config=batches.make_config(memory=memory),
+        model=MIXED,
+        functions=("gradients",),
+        arrays=rows,
+        strategy=make_strategy(seq=4, ulysses_degree=degree),
+    ).result()
+    runs.check_gradients(run, runs.draw_weights(MIXED), rows, record_property)
 
 
 ADAMW = functools.partial(
