@@ -139,9 +139,9 @@ def _attention_bytes(program: Program) -> int:
         attend.strategy.backward_bytes(layer, attend.settings)
         for layer in attention.count_workloads(program.config, program.model)
     )
-    # The layer's input and its gradient
-    streams = 0 if program.remat_policy.offloads_during_attention else 2 * _stream_bytes(program)
-    return backward + streams + program.dtype.itemsize * weights
+    # The layer's input and its gradient, or a copy of a gradient for the all-to-all
+    num_streams = 1 if program.remat_policy.offloads_during_attention else 2
+    return backward + num_streams * _stream_bytes(program) + program.dtype.itemsize * weights
 
 
 def _loss_bytes(program: Program) -> int:

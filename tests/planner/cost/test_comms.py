@@ -7,7 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, matrix_exchange, sharding
+from jaxsp.training import available_memory, matrix_exchange, memory_options, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -89,6 +89,22 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     expected = comms.compute_formula_bytes(step.program)
     assert expected["collective-permute"] > 0
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
+
+
+@pytest.mark.e2e
+def test_layers_in_groups_send_the_bytes_of_their_extra_forward_pass():
+    config = programs.settings(
+        "mesh.seq=4",
+        "data.row_tokens=65536",
+        "memory.remat=full",
+        "memory.offload_activations=layer_inputs",
+        "memory.offload_every=2",
+        "memory.offload_during_attention=always",
+    )
+    if found := memory_options.find_problems(config, platform="gpu"):
+        pytest.skip(found[0])
+    step = programs.step(config, compiled.make_devices("h100-80gb", 4))
+    check(step, dtype="bf16", remat="full")
 
 
 @pytest.mark.e2e
