@@ -23,13 +23,15 @@ ROUND = Ceilings(
     link_gb_s=100.0,
     network_gb_s=10.0,
     host_gb_s=20.0,
+    link_hop_us=0.0,
+    network_hop_us=0.0,
     sources={},
 )
 
 
 def collective(kind, group, size=1e9, times=2):
     return Collective(
-        operation=kind, op_name="", device_ids=group, bytes_by_dtype={"bf16": size}, num_runs=times
+        operation=kind, op_name="", groups=(group,), bytes_by_dtype={"bf16": size}, num_runs=times
     )
 
 
