@@ -118,7 +118,8 @@ def format_case(case: Case, result: Result) -> str:
     text = f"{case.series:<8} {case.num_devices:>5} x {DEVICE}"
     if result.device_gib is None:
         return f"{text}  {result.status}: {result.message}"
-    assert result.row_tokens is not None and result.step_s is not None
+    assert result.row_tokens is not None
+    assert result.step_s is not None
     return (
         f"{text}  {result.row_tokens:>10,} tokens  {result.strategy:<24}"
         f"{result.device_gib:7.2f} GiB ({result.state_gib:.2f} of them model state), bytes x "
