@@ -44,7 +44,7 @@ class Case:
     series: str
     """One of SERIES."""
     num_devices: int
-    strategy: str = "auto"
+    requested_strategy: str = "auto"
     """attention.strategy."""
 
 
@@ -109,7 +109,9 @@ def list_cases(series: list[str], devices: list[int]) -> list[Case]:
             cases.append(Case(series=name, num_devices=num_devices))
             heads = configs.LLAMA_8B["num_attention_heads"]
             if name != "groups" and NODE_DEVICES < num_devices <= heads:
-                cases.append(Case(series=name, num_devices=num_devices, strategy="hybrid"))
+                cases.append(
+                    Case(series=name, num_devices=num_devices, requested_strategy="hybrid")
+                )
     return cases
 
 
@@ -140,8 +142,8 @@ def make_config(case: Case) -> Config:
     has_groups = case.series == "groups"
     seq = NODE_DEVICES if has_groups else case.num_devices
     row_tokens = TOKENS_PER_DEVICE * seq
-    attention = {"strategy": case.strategy}
-    if case.strategy == "hybrid":
+    attention = {"strategy": case.requested_strategy}
+    if case.requested_strategy == "hybrid":
         attention |= {"ulysses_degree": NODE_DEVICES}
     return configs.make_config(
         configs.LLAMA_8B,
