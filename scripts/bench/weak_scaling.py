@@ -13,6 +13,7 @@ scripts.bench.weak_scaling_plot RESULTS.json FILE.svg` draws the results. It nee
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> int:
     return int(any(case["status"] in report.FAILURES for case in contents["cases"]))
 
 
-def list_cases(series: list[str], devices: list[int]) -> list[Case]:
+def list_cases(series: Sequence[str], devices: Sequence[int]) -> list[Case]:
     """Lists the cases. Where Ulysses spans nodes, the hybrid with a ring is a case too."""
     cases = []
     for name in series:
