@@ -26,7 +26,12 @@ def test_a_ring_over_two_nodes_leaves_each_of_them_once():
     # a chain does not come back: only device 3 sends to the other node
     chain = find("collective-permute", [range(4)], is_ring=False)
     assert chain == Load(link=1.0, link_hops=1)
-    assert find("collective-permute", [range(8)], is_ring=False).node == 1.0
+    # 0 sends to 4 and 5 to 1; in rings, 4 and 1 send back
+    pairs = [(0, 4), (5, 1)]
+    assert [find("collective-permute", pairs, is_ring=ring).node for ring in (False, True)] == [
+        1,
+        2,
+    ]
 
 
 def test_an_all_to_all_sends_to_each_device_of_other_nodes():
