@@ -80,10 +80,10 @@ class AttentionConfig(ConfigSection):
     queries, and keys and values travel around the group. all_gather: each device keeps its queries
     and gathers keys and values of all tokens, some heads at a time. hybrid: ulysses among
     neighbors, ring or all_gather between them. auto: ulysses where possible, otherwise the strategy
-    that sends the fewest bytes."""
+    that waits least for the links inside nodes of 8 GPUs and for the network between them."""
     ulysses_degree: Annotated[PositiveCount | None, with_examples(4)] = None
     """Number of neighbors that share the heads, for hybrid. It must divide mesh.seq and the query
-    heads. null: the degree that sends the fewest bytes."""
+    heads. null: the degree that waits least, mostly that of a node."""
     outer_strategy: Literal["ring", "all_gather"] = "ring"
     """Strategy between the groups of neighbors, for hybrid and auto."""
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
