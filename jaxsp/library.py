@@ -100,7 +100,7 @@ def load_model(
     program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
     problems += param_groups.find_problems(program.config.optimizer, program.table)
     problems += device_mesh.find_division_problems(
-        program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
+        program.config, dict(program.mesh.shape), layout=program.attend.layout
     )
     problems.raise_if_any()
     weights = initial_weights.open_sources(program, resolved.model_folder, resolved.adapter_folder)
@@ -153,9 +153,7 @@ def pack(
     )
     data = dataset.pack_documents("documents", packed, config, digests=[""])
     schedule = data.make_schedule(config, num_steps=program.num_steps)
-    loader = data.make_loader(
-        config, program.mesh, schedule, layout_degree=program.attend.layout_degree
-    )
+    loader = data.make_loader(config, program.mesh, schedule, layout=program.attend.layout)
     return (batch for batch, _ in loader.batches())
 
 

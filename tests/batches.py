@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsp.attention import Attend
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.core import axes, layout
+from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
+from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf import rope_types
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 from jaxsp.runtime import device_mesh
@@ -158,8 +159,13 @@ def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
     layout. The sinks' gradient is summed over the group."""
     shard = PartitionSpec(None, axes.SEQ)
     whole = PartitionSpec()
+
+    def attend_shard(q, k, v, starts, lengths, options):  # type: ignore[no-untyped-def]
+        tables = attend.make_segment_tables(starts, lengths, tokens_per_device=q.shape[1])
+        return attend(q, k, v, starts, lengths, tables, **options)
+
     sharded_attend = jax.shard_map(
-        lambda *inputs: attend(*inputs[:5], **inputs[5]),
+        attend_shard,
         mesh=mesh(1, 1, attend.strategy.seq),
         in_specs=(shard, shard, shard, whole, whole, whole),
         out_specs=shard,
@@ -174,10 +180,8 @@ def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
         lengths: jax.Array,
         **options: jax.Array,
     ) -> jax.Array:
-        if attend.layout_degree == 1:
-            return sharded_attend(q, k, v, starts, lengths, options)
-        order = layout.token_order(q.shape[1], attend.layout_degree)
-        inverse = layout.place_of_token(q.shape[1], attend.layout_degree)
+        order = attend.layout.token_order(q.shape[1])
+        inverse = attend.layout.place_of_token(q.shape[1])
         inputs = [x[:, order] for x in (q, k, v)]
         return sharded_attend(*inputs, starts, lengths, options)[:, inverse]
 
@@ -185,10 +189,10 @@ def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
 
 
 def put_on_mesh(
-    arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: int = 1
+    arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, layout: Layout = KEPT_ORDER
 ) -> Batch:
-    """The rows as a step gets them, each on its devices. Args: degree: degree of the layout."""
-    token_order = layout.token_order(arrays["tokens_BL"].shape[1], degree)
+    """The rows as a step gets them, each on its devices."""
+    token_order = layout.token_order(arrays["tokens_BL"].shape[1])
     specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
     arrays = {
         name: array[:, token_order] if specs[name] == PER_TOKEN else array

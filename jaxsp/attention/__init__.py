@@ -22,6 +22,7 @@ from jaxsp.attention.api import (
 )
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
+from jaxsp.attention.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.selection import (
     AttentionChoice,
     StrategyOption,
@@ -34,6 +35,7 @@ from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy, count_wo
 __all__ = [
     "CHECKPOINT_NAMES",
     "KINDS_SCOPE",
+    "RING_HOPS_SCOPE",
     "SCOPE",
     "Attend",
     "AttentionChoice",

@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxsp.attention import zigzag
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
-from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.kernels.segments import Chunks, OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy
+from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 
@@ -33,7 +33,7 @@ class AllGather(ZigzagStrategy):
     """Each device keeps its queries and gathers keys and values of whole rows."""
 
     name = "all_gather"
-    options = frozenset({"kv_heads_per_gather"})
+    options = frozenset({"chunks_per_device", "kv_heads_per_gather"})
 
     kv_heads_per_gather: int = 1
     """K/V heads that are gathered at a time, in layers without a sliding window."""
@@ -42,7 +42,13 @@ class AllGather(ZigzagStrategy):
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
     ) -> Sequence[ZigzagStrategy]:
-        return [cls(seq=seq, kv_heads_per_gather=requested.kv_heads_per_gather or 1)]
+        return [
+            cls(
+                seq=seq,
+                chunks_per_device=choose_chunks_per_device(requested, workload, degree=seq),
+                kv_heads_per_gather=requested.kv_heads_per_gather or 1,
+            )
+        ]
 
     def find_problem(self, workload: LayerWorkload) -> str | None:
         kv_heads = workload.num_kv_heads
@@ -55,7 +61,7 @@ class AllGather(ZigzagStrategy):
 
     @property
     def description(self) -> str:
-        return f"{self.name} of {self.seq} by {self.kv_heads_per_gather}"
+        return f"{self.name} of {self.seq} by {self.kv_heads_per_gather}{self._chunks_suffix}"
 
     @property
     def config_fields(self) -> dict[str, Any]:
@@ -98,20 +104,22 @@ class AllGather(ZigzagStrategy):
         v: Float[Array, "B l G K"],
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
+        tables: None = None,
     ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
         """Output and log-sum-exp of this device's queries. Moves: all-gathers of k and v."""
         B, l, H, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, l // 2)
-        local_segments = self.find_local_segments(starts_BM, lengths_BM, l // 2)
-        q_SB2ChK, k_SB2CgK, v_SB2CgK = (_split_heads(x, num_gathers) for x in (q, k, v))
+        chunk_tokens = l // self.chunks_per_device
+        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, chunk_tokens)
+        local_segments = self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
+        q_SBkChK, k_SBkCgK, v_SBkCgK = (self._split_heads(x, num_gathers) for x in (q, k, v))
 
         def attend_heads(
             q: Array, kv: list[Array], gathered_kv: list[Array]
         ) -> tuple[Array, Array]:
             """Output and log-sum-exp of the heads of one gather."""
             diagonal = zigzag.diagonal_forward(
-                kernel, local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv))
+                kernel, local_segments, *(_flatten_chunks(x) for x in (q, *kv))
             )
 
             def attend_chunk(inputs: tuple[Array, OffDiagonalBlock]) -> PartialAttention:
@@ -119,14 +127,14 @@ class AllGather(ZigzagStrategy):
                 return zigzag.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
 
             earlier = jax.lax.map(attend_chunk, (q.swapaxes(0, 1), earlier_blocks))
-            earlier = PartialAttention(*(zigzag.flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
+            earlier = PartialAttention(*(_flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
             out, lse = zigzag.merge(diagonal, earlier)
             return out.astype(q.dtype), lse
 
-        out_SRChK, lse_SRhC = _scan_gathers(self, attend_heads, [q_SB2ChK], [k_SB2CgK, v_SB2CgK])
-        out = _join_heads(out_SRChK.reshape(q_SB2ChK.shape))
-        lse_SB2hC = lse_SRhC.reshape(-1, B, 2, lse_SRhC.shape[2], l // 2)
-        lse = lse_SB2hC.transpose(1, 0, 3, 2, 4).reshape(B, H, l)
+        out_SRChK, lse_SRCh = _scan_gathers(self, attend_heads, [q_SBkChK], [k_SBkCgK, v_SBkCgK])
+        out = _join_heads(out_SRChK.reshape(q_SBkChK.shape))
+        lse_SBlh = lse_SRCh.reshape(num_gathers, B, l, -1)
+        lse = lse_SBlh.transpose(1, 0, 3, 2).reshape(B, H, l)
         return out, lse
 
     def backward(
@@ -140,14 +148,19 @@ class AllGather(ZigzagStrategy):
         dout: Float[Array, "B l H K"],
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
+        tables: None = None,
     ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
         """dq, dk and dv. Moves: all-gathers of k and v, and reduce-scatters of their gradients."""
         B, l, _, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, l // 2)
-        local_segments = self.find_local_segments(starts_BM, lengths_BM, l // 2)
-        q_S, k_S, v_S, out_S, dout_S = (_split_heads(x, num_gathers) for x in (q, k, v, out, dout))
-        lse_SB2hC = lse.reshape(B, num_gathers, -1, 2, l // 2).transpose(1, 0, 3, 2, 4)
+        chunk_tokens = l // self.chunks_per_device
+        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, chunk_tokens)
+        local_segments = self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
+        q_S, k_S, v_S, out_S, dout_S = (
+            self._split_heads(x, num_gathers) for x in (q, k, v, out, dout)
+        )
+        lse_SBhkC = lse.reshape(B, num_gathers, -1, self.chunks_per_device, chunk_tokens)
+        lse_SBkhC = lse_SBhkC.transpose(1, 0, 3, 2, 4)
 
         def heads_backward(
             q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], gathered_kv: list[Array]
@@ -165,7 +178,7 @@ class AllGather(ZigzagStrategy):
                 return [x + y for x, y in zip(sums, dkv, strict=True)], dq
 
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in gathered_kv]
-            gathered_dkv, dq_2BChK = jax.lax.scan(
+            gathered_dkv, dq_kBChK = jax.lax.scan(
                 chunk_backward, zeros, (chunk_inputs, earlier_blocks)
             )
             scattered = _reduce_scatter_dkv(self, gathered_dkv)
@@ -173,32 +186,36 @@ class AllGather(ZigzagStrategy):
             dq, *dkv = zigzag.diagonal_backward(
                 kernel,
                 local_segments,
-                *(zigzag.flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
+                *(_flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
             )
-            dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
+            dq = dq.reshape(q.shape) + dq_kBChK.swapaxes(0, 1)
             dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
             return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-        inputs = [q_S, out_S, lse_SB2hC, dout_S]
+        inputs = [q_S, out_S, lse_SBkhC, dout_S]
         dq, dk, dv = _scan_gathers(self, heads_backward, inputs, [k_S, v_S])
         return _join_heads(dq), _join_heads(dk), _join_heads(dv)
 
     def _find_earlier_blocks(
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
     ) -> OffDiagonalBlock:
-        """For each of this device's two chunks, [2, B]: the block over all tokens before it."""
-        blocks = [
-            segments.find_off_diagonal_block(
+        """For each of this device's chunks, [k, B]: the block over all tokens before it."""
+
+        def find(first_token: Array) -> OffDiagonalBlock:
+            return segments.find_off_diagonal_block(
                 starts_BM,
                 lengths_BM,
-                first_query=number * chunk_tokens,
-                num_queries=chunk_tokens,
-                first_key=jnp.int32(0),
-                num_keys=number * chunk_tokens,
+                queries=Chunks(first_token[None], chunk_tokens),
+                keys=Chunks(jnp.zeros(1, jnp.int32), first_token),
             )
-            for number in self.chunk_numbers(self.index)
-        ]
-        return OffDiagonalBlock(*(jnp.stack(x) for x in zip(*blocks, strict=True)))
+
+        return jax.vmap(find)(self.chunk_numbers(self.index) * chunk_tokens)
+
+    def _split_heads(self, x_BlXK: Array, num_gathers: int) -> Array:
+        """Splits the heads by gather, and the tokens by chunk: [S, B, k, C, X / S, K]."""
+        B, _, X, K = x_BlXK.shape
+        x_BkCSxK = x_BlXK.reshape(B, self.chunks_per_device, -1, num_gathers, X // num_gathers, K)
+        return x_BkCSxK.transpose(3, 0, 1, 2, 4, 5)
 
 
 def _scan_gathers(
@@ -218,47 +235,51 @@ def _scan_gathers(
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), results, last_result)
 
 
-def _split_heads(x_BlXK: Array, num_gathers: int) -> Array:
-    """Splits the heads by gather, and the tokens by chunk: [S, B, 2, C, X / S, K]."""
-    B, l, X, K = x_BlXK.shape
-    x_B2CSxK = x_BlXK.reshape(B, 2, l // 2, num_gathers, X // num_gathers, K)
-    return x_B2CSxK.transpose(3, 0, 1, 2, 4, 5)
+def _flatten_chunks(x_Bk: Array) -> Array:
+    """Makes chunks rows of their own: [B, k, ...] to [R, ...]."""
+    return x_Bk.reshape(-1, *x_Bk.shape[2:])
 
 
-def _join_heads(x_SB2CxK: Array) -> Array:
+def _join_heads(x_SBkCxK: Array) -> Array:
     """Undoes `_split_heads`."""
-    S, B, _, C, x, K = x_SB2CxK.shape
-    return x_SB2CxK.transpose(1, 2, 3, 0, 4, 5).reshape(B, 2 * C, S * x, K)
+    S, B, k, C, x, K = x_SBkCxK.shape
+    return x_SBkCxK.transpose(1, 2, 3, 0, 4, 5).reshape(B, k * C, S * x, K)
 
 
-def _all_gather_kv(group: AllGather, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
+def _all_gather_kv(group: AllGather, kv_BkCgK: list[Array]) -> list[Float[Array, "B L g K"]]:
     """Whole rows, in token order, of all devices' chunks. Keys and values travel in one message, as
     in `Ring.shift`."""
-    kv_2B2CgK = jnp.stack(kv_B2CgK)
+    kv_2BkCgK = jnp.stack(kv_BkCgK)
     if group.seq > 1:
-        kv_P2B2CgK = jax.lax.all_gather(
-            kv_2B2CgK, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
+        kv_P2BkCgK = jax.lax.all_gather(
+            kv_2BkCgK, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
         )
     else:
-        kv_P2B2CgK = kv_2B2CgK[None]
+        kv_P2BkCgK = kv_2BkCgK[None]
     rows = []
-    for x_PB2CgK in (kv_P2B2CgK[:, 0], kv_P2B2CgK[:, 1]):
-        x_NBCgK = jnp.concatenate([x_PB2CgK[:, :, 0], x_PB2CgK[::-1, :, 1]])
-        N, B, C, g, K = x_NBCgK.shape
-        rows.append(x_NBCgK.swapaxes(0, 1).reshape(B, N * C, g, K))
+    for x_PBkCgK in (kv_P2BkCgK[:, 0], kv_P2BkCgK[:, 1]):
+        x_BkPCgK = _reverse_odd_rounds(x_PBkCgK.transpose(1, 2, 0, 3, 4, 5))
+        B, k, P, C, g, K = x_BkPCgK.shape
+        rows.append(x_BkPCgK.reshape(B, k * P * C, g, K))
     return rows
 
 
-def _reduce_scatter_dkv(group: AllGather, dkv_BLgK: list[Array]) -> Float[Array, "2 B 2 C g K"]:
+def _reduce_scatter_dkv(group: AllGather, dkv_BLgK: list[Array]) -> Float[Array, "2 B k C g K"]:
     """This device's chunks of the sums of whole rows over all devices."""
     parts = []
     for x_BLgK in dkv_BLgK:
         B, _, g, K = x_BLgK.shape
-        x_NBCgK = x_BLgK.reshape(B, 2 * group.seq, -1, g, K).swapaxes(0, 1)
-        first_chunks = x_NBCgK[: group.seq]
-        last_chunks = x_NBCgK[: group.seq - 1 : -1]
-        parts.append(jnp.stack([first_chunks, last_chunks], axis=2))
-    dkv_P2B2CgK = jnp.stack(parts, axis=1)
+        x_BkPCgK = x_BLgK.reshape(B, group.chunks_per_device, group.seq, -1, g, K)
+        parts.append(_reverse_odd_rounds(x_BkPCgK).transpose(2, 0, 1, 3, 4, 5))
+    dkv_P2BkCgK = jnp.stack(parts, axis=1)
     if group.seq == 1:
-        return dkv_P2B2CgK[0]
-    return jax.lax.psum_scatter(dkv_P2B2CgK, axes.SEQ, axis_index_groups=group.axis_index_groups)
+        return dkv_P2BkCgK[0]
+    return jax.lax.psum_scatter(dkv_P2BkCgK, axes.SEQ, axis_index_groups=group.axis_index_groups)
+
+
+def _reverse_odd_rounds(x_BkP: Array) -> Array:
+    """Swaps the order of devices and the order of chunks, in the rounds that deal backward."""
+    B, k = x_BkP.shape[:2]
+    x_Bn2P = x_BkP.reshape(B, k // 2, 2, *x_BkP.shape[2:])
+    reversed_BnP = x_Bn2P[:, :, 1, ::-1]
+    return jnp.stack([x_Bn2P[:, :, 0], reversed_BnP], axis=2).reshape(x_BkP.shape)

@@ -19,6 +19,7 @@ from jaxsp.attention.kernels.kernel import (
 from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategy import HasHeads, Strategy
 from jaxsp.attention.ulysses import Ulysses
+from jaxsp.core.layout import Layout
 
 SCOPE = "attend"
 """Scope of all operations of attention in a compiled program."""
@@ -49,9 +50,9 @@ class Attend:
     function: RowKernel
 
     @property
-    def layout_degree(self) -> int:
-        """Degree of the layout that rows must have: see core/layout.py."""
-        return self.strategy.layout_degree
+    def layout(self) -> Layout:
+        """Order that the rows' tokens must have."""
+        return self.strategy.layout
 
     @property
     def _scope(self) -> str:
@@ -69,18 +70,16 @@ class Attend:
         tokens_per_device: int,
     ) -> Any:
         """Segment tables that all layers of a microbatch share, to be passed to every call; None if
-        the kernel needs none.
+        none are needed. Call inside shard_map.
 
         Args: tokens_per_device: tokens of a row that one device holds.
         """
-        if self.strategy.layout_degree > 1:
-            return None
+        row_tokens = tokens_per_device * self.strategy.seq
         with jax.named_scope(SCOPE):
+            if not self.layout.keeps_order:
+                return self.strategy.make_tables(starts_BM, lengths_BM, row_tokens=row_tokens)
             return self.kernel.make_tables(
-                self.settings,
-                starts_BM,
-                lengths_BM,
-                row_tokens=tokens_per_device * self.strategy.seq,
+                self.settings, starts_BM, lengths_BM, row_tokens=row_tokens
             )
 
     def __call__(
@@ -193,8 +192,9 @@ def describe(choice: AttentionChoice, model: HasHeads) -> str:
         f"each device has {heads} of {model.num_heads} query heads and "
         f"{kv_heads} of {model.num_kv_heads} K/V heads"
     )
-    if strategy.layout_degree > 1:
-        part += f", and 2 of {2 * strategy.layout_degree} chunks of each row"
+    layout = strategy.layout
+    if not layout.keeps_order:
+        part += f", and {layout.chunks_per_device} of {layout.num_chunks} chunks of each row"
     average = " on average" if len(set(choice.layer_scores)) > 1 else ""
     traffic = (
         f"it sends {_format_bytes(choice.sent_bytes)} per layer and microbatch{average} "

@@ -1,4 +1,4 @@
-"""Halo: sliding windows where devices keep two chunks of queries each (zigzag.py).
+"""Halo: sliding windows where devices keep several chunks of queries each (zigzag.py).
 
 With a window of w tokens, a chunk's queries see at most the w - 1 tokens before the chunk: its
 halo. Only these are sent, from each chunk to the next one in token order. A halo longer than a
@@ -10,14 +10,16 @@ the chunks that the devices have received after each hop:
     hop 2                -  5        -  4        0  3        1  2
 
 First chunks receive from the device before, last chunks from the device after. Only the last device
-has the chunk before its last chunk itself. Then the kernel computes packed windowed attention over
-rows of halo and chunk. Queries of the halo are zeros, whose results are dropped.
+has the chunk before its last chunk itself. With more chunks per device, both kinds alternate. Then
+the kernel computes packed windowed attention over rows of halo and chunk. Queries of the halo are
+zeros, whose results are dropped.
 
 Source: halo exchange of distributed stencils. Differs: the order of the chunks is that of zigzag.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import halo_exchange
 from jaxsp.attention.chunk_group import ChunkGroup
-from jaxsp.attention.halo_exchange import Halo, Pair
+from jaxsp.attention.halo_exchange import Halo
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ChunkKernel
 
@@ -43,15 +45,18 @@ def forward(
     v: Float[Array, "B l G K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    tables: Any = None,
 ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
     """Output and log-sum-exp of this device's queries, inside shard_map.
 
-    Args: kernel: applies the window.
+    Args:
+        kernel: applies the window.
+        tables: not used.
     Moves: the halos of k and v.
     """
     rows = _make_rows(group, q, window)
     out_RTHK, lse_RHT = kernel.forward(
-        rows.join(_split_chunks(q)),
+        rows.join(rows.split_chunks(q)),
         *rows.receive_kv(k, v),
         *rows.clip_segments(starts_BM, lengths_BM),
     )
@@ -71,19 +76,22 @@ def backward(
     dout: Float[Array, "B l H K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    tables: Any = None,
 ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
     """dq, dk and dv of this device's tokens.
 
-    Args: kernel: applies the window.
+    Args:
+        kernel: applies the window.
+        tables: not used.
     Moves: the halos of k and v, and their gradients back.
     """
     rows = _make_rows(group, q, window)
     dq_RTHK, dk_RTGK, dv_RTGK = kernel.backward(
-        rows.join(_split_chunks(q)),
+        rows.join(rows.split_chunks(q)),
         *rows.receive_kv(k, v),
-        rows.join(_split_chunks(out)),
-        rows.join(_split_chunks(lse, axis=2), axis=2, fill=_DROPPED_LSE),
-        rows.join(_split_chunks(dout)),
+        rows.join(rows.split_chunks(out)),
+        rows.join(rows.split_chunks(lse, axis=2), axis=2, fill=_DROPPED_LSE),
+        rows.join(rows.split_chunks(dout)),
         *rows.clip_segments(starts_BM, lengths_BM),
     )
     dq = jnp.concatenate(rows.take_chunks(dq_RTHK), axis=1).astype(q.dtype)
@@ -94,25 +102,23 @@ def backward(
 class _Rows:
     """Rows of T tokens that a kernel computes: the halo of a chunk, the chunk, and padding.
 
-    The rows of a device's first and last chunks alternate: R = 2 B. A row begins at the first token
-    of its halo, or of the whole row if that is later, because the cuDNN kernel assumes that a row's
-    only segment begins with the row.
+    The k chunks of a row follow each other: R = k B. A row begins at the first token of its halo,
+    or of the whole row if that is later, because the cuDNN kernel assumes that a row's only segment
+    begins with the row.
     """
 
     group: ChunkGroup
     halo: Halo
 
     @property
-    def first_tokens(self) -> Pair:
+    def first_tokens(self) -> list[Array]:
         """First token of each chunk, counted from the beginning of the whole row."""
-        first, last = self.group.chunk_numbers(self.group.index)
-        return first * self.halo.chunk_tokens, last * self.halo.chunk_tokens
+        return list(self.group.chunk_numbers(self.group.index) * self.halo.chunk_tokens)
 
     @property
-    def num_missing(self) -> Pair:
+    def num_missing(self) -> list[Array]:
         """Tokens of each halo that are before the whole row."""
-        first, last = (jnp.maximum(self.halo.num_tokens - x, 0) for x in self.first_tokens)
-        return first, last
+        return [jnp.maximum(self.halo.num_tokens - x, 0) for x in self.first_tokens]
 
     def clip_segments(
         self, starts_BM: Array, lengths_BM: Array
@@ -131,7 +137,12 @@ class _Rows:
         return _stack_rows(starts), _stack_rows(lengths)
 
     def join(
-        self, chunks: Pair, halos: Pair | None = None, *, axis: int = 1, fill: float = 0.0
+        self,
+        chunks: Sequence[Array],
+        halos: Sequence[Array] | None = None,
+        *,
+        axis: int = 1,
+        fill: float = 0.0,
     ) -> Float[Array, "R ..."]:
         """Joins halos and chunks to rows. Args: halos: None: filled with `fill`."""
         halo = self.halo
@@ -146,37 +157,44 @@ class _Rows:
             rows.append(jax.lax.dynamic_slice_in_dim(x, num_missing, halo.row_tokens, axis))
         return _stack_rows(rows)
 
-    def take_chunks(self, rows: Array, *, axis: int = 1) -> Pair:
+    def split_chunks(self, x: Array, *, axis: int = 1) -> list[Array]:
+        """A device's chunks of each row."""
+        return jnp.split(x, self.group.chunks_per_device, axis)
+
+    def take_chunks(self, rows: Array, *, axis: int = 1) -> list[Array]:
         """Takes the tokens of the chunks."""
         halo = self.halo
-        first, last = (
+        return [
             jax.lax.dynamic_slice_in_dim(x, halo.num_tokens - num_missing, halo.chunk_tokens, axis)
-            for x, num_missing in zip(_unstack_rows(rows), self.num_missing, strict=True)
-        )
-        return first, last
+            for x, num_missing in zip(self._unstack_rows(rows), self.num_missing, strict=True)
+        ]
 
-    def take_halos(self, rows: Float[Array, "R T G K"]) -> Pair:
+    def take_halos(self, rows: Float[Array, "R T G K"]) -> list[Array]:
         """Takes the tokens of the halos, 0 before the whole row."""
         size = self.halo.num_tokens
-        first, last = (
+        return [
             jax.lax.dynamic_slice_in_dim(
                 jnp.pad(x[:, :size], ((0, 0), (size, 0), (0, 0), (0, 0))),
                 size - num_missing,
                 size,
                 1,
             )
-            for x, num_missing in zip(_unstack_rows(rows), self.num_missing, strict=True)
-        )
-        return first, last
+            for x, num_missing in zip(self._unstack_rows(rows), self.num_missing, strict=True)
+        ]
+
+    def _unstack_rows(self, x_R: Array) -> list[Array]:
+        """Undoes `_stack_rows`."""
+        number = self.group.chunks_per_device
+        return [x_R[index::number] for index in range(number)]
 
     def receive_kv(
         self, k: Array, v: Array
     ) -> tuple[Float[Array, "R T G K"], Float[Array, "R T G K"]]:
         """Rows of k and v with their halos."""
-        k_chunks = _split_chunks(k)
-        v_chunks = _split_chunks(v)
-        first, last = (jnp.stack(kv) for kv in zip(k_chunks, v_chunks, strict=True))
-        halos = halo_exchange.receive_halos(self.group, self.halo, (first, last))
+        k_chunks = self.split_chunks(k)
+        v_chunks = self.split_chunks(v)
+        chunks = [jnp.stack(kv) for kv in zip(k_chunks, v_chunks, strict=True)]
+        halos = halo_exchange.receive_halos(self.group, self.halo, chunks)
         k_halos, v_halos = zip(*halos, strict=True)
         return self.join(k_chunks, k_halos), self.join(v_chunks, v_halos)
 
@@ -186,8 +204,8 @@ class _Rows:
         """dk and dv of this device's tokens, with the terms from the halos of later chunks."""
         arrays = dk_RTGK, dv_RTGK
         halos = zip(*map(self.take_halos, arrays), strict=True)
-        first, last = (jnp.stack(dkv).astype(jnp.float32) for dkv in halos)
-        returned = halo_exchange.return_halos(self.group, self.halo, (first, last), dtype)
+        dkv_chunks = [jnp.stack(dkv).astype(jnp.float32) for dkv in halos]
+        returned = halo_exchange.return_halos(self.group, self.halo, dkv_chunks, dtype)
         sums = []
         for array, *terms in zip(arrays, *returned, strict=True):
             chunks = [
@@ -200,23 +218,12 @@ class _Rows:
 
 
 def _make_rows(group: ChunkGroup, q: Array, window: int) -> _Rows:
-    halo = Halo(window=window, chunk_tokens=q.shape[1] // 2, seq=group.seq)
+    chunk_tokens = q.shape[1] // group.chunks_per_device
+    halo = Halo(window=window, chunk_tokens=chunk_tokens, num_chunks=group.layout.num_chunks)
     return _Rows(group, halo)
 
 
-def _split_chunks(x: Array, *, axis: int = 1) -> Pair:
-    """A device's first and last chunk of each row."""
-    first, last = jnp.split(x, 2, axis)
-    return first, last
-
-
-def _stack_rows(pair: Sequence[Array]) -> Array:
-    """Joins arrays of first and of last chunks along the batch, alternating. Shapes: two [B, ...]
-    to [2 B, ...]."""
-    x_B2 = jnp.stack(pair, axis=1)
-    return x_B2.reshape(-1, *x_B2.shape[2:])
-
-
-def _unstack_rows(x_R: Array) -> Pair:
-    """Undoes `_stack_rows`."""
-    return x_R[0::2], x_R[1::2]
+def _stack_rows(chunks: Sequence[Array]) -> Array:
+    """Joins arrays of a device's chunks along the batch: k arrays [B, ...] to [k B, ...]."""
+    x_Bk = jnp.stack(chunks, axis=1)
+    return x_Bk.reshape(-1, *x_Bk.shape[2:])

@@ -1,8 +1,9 @@
-"""Exchange of halos between devices that hold two chunks of rows each: see halo.py."""
+"""Exchange of halos between devices that hold several chunks of rows each: see halo.py."""
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,11 @@ from jaxtyping import Array
 from jaxsp.attention.chunk_group import ChunkGroup
 from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.core import axes
+from jaxsp.core.layout import Layout
 
 _ROW_MULTIPLES = (2048, 512)
 """Preferred divisors of a row. cuDNN divides rows of several segments by 4 and by 16, into slots of
 a multiple of 128 tokens: see `cudnn_slots.plan_calls`."""
-
-Pair = tuple[Array, Array]
-"""Arrays of a device's first and of its last chunk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,24 +26,25 @@ class Halo:
     window: int
     """Number of tokens that a token sees, including itself."""
     chunk_tokens: int
-    seq: int
-    """Number of devices in a group."""
+    num_chunks: int
+    """Number of chunks of a row."""
 
     @classmethod
-    def from_workload(cls, workload: LayerWorkload, *, seq: int) -> "Halo":
+    def from_workload(cls, workload: LayerWorkload, *, layout: Layout) -> "Halo":
         """The halo of layers with a window."""
         assert workload.window is not None
-        return cls(window=workload.window, chunk_tokens=workload.row_tokens // (2 * seq), seq=seq)
+        chunk_tokens = workload.row_tokens // layout.num_chunks
+        return cls(window=workload.window, chunk_tokens=chunk_tokens, num_chunks=layout.num_chunks)
 
     @property
     def num_tokens(self) -> int:
         """Tokens before a chunk that its queries may see; the last chunk has most before it."""
-        return min(self.window - 1, (2 * self.seq - 1) * self.chunk_tokens)
+        return min(self.window - 1, (self.num_chunks - 1) * self.chunk_tokens)
 
     @property
     def hop_tokens(self) -> list[int]:
         """Tokens that a chunk sends in each hop."""
-        whole_chunks, rest = divmod(self.num_tokens, self.chunk_tokens)
+        whole_chunks, rest = divmod(self.num_tokens, max(self.chunk_tokens, 1))
         tokens = [self.chunk_tokens] * whole_chunks
         return [*tokens, rest] if rest else tokens
 
@@ -63,16 +63,14 @@ class Halo:
         return _round_up(tokens, math.gcd(self.chunk_tokens, 128))
 
 
-def sent_bytes(workload: LayerWorkload, *, seq: int) -> dict[str, int]:
-    """Bytes that a device sends per layer and microbatch: see `Strategy.sent_bytes`.
-
-    Args: seq: number of devices in a group.
-    """
-    hop_tokens = Halo.from_workload(workload, seq=seq).hop_tokens
-    if seq == 1 or not hop_tokens:
+def sent_bytes(workload: LayerWorkload, *, layout: Layout) -> dict[str, int]:
+    """Bytes that a device sends per layer and microbatch: see `Strategy.sent_bytes`."""
+    hop_tokens = Halo.from_workload(workload, layout=layout).hop_tokens
+    if layout.degree == 1 or not hop_tokens:
         return {}
     # k and v forward and backward, and their gradients: see `return_halos`
-    kv_elements = 2 * workload.num_rows * 2 * workload.num_kv_heads * workload.head_dim
+    num_chunks = layout.chunks_per_device * workload.num_rows
+    kv_elements = num_chunks * 2 * workload.num_kv_heads * workload.head_dim
     in_float32 = sum(hop_tokens[1:-1])
     passes = 3 * sum(hop_tokens) - in_float32
     if workload.recomputes_attention and workload.has_other_kinds:
@@ -81,69 +79,77 @@ def sent_bytes(workload: LayerWorkload, *, seq: int) -> dict[str, int]:
     return {"collective-permute": kv_elements * size}
 
 
-def receive_halos(group: ChunkGroup, halo: Halo, kv: Pair) -> Pair:
-    """k and v of the tokens before both chunks. Shapes: [2, B, C, G, K] to [2, B, num_tokens, G,
+def receive_halos(group: ChunkGroup, halo: Halo, chunks: Sequence[Array]) -> list[Array]:
+    """k and v of the tokens before each chunk. Shapes: [2, B, C, G, K] to [2, B, num_tokens, G,
     K]."""
-    parts = [tuple(x[:, :, :0] for x in kv)]
+    received = list(chunks)
+    parts = [[x[:, :, :0] for x in received]]
     for tokens in halo.hop_tokens:
-        first, last = (x[:, :, -tokens:] for x in kv)
-        kv = _send_to_next(group, first, last)
-        parts.append(kv)
-    first, last = (jnp.concatenate(x[::-1], axis=2) for x in zip(*parts, strict=True))
-    return first, last
+        received = _send_to_next(group, [x[:, :, -tokens:] for x in received])
+        parts.append(received)
+    return [jnp.concatenate(x[::-1], axis=2) for x in zip(*parts, strict=True)]
 
 
-def return_halos(group: ChunkGroup, halo: Halo, dkv: Pair, dtype: jnp.dtype) -> Pair:
+def return_halos(
+    group: ChunkGroup, halo: Halo, dkv: Sequence[Array], dtype: jnp.dtype
+) -> list[Array]:
     """Sends the gradients of halos back to the devices that hold their tokens, and sums them there.
 
     The hops are those of `receive_halos` in reverse. The first hop to run uses `dtype`, because its
     gradients are not sums yet, and so does the last one; the hops between them use float32.
     Shapes: [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G, K].
     """
-    returned = dkv[0][:, :, :0], dkv[1][:, :, :0]
+    returned = [x[:, :, :0] for x in dkv]
     begin = 0
     for hop, tokens in reversed(list(enumerate(halo.hop_tokens))):
-        first, last = (
+        sums = [
             add_to_last(x[:, :, begin : begin + tokens], y, axis=2)
             for x, y in zip(dkv, returned, strict=True)
-        )
+        ]
         if hop in (0, len(halo.hop_tokens) - 1):
-            first, last = first.astype(dtype), last.astype(dtype)
-        returned = _send_to_previous(group, first, last)
+            sums = [x.astype(dtype) for x in sums]
+        returned = _send_to_previous(group, sums)
         begin += tokens
     return returned
 
 
-def _send_to_next(group: ChunkGroup, first: Array, last: Array) -> Pair:
+def _send_to_next(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]:
     """Sends arrays of all chunks to the next chunk, and returns those of the previous chunks.
 
     The row's first chunk receives 0.
     """
+    previous = [jnp.zeros_like(chunks[0]), *chunks[:-1]]
     if group.seq == 1:
-        return jnp.zeros_like(first), first
+        return previous
     up, down = _find_pairs(group)
-    is_last_device = group.index == group.seq - 1
-    from_later_device = jax.lax.ppermute(last, axes.SEQ, down)
-    return (
-        jax.lax.ppermute(first, axes.SEQ, up),
-        jnp.where(is_last_device, first, from_later_device),
+    from_before = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, up)
+    from_after = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, down)
+    return _alternate(
+        jnp.where(group.index == 0, jnp.stack(previous[0::2]), from_before),
+        jnp.where(group.index == group.seq - 1, jnp.stack(previous[1::2]), from_after),
     )
 
 
-def _send_to_previous(group: ChunkGroup, first: Array, last: Array) -> Pair:
+def _send_to_previous(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]:
     """Sends arrays of all chunks to the previous chunk, and returns those of the next chunks.
 
     Those of the row's first chunk are dropped. The row's last chunk receives 0.
     """
+    following = [*chunks[1:], jnp.zeros_like(chunks[0])]
     if group.seq == 1:
-        return last, jnp.zeros_like(last)
+        return following
     up, down = _find_pairs(group)
-    is_last_device = group.index == group.seq - 1
-    from_later_device = jax.lax.ppermute(first, axes.SEQ, down)
-    return (
-        jnp.where(is_last_device, last, from_later_device),
-        jax.lax.ppermute(last, axes.SEQ, up),
+    from_after = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, down)
+    from_before = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, up)
+    return _alternate(
+        jnp.where(group.index == group.seq - 1, jnp.stack(following[0::2]), from_after),
+        jnp.where(group.index == 0, jnp.stack(following[1::2]), from_before),
     )
+
+
+def _alternate(first: Array, last: Array) -> list[Array]:
+    """Arrays of chunks in order, from those of first and of last chunks."""
+    return [x for pair in zip(first, last, strict=True) for x in pair]
 
 
 def _find_pairs(group: ChunkGroup) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

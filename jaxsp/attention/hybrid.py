@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtyping import Array, Int32
+
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels.kernel import (
     Kernel,
@@ -25,6 +27,7 @@ from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import errors, nodes
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 
 OUTER_STRATEGIES: dict[str, type[ZigzagStrategy]] = {
     strategy.name: strategy for strategy in (Ring, AllGather)
@@ -37,7 +40,7 @@ class Hybrid(Strategy):
     """Ulysses among neighbors, another strategy between them: see `combine`."""
 
     name = "hybrid"
-    options = frozenset({"ulysses_degree", "outer_strategy"})
+    options = frozenset({"chunks_per_device", "ulysses_degree", "outer_strategy"})
 
     seq: int
     inner: Ulysses
@@ -105,8 +108,8 @@ class Hybrid(Strategy):
         }
 
     @property
-    def layout_degree(self) -> int:
-        return self.outer.layout_degree
+    def layout(self) -> Layout:
+        return self.outer.layout
 
     @property
     def all_to_all_size(self) -> int:
@@ -145,6 +148,11 @@ class Hybrid(Strategy):
     ) -> RowKernel:
         chunks = self.outer.build(kernel, settings, kinds=kinds)
         return self.inner.wrap_kernel(chunks, axis_index_groups=self.neighborhoods)
+
+    def make_tables(
+        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+    ) -> Any:
+        return self.outer.make_tables(starts_BM, lengths_BM, row_tokens=row_tokens)
 
     def on_one_device(self) -> Strategy | None:
         return self.outer.on_one_device()

@@ -129,7 +129,7 @@ def _configure(
 
 def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
     """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
-    if strategy.layout_degree == 1 or _has_chunk_kernel(kernel):
+    if strategy.layout.keeps_order or _has_chunk_kernel(kernel):
         return
     names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunk_kernel(k))
     raise UserError(

@@ -151,11 +151,14 @@ def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyO
         for strategy_class in registry.STRATEGIES.values()
         for field in sorted(strategy_class.options)
     }
-    return [
-        StrategyOption(candidate.label, unused | candidate.config_fields)
-        for strategy_class in registry.STRATEGIES.values()
-        for candidate in strategy_class.candidates(requested, layer, seq=seq)
-    ]
+    options = []
+    for strategy_class in registry.STRATEGIES.values():
+        for candidate in strategy_class.candidates(requested, layer, seq=seq):
+            fields = unused | candidate.config_fields
+            if not candidate.layout.keeps_order:
+                fields["chunks_per_device"] = requested.chunks_per_device
+            options.append(StrategyOption(candidate.label, fields))
+    return options
 
 
 def _layers_to_compare(config: Config, model: HasHeads) -> dict[LayerWorkload, int]:
@@ -213,7 +216,7 @@ def _candidates(
     if strategy_class is not None:
         strategy_class.raise_if_impossible(requested, layer, seq=seq)
         return candidates
-    whole_rows = [candidate for candidate in candidates if candidate.layout_degree == 1]
+    whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
     return whole_rows or candidates
 
 
@@ -246,6 +249,7 @@ def _raise_if_options_unused(requested: AttentionConfig, strategy: Strategy) -> 
         or "outer_strategy" in options,
         "ulysses_degree": "ulysses_degree" in options,
         "kv_heads_per_gather": "kv_heads_per_gather" in strategy.config_fields,
+        "chunks_per_device": not strategy.layout.keeps_order,
     }
     for option in is_used:
         value = getattr(requested, option)

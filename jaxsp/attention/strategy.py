@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from jaxsp.attention.kernels.kernel import (
     Kernel,
@@ -22,6 +22,7 @@ from jaxsp.attention.kernels.kernel import (
 )
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import KEPT_ORDER, Layout
 
 
 @runtime_checkable
@@ -65,6 +66,10 @@ class LayerWorkload:
     remat: str = "save_attention"
     """Value of memory.remat."""
     is_deterministic: bool = False
+    shortest_row_tokens: int | None = None
+    """Tokens of the config's shortest rows, which have the same layout; None: `row_tokens`."""
+    has_windowed_kinds: bool = False
+    """True if layers of any kind have a sliding window."""
     has_other_kinds: bool = False
     """True if the model has layers of other kinds. Then XLA merges no collectives of the recomputed
     forward pass with those of the backward pass, because each is in a branch of its own."""
@@ -93,6 +98,8 @@ class LayerWorkload:
             softcap=score.softcap,
             remat=config.memory.remat if remat is None else remat,
             is_deterministic=config.run.deterministic,
+            shortest_row_tokens=config.data.row_lengths[0],
+            has_windowed_kinds=any(kind.window is not None for kind in kinds),
             has_other_kinds=len(set(kinds)) > 1,
         )
 
@@ -213,10 +220,10 @@ class Strategy(Protocol):
         return {"strategy": self.name}
 
     @property
-    def layout_degree(self) -> int:
-        """Degree of the rows' layout: see core/layout.py. With 1, kernels compute whole rows; with
-        more, chunks of them."""
-        return 1
+    def layout(self) -> Layout:
+        """Order of the rows' tokens. If they keep it, kernels compute whole rows, otherwise
+        chunks."""
+        return KEPT_ORDER
 
     @property
     def all_to_all_size(self) -> int:
@@ -252,11 +259,18 @@ class Strategy(Protocol):
     ) -> RowKernel:
         """Returns the function that is called inside shard_map with this device's shard of rows.
 
-        Outputs and gradients are 0 at padding. If `layout_degree` is more than 1, `kernel` must
-        have functions for chunks.
+        Outputs and gradients are 0 at padding. Unless rows keep their order, `kernel` must have
+        functions for chunks.
 
         Args: kinds: scores of each kind of layer.
         """
+
+    def make_tables(
+        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+    ) -> Any:
+        """Returns what all layers of a microbatch share about the segments of chunked rows; None
+        for nothing. Called inside shard_map."""
+        return None
 
     def on_one_device(self) -> "Strategy | None":
         """Returns a strategy that computes chunks in the same way on one device, for tests of a

@@ -1,8 +1,8 @@
-"""Zigzag: the shared part of ring and all-gather, which keep two chunks of queries per device.
+"""Zigzag: the shared part of ring and all-gather, which keep several chunks of queries per device.
 
-Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2P - 1 - d. The
-chunks attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk,
-they see one block: the part of the one segment that reaches from there into the chunk. Partial
+Chunks are dealt to the devices back and forth (core/layout.py). The chunks attend to themselves
+with the kernel's packed causal attention. Of the tokens before a chunk, they see one block: the
+part of the one segment that reaches from there into the chunk (see also chunk_calls.py). Partial
 results are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp,
 so its partial results are only added. Layers with a sliding window do none of this: see halo.py.
 """
@@ -10,8 +10,9 @@ so its partial results are only added. Layers with a sliding window do none of t
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,20 @@ from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
 
-_EMPTY_LSE = -1e30
+EMPTY_LSE = -1e30
 """Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
+
+
+MIN_CHUNK_TOKENS = 1024
+"""Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
+of the kernel, and the memory of cuDNN's slots grows if chunks are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     """Base class of strategies whose devices keep their queries."""
+
+    options = frozenset({"chunks_per_device"})
 
     @abc.abstractmethod
     def forward(
@@ -51,8 +59,12 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         v: Float[Array, "B l G K"],
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
+        tables: Any = None,
     ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
-        """Output and log-sum-exp of this device's queries, inside shard_map."""
+        """Output and log-sum-exp of this device's queries, inside shard_map.
+
+        Args: tables: result of `make_tables`.
+        """
 
     @abc.abstractmethod
     def backward(
@@ -66,18 +78,27 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         dout: Float[Array, "B l H K"],
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
+        tables: Any = None,
     ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
-        """dq, dk and dv of this device's tokens."""
+        """dq, dk and dv of this device's tokens. Args: tables: result of `make_tables`."""
 
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
     ) -> Sequence["ZigzagStrategy"]:
-        return [cls(seq=seq)]
+        chunks = choose_chunks_per_device(requested, workload, degree=seq)
+        return [cls(seq=seq, chunks_per_device=chunks)]
 
     @property
-    def layout_degree(self) -> int:
-        return self.seq
+    def description(self) -> str:
+        return super().description + self._chunks_suffix
+
+    @property
+    def _chunks_suffix(self) -> str:
+        """End of the description if devices hold more than the 2 chunks of one round."""
+        if self.chunks_per_device == 2:
+            return ""
+        return f" ({self.chunks_per_device} chunks each)"
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
         chunks = self.chunk_workload(workload)
@@ -86,26 +107,28 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         return dataclasses.replace(
             workload.to_kernel_workload(),
             num_rows=chunks.num_rows,
-            row_tokens=Halo.from_workload(workload, seq=self.seq).row_tokens,
+            row_tokens=Halo.from_workload(workload, layout=self.layout).row_tokens,
             chunks_per_row=chunks.chunks_per_row,
+            chunks_per_device=chunks.chunks_per_device,
         )
 
     def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
         """The workload of layers without a window."""
-        chunks_per_row = 2 * self.seq
+        chunks_per_row = self.layout.num_chunks
         chunk_tokens = workload.row_tokens // chunks_per_row
         return dataclasses.replace(
             workload.to_kernel_workload(),
-            num_rows=2 * workload.num_rows,
+            num_rows=self.chunks_per_device * workload.num_rows,
             row_tokens=chunk_tokens,
             chunks_per_row=chunks_per_row,
+            chunks_per_device=self.chunks_per_device,
             num_earlier_keys=chunk_tokens,
             window=None,
         )
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         if workload.has_window:
-            return halo_exchange.sent_bytes(workload, seq=self.seq)
+            return halo_exchange.sent_bytes(workload, layout=self.layout)
         return self.chunk_sent_bytes(workload)
 
     @abc.abstractmethod
@@ -117,7 +140,7 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         inputs = 3 * q + kv  # with the output and its gradient
         if not workload.has_window:
             return inputs + 4 * (q + kv)  # float32 sums, and what travels
-        halo = Halo.from_workload(workload, seq=self.seq)
+        halo = Halo.from_workload(workload, layout=self.layout)
         rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
         return inputs + rows
 
@@ -132,7 +155,11 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     ) -> RowKernel:
         functions = [self.make_functions(kernel, settings, score) for score in kinds]
         attend = with_saved_residuals(functions, self.segment_mask)
-        return mask_padding(kernel, attend, self.segment_mask)
+
+        def attend_shards(*inputs: Array, tables: Any = None, **options: Any) -> Array:
+            return attend(*inputs, tables, **options)
+
+        return mask_padding(kernel, attend_shards, self.segment_mask)
 
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
@@ -168,19 +195,22 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         return chunk_kernel
 
     def on_one_device(self) -> Strategy:
-        return type(self)(seq=1)
+        return type(self)(seq=1, chunks_per_device=self.chunks_per_device)
 
     def find_local_segments(
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
     ) -> "LocalSegments":
         """Finds the segments of this device's chunks."""
-        chunks = [
-            segments.clip_to_chunk(
-                starts_BM, lengths_BM, first_token=number * chunk_tokens, num_tokens=chunk_tokens
+
+        def clip(first_token: Array) -> tuple[Array, Array]:
+            return segments.clip_to_chunk(
+                starts_BM, lengths_BM, first_token=first_token, num_tokens=chunk_tokens
             )
-            for number in self.chunk_numbers(self.index)
-        ]
-        starts_RM, lengths_RM = stack_chunks(*chunks)
+
+        first_tokens_k = self.chunk_numbers(self.index) * chunk_tokens
+        starts_BkM, lengths_BkM = jax.vmap(clip, out_axes=1)(first_tokens_k)
+        starts_RM = starts_BkM.reshape(-1, starts_BkM.shape[-1])
+        lengths_RM = lengths_BkM.reshape(starts_RM.shape)
         mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
         return LocalSegments(starts_RM, lengths_RM, mask_RC)
 
@@ -188,26 +218,47 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         self, starts_BM: Array, lengths_BM: Array, num_tokens: int
     ) -> Bool[Array, "B l"]:
         """True for this device's tokens that belong to a segment."""
-        local = self.find_local_segments(starts_BM, lengths_BM, num_tokens // 2)
+        local = self.find_local_segments(
+            starts_BM, lengths_BM, num_tokens // self.chunks_per_device
+        )
         return local.mask_RC.reshape(len(starts_BM), num_tokens)
+
+
+def choose_chunks_per_device(
+    requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+) -> int:
+    """Chooses the requested number; `auto` is the largest with chunks of MIN_CHUNK_TOKENS.
+
+    2 chunks balance rows of one document. With windows, the halos grow with the number of chunks.
+
+    Args: degree: number of devices that the chunks of a row are dealt to.
+    """
+    if requested.chunks_per_device != "auto":
+        return requested.chunks_per_device
+    if workload.has_windowed_kinds or workload.max_segments == 1:
+        return 2
+    row_tokens = math.gcd(workload.row_tokens, workload.shortest_row_tokens or workload.row_tokens)
+    num_devices = workload.row_tokens // workload.tokens_per_device
+    return next(
+        chunks
+        for chunks in (16, 8, 4, 2)
+        if chunks == 2
+        or (
+            row_tokens % (MIN_CHUNK_TOKENS * chunks * degree) == 0
+            and row_tokens % (chunks * num_devices) == 0
+        )
+    )
 
 
 class PartialAttention(NamedTuple):
     """Attention of some queries over a part of their keys."""
 
     out_BCHK: Float32[Array, "B C H K"]
-    lse_BHC: Float32[Array, "B H C"]
-
-    def split_chunks(self) -> tuple["PartialAttention", "PartialAttention"]:
-        """Undoes `flatten_chunks`: the parts of the first and of the second chunk of each row."""
-        pairs = [x.reshape(-1, 2, *x.shape[1:]) for x in self]
-        return PartialAttention(*(x[:, 0] for x in pairs)), PartialAttention(
-            *(x[:, 1] for x in pairs)
-        )
+    lse_BCH: Float32[Array, "B C H"]
 
 
 class LocalSegments(NamedTuple):
-    """Segments of this device's chunks. Chunks count as rows, both of a row one after the other."""
+    """Segments of this device's chunks. Chunks count as rows, those of a row one after another."""
 
     starts_RM: Int32[Array, "R M"]
     lengths_RM: Int32[Array, "R M"]
@@ -215,20 +266,15 @@ class LocalSegments(NamedTuple):
     """True for tokens of a segment."""
 
 
-def split_chunks(x_BlXK: Array) -> Array:
-    """Splits a device's shard of each row into its two chunks: [B, 2, C, X, K]."""
-    B, l = x_BlXK.shape[:2]
-    return x_BlXK.reshape(B, 2, l // 2, *x_BlXK.shape[2:])
+def to_chunk_rows(x_Bl: Array, chunks_per_device: int) -> Array:
+    """Makes chunks rows of their own: [B, l, ...] to [R, C, ...]."""
+    B, l = x_Bl.shape[:2]
+    return x_Bl.reshape(B * chunks_per_device, l // chunks_per_device, *x_Bl.shape[2:])
 
 
-def flatten_chunks(x_B2: Array) -> Array:
-    """Makes both chunks of each row rows of their own: [B, 2, ...] to [R, ...]."""
-    return x_B2.reshape(-1, *x_B2.shape[2:])
-
-
-def stack_chunks(first: Iterable[Array], last: Iterable[Array]) -> list[Array]:
-    """Makes arrays of the first and of the last chunk of each row rows of their own."""
-    return [flatten_chunks(jnp.stack(x, axis=1)) for x in zip(first, last, strict=True)]
+def from_chunk_rows(x_RC: Array, num_rows: int) -> Array:
+    """Undoes `to_chunk_rows`."""
+    return x_RC.reshape(num_rows, -1, *x_RC.shape[2:])
 
 
 def diagonal_forward(
@@ -310,24 +356,15 @@ def _compute_if_any(
 
 def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Attention of queries over the keys of both parts."""
-    lse_BHC = jnp.logaddexp(first.lse_BHC, second.lse_BHC)
-    terms = []
-    for part in (first, second):
-        weight_BCH1 = jnp.exp(part.lse_BHC - lse_BHC).swapaxes(1, 2)[..., None]
-        terms.append(part.out_BCHK * weight_BCH1)
-    return PartialAttention(jnp.asarray(sum(terms)), lse_BHC)
-
-
-def mask_partial(part: PartialAttention, is_seen: Array) -> PartialAttention:
-    """The part if `is_seen`, a scalar, is true; otherwise attention over no keys."""
-    return PartialAttention(
-        jnp.where(is_seen, part.out_BCHK, 0.0), jnp.where(is_seen, part.lse_BHC, _EMPTY_LSE)
-    )
+    lse_BCH = jnp.logaddexp(first.lse_BCH, second.lse_BCH)
+    terms = [part.out_BCHK * jnp.exp(part.lse_BCH - lse_BCH)[..., None] for part in (first, second)]
+    return PartialAttention(jnp.asarray(sum(terms)), lse_BCH)
 
 
 def _make_partial(out_RCHK: Array, lse_RHC: Array, mask_RC: Array) -> PartialAttention:
     return PartialAttention(
-        _zero_outside(out_RCHK, mask_RC), jnp.where(mask_RC[:, None], lse_RHC, _EMPTY_LSE)
+        _zero_outside(out_RCHK, mask_RC),
+        jnp.where(mask_RC[..., None], lse_RHC.swapaxes(1, 2), EMPTY_LSE),
     )
 
 

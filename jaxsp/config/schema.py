@@ -89,6 +89,12 @@ class AttentionConfig(ConfigSection):
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of a device's K/V heads that all_gather gathers at a time. null: one. It does not
     apply to layers with a sliding window, which gather nothing."""
+    chunks_per_device: Annotated[Literal["auto"] | PositiveCount, with_examples(4)] = "auto"
+    """Number of chunks of a row that each device holds where devices keep their queries (ring,
+    all_gather, hybrid), dealt back and forth: 2, 4, 8 or 16. More chunks balance rows of several
+    documents better, with more and smaller calls of the kernel. auto: the largest number for which
+    chunks have a multiple of 1,024 tokens. It is 2 if there is none, if rows have one document, and
+    for models with sliding windows, where each chunk receives the window before it."""
     kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
     """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100:
     rows of one document). blockwise: online softmax over blocks, memory linear in length, on any
@@ -96,6 +102,13 @@ class AttentionConfig(ConfigSection):
     head_chunks: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of chunks into which cudnn splits a device's heads; it processes one after another.
     null: the smallest number that satisfies cuDNN's limits and bounds its memory."""
+
+    @pydantic.field_validator("chunks_per_device", mode="before")
+    @classmethod
+    def _check_chunks_per_device(cls, value: Any) -> Any:
+        if value != "auto" and not (fields.is_count(value) and value in (2, 4, 8, 16)):
+            raise ValueError("must be auto, 2, 4, 8 or 16")
+        return value
 
 
 class MemoryConfig(ConfigSection):

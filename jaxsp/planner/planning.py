@@ -176,12 +176,12 @@ def _find_problems(
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
     problems = memory_options.find_problems(config, platform="gpu")
     problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
-    degree = None
+    layout = None
     try:
-        degree = attention.choose_strategy(config, model).layout_degree
+        layout = attention.choose_strategy(config, model).layout
     except UserError as error:
         problems.extend(error.problems)
-    problems.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
+    problems.extend(device_mesh.find_division_problems(config, sizes, layout=layout))
     lengths = config.data.row_lengths
     row_tokens = config.data.max_row_tokens
     max_segments = config.data.max_segments_per_row

@@ -60,8 +60,9 @@ class MetricsLine:
     padding_fraction: float
     """Fraction of the step's token slots that no segment fills."""
     attention_imbalance: float
-    """Attention work (sum of squared segment lengths) of each microbatch's busiest
-    sequence-parallel group, relative to the mean over groups. 1 is balanced."""
+    """Attention work of the slowest devices relative to the mean over devices: 1 is balanced.
+    Groups wait for each other in each microbatch and, where devices keep their queries, devices of
+    a group in each ring step. The work of a row is the sum of its squared segment lengths."""
     step_s: float
     """Seconds from the end of the previous step to the end of this one, without evaluations and
     checkpoints between them."""

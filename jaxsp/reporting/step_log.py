@@ -158,7 +158,7 @@ class StepLog:
             self._program.config,
             self._program.mesh,
             self._inputs.schedule,
-            layout_degree=self._program.attend.layout_degree,
+            layout=self._program.attend.layout,
         )
         step_index = self._num_finished - self._inputs.start.step - 1
         self.nonfinite.record_step(self._num_finished, results, loader, step_index)

@@ -73,7 +73,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         program.config,
         program.mesh,
         inputs.schedule,
-        layout_degree=program.attend.layout_degree,
+        layout=program.attend.layout,
     )
     seconds = []
     metrics_of_steps = []

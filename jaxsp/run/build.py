@@ -268,7 +268,7 @@ def _check_step(
         problems += device_mesh.find_division_problems(
             config,
             sizes,
-            degree=choice.strategy.layout_degree if choice is not None else None,
+            layout=choice.strategy.layout if choice is not None else None,
             with_training=for_training,
         )
     if for_training and model is not None:

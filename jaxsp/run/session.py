@@ -95,7 +95,7 @@ class Session:
         self._is_stopped_early = False
         self._is_training = False
         self._loader = inputs.train_set.make_loader(
-            config, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree
+            config, program.mesh, inputs.schedule, layout=program.attend.layout
         )
 
     def print_assignments(self) -> None:

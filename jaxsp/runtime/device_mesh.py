@@ -8,6 +8,7 @@ import jax
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -34,27 +35,35 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def find_division_problems(
-    config: Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True
+    config: Config, sizes: dict[str, int], *, layout: Layout | None, with_training: bool = True
 ) -> list[str]:
     """Problems with dividing a config's rows and their tokens among the devices.
 
     Args:
         sizes: axis sizes of the mesh.
-        degree: degree of the rows' layout (core/layout.py); None: unknown, so that suggested row
-            lengths must suit every layout.
+        layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
+            chunks per device.
         with_training: False: leaves out batch.rows_per_step.
     Returns: one text per problem; empty if there is none.
     """
     problems = []
     seq = sizes[axes.SEQ]
-    divisor = 2 * seq if degree is not None and degree > 1 else seq
-    reason = "2 chunks per device (mesh.seq)" if divisor > seq else "1 shard per device (mesh.seq)"
+    chunks_per_device = 1 if layout is None or layout.keeps_order else layout.chunks_per_device
+    divisor = chunks_per_device * seq
+    reason = "1 shard per device (mesh.seq)"
+    if chunks_per_device > 1:
+        reason = f"{chunks_per_device} chunks per device (mesh.seq)"
     for row_tokens in config.data.row_lengths:
         if row_tokens % divisor:
-            multiples = _nearest_multiples(row_tokens, 2 * seq if degree is None else divisor)
+            multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
+            suggestion = f"Use {errors.format_choices(multiples)}."
+            fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
+            if fewer:
+                numbers = errors.format_choices(fewer)
+                suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
             problems.append(
                 f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-                f"Use {errors.format_choices(multiples)}."
+                f"{suggestion}"
             )
     rows_per_step = config.batch.rows_per_step
     per_microbatch = config.batch.rows_per_microbatch

@@ -103,7 +103,7 @@ class Evaluator:
                 self._config,
                 self._program.mesh,
                 data.make_schedule(self._config, epochs=1),
-                layout_degree=self._program.attend.layout_degree,
+                layout=self._program.attend.layout,
             )
             totals = []
             dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())

@@ -225,7 +225,7 @@ def _can_split_rows(program: Program, seq: int) -> bool:
         return False
     sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
     return not device_mesh.find_division_problems(
-        config, sizes, degree=strategy.layout_degree, with_training=False
+        config, sizes, layout=strategy.layout, with_training=False
     )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxsp.core import axes, layout
+from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
 from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
@@ -207,10 +207,8 @@ def _make_token_keys(
         rows_B=step_row_index(
             microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows
         ),
-        tokens_l=layout.tokens_in_places(
-            places_l,
-            row_tokens=num_tokens * program.mesh.shape[axes.SEQ],
-            degree=program.attend.layout_degree,
+        tokens_l=program.attend.layout.tokens_in_places(
+            places_l, row_tokens=num_tokens * program.mesh.shape[axes.SEQ]
         ),
     )
 

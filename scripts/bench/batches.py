@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 
+from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
@@ -145,7 +146,8 @@ def make_loader(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader
     sizes = {"replica": 1, "data": data, "seq": seq}
     mesh = device_mesh.make_mesh(sizes, jax.devices()[: data * seq])
     packed = dataset.pack_documents("train", Documents([documents]), config, digests=["unused"])
-    return packed.make_loader(config, mesh, packed.make_schedule(config, epochs=1), layout_degree=1)
+    schedule = packed.make_schedule(config, epochs=1)
+    return packed.make_loader(config, mesh, schedule, layout=KEPT_ORDER)
 
 
 def time_epoch(loader: BatchLoader, name: str) -> Case:

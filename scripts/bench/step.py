@@ -156,7 +156,7 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
         config,
         program.mesh,
         inputs.train_set.make_schedule(config, num_steps=1),
-        layout_degree=program.attend.layout_degree,
+        layout=program.attend.layout,
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]

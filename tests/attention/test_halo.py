@@ -20,7 +20,9 @@ L = test_strategies.L
 
 STRATEGIES = [
     *(Ring(seq=seq) for seq in (1, 2, 3, 4, 6, 8)),
+    *(Ring(seq=seq, chunks_per_device=4) for seq in (1, 2, 4)),
     *(AllGather(seq=seq) for seq in (1, 4)),
+    AllGather(seq=3, chunks_per_device=8),
     *(
         make_strategy(seq=seq, ulysses_degree=degree, outer_strategy=outer)
         for seq, degree in ((8, 2), (4, 2), (6, 3))
@@ -42,6 +44,7 @@ WINDOWS = {
 QUICK = {
     ("ring of 3", "shorter than a chunk"),
     ("ring of 8", "several chunks"),
+    ("ring of 4 (4 chunks each)", "several chunks"),
     ("Ulysses of 3 x ring of 2", "longer than a chunk"),
     ("all_gather of 1 by 1", "a chunk"),
 }
@@ -84,7 +87,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "name"), CASES)
 def test_windows_equal_one_device(strategy, name, record_property):
-    window = WINDOWS[name](L // (2 * strategy.layout_degree))
+    window = WINDOWS[name](strategy.layout.chunk_tokens(L))
     actual = test_strategies.results(
         make_attend(strategy, "blockwise", window), test_strategies.inputs(6, 2)
     )
@@ -165,16 +168,16 @@ def test_rows_of_a_kernel_divide_as_evenly_as_chunks_if_that_costs_little():
         calls = cudnn_slots.plan_calls(num_rows=2, row_tokens=halo.row_tokens, max_segments=64)
         return sum(call.num_slots * call.slot_tokens for call in calls[-1:]) / halo.row_tokens
 
-    halo = Halo(window=1024, chunk_tokens=65536, seq=8)
+    halo = Halo(window=1024, chunk_tokens=65536, num_chunks=16)
     assert (halo.num_tokens, halo.row_tokens) == (1023, 67584)
     assert slots(halo) == 8  # twice the tokens of two rows for each of 4
-    assert Halo(window=128, chunk_tokens=2048, seq=8).row_tokens == 2048 + 128
-    assert Halo(window=4096, chunk_tokens=2**20, seq=2).row_tokens == 2**20 + 4096
-    assert Halo(window=7, chunk_tokens=6, seq=8).row_tokens == 12
+    assert Halo(window=128, chunk_tokens=2048, num_chunks=16).row_tokens == 2048 + 128
+    assert Halo(window=4096, chunk_tokens=2**20, num_chunks=4).row_tokens == 2**20 + 4096
+    assert Halo(window=7, chunk_tokens=6, num_chunks=16).row_tokens == 12
 
 
 def test_halos_end_at_the_beginning_of_the_row():
-    halo = Halo(window=96, chunk_tokens=12, seq=4)
+    halo = Halo(window=96, chunk_tokens=12, num_chunks=8)
     assert halo.hop_tokens == [12] * 7
-    assert Halo(window=30, chunk_tokens=12, seq=4).hop_tokens == [12, 12, 5]
-    assert Halo(window=1, chunk_tokens=12, seq=4).hop_tokens == []
+    assert Halo(window=30, chunk_tokens=12, num_chunks=8).hop_tokens == [12, 12, 5]
+    assert Halo(window=1, chunk_tokens=12, num_chunks=8).hop_tokens == []

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.segments import Chunks
 from tests import batches
 
 L = 48
@@ -66,10 +67,8 @@ def test_one_block_per_row_gives_the_mask_between_chunks(num_chunks):
             block = segments.find_off_diagonal_block(
                 jnp.asarray(starts),
                 jnp.asarray(lengths),
-                first_query=jnp.int32(first_query),
-                num_queries=size,
-                first_key=jnp.int32(first_key),
-                num_keys=num_keys,
+                queries=Chunks(jnp.int32([first_query]), size),
+                keys=Chunks(jnp.int32([first_key]), num_keys),
             )
             query_mask = np.asarray(block.query_mask(size))
             key_mask = np.asarray(block.key_mask(num_keys))
@@ -86,10 +85,8 @@ def test_a_block_ends_with_the_chunk_of_queries():
     block = segments.find_off_diagonal_block(
         jnp.int32([[3]]),
         jnp.int32([[20]]),
-        first_query=jnp.int32(8),
-        num_queries=8,
-        first_key=jnp.int32(0),
-        num_keys=8,
+        queries=Chunks(jnp.int32([8]), 8),
+        keys=Chunks(jnp.int32([0]), 8),
     )
     assert [x.tolist() for x in block] == [[8], [3], [5]]
 
@@ -98,9 +95,18 @@ def test_the_block_of_the_example():
     block = segments.find_off_diagonal_block(
         jnp.int32([[3]]),
         jnp.int32([[9]]),
-        first_query=jnp.int32(8),
-        num_queries=8,
-        first_key=jnp.int32(0),
-        num_keys=8,
+        queries=Chunks(jnp.int32([8]), 8),
+        keys=Chunks(jnp.int32([0]), 8),
     )
     assert [x.tolist() for x in block] == [[4], [3], [5]]
+
+
+def test_keys_and_queries_of_several_chunks_are_counted_together():
+    """Chunks of 4 tokens: keys 0 to 3 and 8 to 11, queries 12 to 15 and 20 to 23."""
+    block = segments.find_off_diagonal_block(
+        jnp.int32([[3], [9], [12], [4]]),
+        jnp.int32([[18], [5], [9], [2]]),
+        queries=Chunks(jnp.int32([12, 20]), 4),
+        keys=Chunks(jnp.int32([0, 8]), 4),
+    )
+    assert [x.tolist() for x in block] == [[5, 2, 0, 0], [3, 5, 0, 0], [5, 3, 0, 0]]

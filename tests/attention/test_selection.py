@@ -407,7 +407,14 @@ def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     ],
 )
 def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, keys, heads):
-    choice = choose(seq=8, strategy=strategy, max_segments=1, deterministic=True, head_chunks=1)
+    choice = choose(
+        seq=8,
+        strategy=strategy,
+        chunks_per_device=2,
+        max_segments=1,
+        deterministic=True,
+        head_chunks=1,
+    )
     chunk = 131072 // 16
     scores = 2 * rows * chunk * keys * heads  # bfloat16
     sums = (
@@ -562,7 +569,7 @@ def test_sent_bytes_are_the_mean_of_all_layers(monkeypatch):
 def test_the_banner_shows_what_each_strategy_sends():
     """131,072 tokens, 16,384 on each of 8 devices; 28 query and 4 K/V heads of size 128."""
     choice = choose(seq=8, heads=(28, 4, 128))
-    assert (choice.strategy.all_to_all_size, choice.strategy.layout_degree) == (4, 2)
+    assert (choice.strategy.all_to_all_size, choice.strategy.layout.degree) == (4, 2)
     held = 16384 * 128 * 2  # bytes of a head
     exchanged = 3 * 2 * (28 + 4) * held * 3 // 4
     # k and v forward and backward, their gradients in float32, and the last hop in bfloat16
@@ -574,11 +581,14 @@ def test_the_banner_shows_what_each_strategy_sends():
         "cuDNN 9.28.0",
         "7 of 28",
         "1 of 4",
-        "2 of 4",
-        start="Ulysses of 4 x ring of 2",
+        "16 of 32",
+        start="Ulysses of 4 x ring of 2 (16 chunks each)",
     )
     others = dict(choice.alternatives)
-    assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
+    assert others.keys() == {
+        "Ulysses of 2 x ring of 4 (16 chunks each)",
+        "ring of 8 (16 chunks each)",
+    }
     assert_names(
         line,
         f"{choice.sent_bytes / 1e6:,.1f} MB",

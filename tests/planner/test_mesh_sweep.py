@@ -137,7 +137,9 @@ def test_heads_that_do_not_divide_leave_ulysses_out():
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     """A mesh that training accepts is not refused because of a field of another strategy."""
     config = programs.settings(
-        "attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=2"
+        "attention.outer_strategy=all_gather",
+        "attention.kv_heads_per_gather=2",
+        "attention.chunks_per_device=4",
     )
     model = types.SimpleNamespace(
         num_heads=32, num_kv_heads=8, head_dim=64, layer_scores=[ScoreConfig()]
@@ -156,8 +158,8 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     ]
     assert [strategy.description for strategy in chosen] == [
         "Ulysses of 8",
-        "Ulysses of 4 x all_gather of 2 by 2",
-        "Ulysses of 2 x all_gather of 4 by 2",
-        "ring of 8",
-        "all_gather of 8 by 2",
+        "Ulysses of 4 x all_gather of 2 by 2 (4 chunks each)",
+        "Ulysses of 2 x all_gather of 4 by 2 (4 chunks each)",
+        "ring of 8 (4 chunks each)",
+        "all_gather of 8 by 2 (4 chunks each)",
     ]

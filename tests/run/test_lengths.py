@@ -13,6 +13,7 @@ from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.run import build, trainer
 from jaxsp.training import train_step
 from jaxsp.training.program import Program
@@ -68,7 +69,7 @@ def losses(chosen):
         for stream in data.streams
     }
     for given, counts in data.make_loader(
-        chosen, program.mesh, data.make_schedule(chosen, epochs=1), layout_degree=1
+        chosen, program.mesh, data.make_schedule(chosen, epochs=1), layout=KEPT_ORDER
     ).batches():
         tokens = np.asarray(given.tokens_BL)
         labels = np.asarray(given.labels_BL)

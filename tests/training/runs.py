@@ -177,7 +177,7 @@ class Run:
             arrays,
             self.program.mesh,
             rows_per_microbatch=self.rows_per_microbatch,
-            degree=self.program.attend.layout_degree,
+            layout=self.program.attend.layout,
         )
 
     def state(self, weights: dict[str, Any]) -> TrainState:

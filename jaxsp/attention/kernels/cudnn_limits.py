@@ -108,7 +108,8 @@ def _row_limit_reason(workload: KernelWorkload) -> UnsupportedReason:
     num_rows, row_tokens = workload.whole_row_shape
     tokens = f"{num_rows} x {row_tokens:,} tokens"
     if workload.chunks_per_row > 1:
-        tokens += f" in {workload.chunks_per_row} chunks, of which a device has 2,"
+        per_device = workload.chunks_per_device
+        tokens += f" in {workload.chunks_per_row} chunks, of which a device has {per_device},"
     return UnsupportedReason(
         f"counts elements of packed rows up to 2**31, and one head of {tokens} has more",
         f"Use data.row_tokens={longest} or less, data.max_segments_per_row=1, or "

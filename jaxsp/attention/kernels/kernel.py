@@ -67,6 +67,8 @@ class KernelWorkload:
     """Cap of the scores: see `ScoreConfig`."""
     chunks_per_row: int = 1
     """Number of chunks that a whole row is cut into. Each chunk counts as a row here."""
+    chunks_per_device: int = 1
+    """Number of chunks of a whole row that one device computes."""
     num_earlier_keys: int = 0
     """Number of keys before a chunk that are processed at a time."""
     ulysses_degree: int = 1
@@ -82,8 +84,7 @@ class KernelWorkload:
     @property
     def whole_row_shape(self) -> tuple[int, int]:
         """Number of whole rows, and tokens of each."""
-        rows_per_whole_row = 2 if self.chunks_per_row > 1 else 1
-        return self.num_rows // rows_per_whole_row, self.whole_row_tokens or self.row_tokens
+        return self.num_rows // self.chunks_per_device, self.whole_row_tokens or self.row_tokens
 
     @property
     def num_tokens(self) -> int:

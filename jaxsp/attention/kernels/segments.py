@@ -86,25 +86,38 @@ class OffDiagonalBlock(NamedTuple):
         return is_late_BD & (position_1D < (self.first_key_B + self.num_keys_B)[:, None])
 
 
+class Chunks(NamedTuple):
+    """Chunks of a row, in order."""
+
+    first_tokens_n: Int32[Array, "n"]
+    tokens_per_chunk: Array | int
+
+
 def find_off_diagonal_block(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    first_query: Array,
-    num_queries: int,
-    first_key: Array,
-    num_keys: Array | int,
+    queries: Chunks,
+    keys: Chunks,
 ) -> OffDiagonalBlock:
-    """Finds the block of `num_queries` queries and `num_keys` keys; the keys end before the
-    queries.
+    """Finds the block of queries and keys in chunks, all keys before the queries.
 
+    Queries and keys are counted within their chunks together.
     Example: for a segment of tokens 3 to 11, queries 8 to 15 and keys 0 to 7, the block has the
     first
         4 queries and the 5 keys from key 3.
     """
     ends_BM = starts_BM + lengths_BM
+    end_of_keys = keys.first_tokens_n[-1] + keys.tokens_per_chunk
     # At most one segment of a row reaches from the keys to the queries, so each sum has one term.
-    spans_BM = (starts_BM < first_key + num_keys) & (ends_BM > first_query)
-    queries_B = jnp.where(spans_BM, jnp.minimum(ends_BM - first_query, num_queries), 0).sum(1)
-    first_B = jnp.where(spans_BM, jnp.maximum(starts_BM - first_key, 0), 0).sum(1)
+    spans_BM = (starts_BM < end_of_keys) & (ends_BM > queries.first_tokens_n[0])
+    queries_B = jnp.where(spans_BM, _count_tokens_before(ends_BM, queries), 0).sum(1)
+    first_B = jnp.where(spans_BM, _count_tokens_before(starts_BM, keys), 0).sum(1)
+    num_keys = len(keys.first_tokens_n) * keys.tokens_per_chunk
     return OffDiagonalBlock(queries_B, first_B, jnp.where(spans_BM.any(1), num_keys - first_B, 0))
+
+
+def _count_tokens_before(token_BM: Array, chunks: Chunks) -> Int32[Array, "B M"]:
+    """Number of tokens of the chunks that are before a token of the row."""
+    num_before_BMn = token_BM[..., None] - chunks.first_tokens_n[None, None]
+    return jnp.clip(num_before_BMn, 0, chunks.tokens_per_chunk).sum(-1)

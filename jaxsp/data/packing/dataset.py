@@ -11,6 +11,7 @@ from jaxsp.config import yaml_io
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader
@@ -80,12 +81,12 @@ class PackedDataset:
         return epochs_after > epochs_before
 
     def make_loader(
-        self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int
+        self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout: Layout
     ) -> BatchLoader:
         """Returns the loader of a schedule's steps, for a mesh.
 
         Args:
-            layout_degree: degree of the rows' layout, see core/layout.py.
+            layout: order of the rows' tokens.
         """
         return BatchLoader(
             self.documents,
@@ -93,7 +94,7 @@ class PackedDataset:
             schedule,
             mesh=mesh,
             config=config,
-            layout_degree=layout_degree,
+            layout=layout,
         )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxsp.config.schema import Config
-from jaxsp.core import layout
+from jaxsp.core import balance
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
+from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRow
@@ -56,13 +57,13 @@ class BatchLoader:
         *,
         mesh: jax.sharding.Mesh,
         config: Config,
-        layout_degree: int,
+        layout: Layout,
     ):
         self._documents = documents
         self._streams = streams
         self._schedule = schedule
         self._mesh = mesh
-        self._layout_degree = layout_degree
+        self._layout = layout
         self._num_groups = device_mesh.num_groups(mesh)
         self._max_segments = config.data.max_segments_per_row
         self._specs = dict(SPECS)
@@ -151,8 +152,9 @@ class BatchLoader:
         return assignments
 
     def _split_by_group(self, slots: np.ndarray) -> np.ndarray:
-        """Splits [microbatches, B] into [microbatches, groups, rows of a group]."""
-        return slots.reshape(len(slots), self._num_groups, -1)
+        """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
+        rows = slots.shape[1] // self._num_groups
+        return slots.reshape(len(slots), self._num_groups, rows, *slots.shape[2:])
 
     def row_tokens(self, step: int) -> int:
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
@@ -212,9 +214,18 @@ class BatchLoader:
         return _SortedRows(stream.row_tokens, rows, indices, places)
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
-        work = np.array([_attention_work(row) for row in sorted_rows.rows])
-        by_group = self._split_by_group(work[sorted_rows.places]).sum(-1)
-        return float(by_group.max(1).sum() / by_group.mean(1).sum())
+        work = np.array(
+            [
+                balance.count_row_work(
+                    row.starts,
+                    row.length,
+                    row_tokens=sorted_rows.row_tokens,
+                    layout=self._layout,
+                )
+                for row in sorted_rows.rows
+            ]
+        )
+        return balance.compute_imbalance(self._split_by_group(work[sorted_rows.places]).sum(2))
 
     def _read_blocks(
         self,
@@ -244,7 +255,7 @@ class BatchLoader:
         return blocks
 
     def _read_slice(self, row_tokens: int, row: PackedRow, begin: int, end: int) -> RowSlice:
-        spans = layout.spans(begin, end, row_tokens=row_tokens, degree=self._layout_degree)
+        spans = self._layout.spans(begin, end, row_tokens=row_tokens)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
         )

@@ -22,10 +22,7 @@ class StepCounts:
     """Epoch of the step's last row, from 0; None if sources are mixed by weight."""
     tokens_per_source: tuple[int, ...]
     imbalance: float
-    """Attention work of the slowest group of each microbatch over the groups' mean.
-
-    The work of a row is the sum of its squared segment lengths.
-    """
+    """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxsp.attention import KINDS_SCOPE
+from jaxsp.attention import KINDS_SCOPE, RING_HOPS_SCOPE
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")
 _KIND_SWITCH = re.compile(rf'op_name="[^"]*/{KINDS_SCOPE}_(\d+(?:_\d+)+)\)*/cond"')
+_RING_HOPS = re.compile(rf'op_name="[^"]*/{RING_HOPS_SCOPE}\)*/cond"')
 _CALLED_COMPUTATIONS = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|"
     r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
@@ -137,11 +138,17 @@ def _split_tuple_shape(shape: str) -> list[str]:
 def find_kind_fractions(line: Instruction) -> dict[str, float]:
     """Finds the fraction of the runs of an instruction in which each of its computations runs.
 
-    It is empty unless the instruction is the conditional that selects the attention of a layer's
-    kind: its scope has the number of layers of each kind.
+    It is empty unless the instruction is one of two conditionals: the one that selects the
+    attention of a layer's kind, whose scope has the number of layers of each kind; or the one that
+    selects the hops of a ring, which counts as if it made all hops, as for one document per row.
     """
+    if line.opcode != "conditional":
+        return {}
+    if _RING_HOPS.search(line.attributes):
+        *others, all_hops = line.called_computations
+        return dict.fromkeys(others, 0.0) | {all_hops: 1.0}
     match = _KIND_SWITCH.search(line.attributes)
-    if match is None or line.opcode != "conditional":
+    if match is None:
         return {}
     num_layers = [int(number) for number in match[1].split("_")]
     fractions: dict[str, float] = {}
@@ -191,7 +198,8 @@ def count_runs(
                 raise ValueError(f"{line.name} is a {line.opcode}: its computations may not run")
             trip_count = find_trip_count(line, program) if line.opcode == "while" else 1
             for called in busy:
-                walk(called, round(times * trip_count * fractions.get(called, 1)))
+                if num_runs := round(times * trip_count * fractions.get(called, 1)):
+                    walk(called, num_runs)
 
     walk(program.entry, 1)
     return sorted(

@@ -118,7 +118,8 @@ class Timeline:
                 self._run_loop(line, runs, fraction)
             elif kinds := hlo.find_kind_fractions(line):
                 for called, part in kinds.items():
-                    self.run(called, runs=runs, fraction=fraction * part)
+                    if part:
+                        self.run(called, runs=runs, fraction=fraction * part)
             elif line.opcode == "conditional":
                 slowest = max(line.called_computations, key=self._simulate_branch)
                 self.run(slowest, runs=runs, fraction=fraction)

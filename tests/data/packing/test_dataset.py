@@ -8,6 +8,7 @@ import pytest
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
@@ -54,7 +55,7 @@ def lengths_of(count, most, seed=0):
 def steps_of(data, config, mesh=(1, 2, 4), **how):
     return list(
         data.make_loader(
-            config, test_loader.mesh_of(*mesh), data.make_schedule(config, **how), layout_degree=1
+            config, test_loader.mesh_of(*mesh), data.make_schedule(config, **how), layout=KEPT_ORDER
         ).batches()
     )
 
@@ -99,7 +100,7 @@ def test_a_run_with_rows_of_two_lengths_continues_also_with_other_rows_per_step(
     data = data_of([lengths], config)
     schedule = data.make_schedule(config, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.make_loader(config, test_loader.mesh_of(1, 2, 4), schedule, layout_degree=1)
+        first = data.make_loader(config, test_loader.mesh_of(1, 2, 4), schedule, layout=KEPT_ORDER)
         before = [first.read_step(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
         other = test_loader.settings_of(**TWO | {"rows_per_step": 6})
@@ -250,7 +251,7 @@ def test_rows_of_similar_work_are_side_by_side():
         config,
         test_loader.mesh_of(1, 8, 1),
         data.make_schedule(config, epochs=1),
-        layout_degree=1,
+        layout=KEPT_ORDER,
     )
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
@@ -277,7 +278,7 @@ def test_printed_assignments_are_those_of_the_batches():
         config,
         test_loader.mesh_of(1, 2, 4),
         data.make_schedule(config, epochs=1),
-        layout_degree=1,
+        layout=KEPT_ORDER,
     )
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
@@ -463,3 +464,16 @@ def test_changes_of_the_data_are_named():
     weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(config)
     (weights,) = dataset.describe_changes(before, weighted)
     assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")
+
+
+def test_the_imbalance_of_a_ring_is_that_of_its_steps():
+    """A row of 32 tokens on 2 devices of 2 chunks each: one has chunks 0 and 3, one 1 and 2."""
+    config = test_loader.settings_of(rows_per_step=1)
+    data = data_of([[8, 24]], config)
+    layout = Layout(degree=2, chunks_per_device=2)
+    schedule = data.make_schedule(config, epochs=1)
+    loader = data.make_loader(config, test_loader.mesh_of(1, 1, 2), schedule, layout=layout)
+    ((_, counts),) = list(loader.batches())
+    # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.
+    # Own keys: 64 + 64 and 64 + 64 + 2 * 64; others': 0 and 2 * (64 + 64)
+    assert counts.imbalance == pytest.approx((256 + 256) / (192 + 128))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxsp.config import config_file
-from jaxsp.core import layout as layouts
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
+from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.data.packing import dataset, packing, row_reader
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
@@ -50,13 +50,13 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
     )
 
 
-def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=1, **fields):
+def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
     schedule = data.make_schedule(
         config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs
     )
-    return data.make_loader(config, mesh_of(*mesh), schedule, layout_degree=layout)
+    return data.make_loader(config, mesh_of(*mesh), schedule, layout=layout)
 
 
 def ragged(count=60, seed=1):
@@ -112,15 +112,16 @@ def test_devices_share_each_row_along_its_length():
         assert [array[turns[first], 0].tolist() for array in there] == [tokens, positions, labels]
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_devices_get_the_chunks_of_the_layout(degree):
-    """Shards of 8 tokens have two chunks: one from the front, and its mirror image."""
+@pytest.mark.parametrize(("degree", "chunks"), [(2, 2), (4, 2), (4, 4)])
+def test_devices_get_the_chunks_of_the_layout(degree, chunks):
+    """Shards of 8 tokens have chunks from the front, and their mirror images."""
     documents = ragged()
+    layout = Layout(degree=degree, chunks_per_device=chunks)
     plain, laid_out = (
         list(pipeline_of(documents, mesh=(1, 2, 4), layout=layout).batches())
-        for layout in (1, degree)
+        for layout in (KEPT_ORDER, layout)
     )
-    order = layouts.token_order(32, degree)
+    order = layout.token_order(32)
     assert order.tolist() != list(range(32))
     for (batch, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
         for name, spec in SPECS.items():
@@ -343,7 +344,10 @@ def test_reading_ahead_ends_with_the_iterator():
     assert not reader.is_alive()
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [((1, 1, 2), 1), ((1, 2, 4), 4)])
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [((1, 1, 2), KEPT_ORDER), ((1, 2, 4), Layout(degree=4, chunks_per_device=2))],
+)
 def test_weights_go_with_their_labels(mesh, layout):
     """A token's weight is its number plus one half, so that every label's weight is known."""
     tokens = [list(range(100 * i, 100 * i + n)) for i, n in enumerate([40, 7, 33, 1, 20, 64])]

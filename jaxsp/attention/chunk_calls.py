@@ -1,0 +1,189 @@
+"""Attention of a device's chunks to the chunks of the same or another device, in few large calls.
+
+A device's chunk i is after the chunks 0 to i - 1 of every device, and before the chunks from i + 1
+on. So the pairs of chunks to compute form a triangle, and it is divided into squares. With 4 chunks
+per device (queries x keys):
+
+         0  1  2  3        a: one block of 2 chunks x 2 chunks
+    0    d                 b: two blocks of 1 chunk x 1 chunk
+    1    b  d              d: on another device's keys, either chunks 0 and 2 or chunks 1 and 3,
+    2    a  a  d              depending on which device is earlier in this direction of the dealing;
+    3    a  a  b  d           on the device's own keys, causal attention
+
+Only one segment of a row can reach from the keys of a square to its queries, so each square is one
+off-diagonal block: the first queries and the last keys. Squares of one size are rows of one call of
+the kernel, in which each token occurs once: no gradient is written twice. k chunks need log2(k)
+calls, because squares b and d share one.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.segments import Chunks, OffDiagonalBlock
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTokens:
+    """Tokens of a device's chunks, and the segments of the rows."""
+
+    starts_BM: Array
+    lengths_BM: Array
+    chunk_tokens: int
+
+    def find_blocks(self, queries_nw: Array, keys_nw: Array) -> OffDiagonalBlock:
+        """Finds n blocks of each row, [B n], from the numbers of the w chunks of each."""
+
+        def find(queries_w: Array, keys_w: Array) -> OffDiagonalBlock:
+            return segments.find_off_diagonal_block(
+                self.starts_BM,
+                self.lengths_BM,
+                queries=Chunks(queries_w * self.chunk_tokens, self.chunk_tokens),
+                keys=Chunks(keys_w * self.chunk_tokens, self.chunk_tokens),
+            )
+
+        blocks = jax.vmap(find, out_axes=1)(queries_nw, keys_nw)
+        return OffDiagonalBlock(*(x_Bn.reshape(-1) for x_Bn in blocks))
+
+
+@dataclasses.dataclass(frozen=True)
+class SquareCall:
+    """Squares of one size: n for each row. Queries are second halves, and keys first halves."""
+
+    num_squares: int
+    blocks: OffDiagonalBlock
+
+    @classmethod
+    def make(
+        cls, tokens: ChunkTokens, queries_k: Array, keys_k: Array, *, num_squares: int
+    ) -> "SquareCall":
+        """Args: queries_k, keys_k: numbers of both devices' chunks."""
+        queries_n = queries_k.reshape(num_squares, 2, -1)[:, 1]
+        keys_n = keys_k.reshape(num_squares, 2, -1)[:, 0]
+        return cls(num_squares, tokens.find_blocks(queries_n, keys_n))
+
+    def take_queries(self, x_Bl: Array) -> Array:
+        """Selects the queries of the squares: rows of one call."""
+        return split_halves(x_Bl, self.num_squares)[:, 1]
+
+    def take_keys(self, x_Bl: Array) -> Array:
+        """Selects the keys of the squares."""
+        return split_halves(x_Bl, self.num_squares)[:, 0]
+
+    def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
+        """Values of all tokens from those of the queries: arrays to be merged one after another.
+
+        Args: fill: value of other tokens.
+        """
+        return [_join_halves(jnp.full_like(x_R, fill), x_R, self.num_squares)]
+
+    def place_keys(self, x_R: Array) -> Array:
+        """Values of all tokens from those of the keys, 0 for others."""
+        return _join_halves(x_R, jnp.zeros_like(x_R), self.num_squares)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCall:
+    """Squares of single chunks, with another device's keys: two for each pair of chunks.
+
+    Rows 2 p have the queries of the pair's second chunk and the keys of the first. Rows 2 p + 1
+    ("either") have the first chunks of both devices if `is_earlier`, or else the second chunks.
+    """
+
+    num_pairs: int
+    is_earlier: Array
+    """True if the keys are those of an earlier device."""
+    blocks: OffDiagonalBlock
+
+    @classmethod
+    def make(
+        cls, tokens: ChunkTokens, queries_k: Array, keys_k: Array, is_earlier: Array
+    ) -> "PairCall":
+        """Args: queries_k, keys_k: numbers of both devices' chunks."""
+        queries_n2 = queries_k.reshape(-1, 2)
+        keys_n2 = keys_k.reshape(-1, 2)
+        either_queries = jnp.where(is_earlier, queries_n2[:, 0], queries_n2[:, 1])
+        either_keys = jnp.where(is_earlier, keys_n2[:, 0], keys_n2[:, 1])
+        queries_n2 = jnp.stack([queries_n2[:, 1], either_queries], axis=1)
+        keys_n2 = jnp.stack([keys_n2[:, 0], either_keys], axis=1)
+        blocks = tokens.find_blocks(queries_n2.reshape(-1, 1), keys_n2.reshape(-1, 1))
+        return cls(len(queries_n2), is_earlier, blocks)
+
+    def take_queries(self, x_Bl: Array) -> Array:
+        """Selects the queries of the squares: rows of one call."""
+        return self._take(x_Bl, 1)
+
+    def take_keys(self, x_Bl: Array) -> Array:
+        """Selects the keys of the squares."""
+        return self._take(x_Bl, 0)
+
+    def _take(self, x_Bl: Array, half: int) -> Array:
+        x_P2 = split_halves(x_Bl, self.num_pairs)
+        either_P = jnp.where(self.is_earlier, x_P2[:, 0], x_P2[:, 1])
+        x_P2 = jnp.stack([x_P2[:, half], either_P], axis=1)
+        return x_P2.reshape(-1, *x_P2.shape[2:])
+
+    def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
+        """Values of all tokens from those of the queries: arrays to be merged one after another.
+
+        Args: fill: value of other tokens.
+        """
+        always, first, second = self._split(x_R, fill)
+        return [
+            _join_halves(first, always, self.num_pairs),
+            _join_halves(jnp.full_like(second, fill), second, self.num_pairs),
+        ]
+
+    def place_keys(self, x_R: Array) -> Array:
+        """Values of all tokens from those of the keys, 0 for others."""
+        always, first, second = self._split(x_R, 0.0)
+        return _join_halves(always + first, second, self.num_pairs)
+
+    def _split(self, x_R: Array, fill: float) -> tuple[Array, Array, Array]:
+        """Rows 2 p, and rows 2 p + 1 as those of first and of second chunks."""
+        always = x_R[0::2]
+        either = x_R[1::2]
+        first = jnp.where(self.is_earlier, either, fill)
+        second = jnp.where(self.is_earlier, fill, either)
+        return always, first, second
+
+
+Call = SquareCall | PairCall
+
+
+def find_local_calls(tokens: ChunkTokens, chunks_k: Array) -> list[Call]:
+    """Finds the calls of a device's own keys, except those of chunks to themselves."""
+    return [
+        SquareCall.make(tokens, chunks_k, chunks_k, num_squares=number)
+        for number in _powers_below(len(chunks_k))
+    ]
+
+
+def find_remote_calls(
+    tokens: ChunkTokens, queries_k: Array, keys_k: Array, is_earlier: Array
+) -> list[Call]:
+    """Finds the calls of another device's keys."""
+    squares: list[Call] = [
+        SquareCall.make(tokens, queries_k, keys_k, num_squares=number)
+        for number in _powers_below(len(queries_k) // 2)
+    ]
+    return [*squares, PairCall.make(tokens, queries_k, keys_k, is_earlier)]
+
+
+def _powers_below(number: int) -> list[int]:
+    return [2**exponent for exponent in range(number.bit_length() - 1)]
+
+
+def split_halves(x_Bl: Array, number: int) -> Array:
+    """Divides the tokens of each row into `number` parts, each of two halves: [B n, 2, ...]."""
+    B, l = x_Bl.shape[:2]
+    return x_Bl.reshape(B * number, 2, l // (2 * number), *x_Bl.shape[2:])
+
+
+def _join_halves(first: Array, second: Array, number: int) -> Array:
+    """Undoes `split_halves`."""
+    x = jnp.stack([first, second], axis=1)
+    return x.reshape(len(x) // number, -1, *x.shape[3:])

@@ -1,0 +1,70 @@
+"""Attention work of each device in each ring step."""
+
+import numpy as np
+import pytest
+
+from jaxsp.core import balance
+from jaxsp.core.layout import KEPT_ORDER, Layout
+
+ROWS = {
+    "one document": [(0, 96)],
+    "over chunks and in one, with gaps": [(1, 9), (12, 3), (16, 50), (70, 26)],
+    "one token each": [(token, 1) for token in range(96)],
+    "documents of a chunk": [(6 * chunk, 6) for chunk in range(16)],
+    "none": [],
+}
+LAYOUTS = [
+    Layout(degree=degree, chunks_per_device=chunks)
+    for degree, chunks in ((2, 2), (4, 2), (4, 4), (3, 8), (1, 4))
+]
+
+
+def arrays(row):
+    return np.array([place[0] for place in row], int), np.array([place[1] for place in row], int)
+
+
+def count_pairs(row, layout):
+    """Twice the pairs before each token, and one more for itself, token by token."""
+    device = layout.place_of_token(96) // (96 // layout.degree)
+    work = np.zeros((layout.degree, layout.degree), int)
+    for start, length in row:
+        for query in range(start, start + length):
+            for key in range(start, query + 1):
+                step = (device[query] - device[key]) % layout.degree
+                work[step, device[query]] += 1 if key == query else 2
+    return work
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_work_is_the_number_of_pairs_of_tokens(name, layout):
+    work = balance.count_row_work(*arrays(ROWS[name]), row_tokens=96, layout=layout)
+    expected = count_pairs(ROWS[name], layout)
+    if layout.keeps_order:
+        expected = expected.sum(keepdims=True)
+    np.testing.assert_array_equal(work, expected)
+    assert work.sum() == sum(length**2 for _, length in ROWS[name])
+
+
+def test_only_hops_between_devices_with_work_are_needed():
+    layout = Layout(degree=4, chunks_per_device=4)
+
+    def needed(row):
+        work = balance.count_row_work(*arrays(row), row_tokens=96, layout=layout)
+        return balance.count_needed_hops(work)
+
+    assert needed(ROWS["documents of a chunk"]) == 0
+    assert needed([(6, 12)]) == 1  # chunks 1 and 2
+    assert needed([(18, 12)]) == 0  # chunks 3 and 4, of the last device
+    assert needed([(0, 24), (24, 24)]) == 3
+
+
+def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
+    for layout in LAYOUTS:
+        work = balance.count_row_work(*arrays([(0, 96)]), row_tokens=96, layout=layout)
+        assert balance.compute_imbalance(work[None, None]) == pytest.approx(1, abs=0.1)
+    work = np.array([[[[4, 2], [1, 3]], [[1, 1], [1, 1]]]])
+    assert balance.compute_imbalance(work) == pytest.approx((4 + 3) / ((5 + 2) / 2))
+    assert balance.compute_imbalance(np.zeros((1, 1, 1, 1))) == 1
+    ones = balance.count_row_work(*arrays([(0, 3), (5, 4)]), row_tokens=96, layout=KEPT_ORDER)
+    assert ones.tolist() == [[25]]
