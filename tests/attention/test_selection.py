@@ -600,9 +600,9 @@ def test_the_banner_shows_what_each_strategy_sends():
     ("seq", "heads", "expected"),
     [
         # Ulysses of 2 x ring of 8 sends less, but more of it between nodes
-        (16, (40, 10, 128), "Ulysses of 8 x ring of 2"),
-        (64, (32, 8, 128), "Ulysses of 8 x ring of 8"),
-        (1024, (32, 8, 128), "Ulysses of 8 x ring of 128"),
+        (16, (40, 10, 128), "Ulysses of 8 x ring of 2 (16 chunks each)"),
+        (64, (32, 8, 128), "Ulysses of 8 x ring of 8 (16 chunks each)"),
+        (1024, (32, 8, 128), "Ulysses of 8 x ring of 128 (16 chunks each)"),
         # whole rows come first: documents of all lengths give all devices equal work
         (32, (32, 8, 128), "Ulysses of 32"),
     ],
@@ -616,7 +616,7 @@ def test_auto_gathers_between_nodes_if_that_is_the_outer_strategy():
     """Ulysses of 32 x all-gather of 2 sends less, but most of it between nodes."""
     fields = {"seq": 64, "row_tokens": 2**20, "outer_strategy": "all_gather"}
     choice = choose(**fields)
-    assert choice.strategy.description == "Ulysses of 8 x all_gather of 8 by 1"
+    assert choice.strategy.description == "Ulysses of 8 x all_gather of 8 by 1 (16 chunks each)"
     assert choice.sent_bytes > min(dict(choice.alternatives).values())
 
 
