@@ -202,7 +202,9 @@ def test_slower_links_only_expose_collectives(step):
 @pytest.mark.e2e
 def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
     """XLA schedules them with the options of training/compile_options.py."""
-    estimated = estimate(step, ceilings=gpus.GPUS["h100-80gb"].ceilings)
+    # without latency, for which the layers of the small model have too little work
+    ceilings = dataclasses.replace(gpus.GPUS["h100-80gb"].ceilings, link_hop_us=0.0)
+    estimated = estimate(step, ceilings=ceilings)
     of_layers = [
         sent
         for sent in comms.parse_collectives(step.dump.hlo_text)
