@@ -147,9 +147,9 @@ def _resolve_config(
     if checkpoint is not None and meta is not None:
         if config.model.tokenizer == meta.config["model"]["tokenizer"]:
             model_dir = resume.find_model_dir(checkpoint)
-    memory = config.memory.model_copy(
-        update={"offload_activations": "none", "offload_optimizer": "none"}
-    )
+    on_device: dict[str, Any] = {"offload_activations": "none", "offload_optimizer": "none"}
+    on_device |= {"offload_every": 1, "offload_during_attention": "auto"}
+    memory = config.memory.model_copy(update=on_device)
     adapter = config.adapter
     if checkpoint is not None:  # it contains the adapters, whose source may be gone
         adapter = adapter.model_copy(update={"source": None})

@@ -180,6 +180,8 @@ def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
         lengths: jax.Array,
         **options: jax.Array,
     ) -> jax.Array:
+        if attend.layout.keeps_order:
+            return sharded_attend(q, k, v, starts, lengths, options)
         order = attend.layout.token_order(q.shape[1])
         inverse = attend.layout.place_of_token(q.shape[1])
         inputs = [x[:, order] for x in (q, k, v)]

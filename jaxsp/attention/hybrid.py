@@ -25,7 +25,7 @@ from jaxsp.attention.strategy import LayerWorkload, Strategy
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.config.schema import AttentionConfig
-from jaxsp.core import errors
+from jaxsp.core import errors, nodes
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
 
@@ -129,18 +129,25 @@ class Hybrid(Strategy):
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
         return self.outer.backward_bytes(self.inner.exchange_workload(workload), settings)
 
+    @property
+    def neighborhoods(self) -> list[list[int]]:
+        """Devices that exchange heads, as positions along `seq`."""
+        size = self.inner.seq
+        return [list(range(first, first + size)) for first in range(0, self.seq, size)]
+
+    def device_groups(self, operation: str) -> list[list[int]]:
+        if operation == nodes.ALL_TO_ALL:
+            return self.neighborhoods
+        return self.outer.device_groups(operation)
+
     def communicators(self) -> list[list[int]]:
         return self.inner.communicators() + self.outer.communicators()
 
     def build(
         self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
     ) -> RowKernel:
-        neighborhoods = [
-            list(range(first, first + self.inner.seq))
-            for first in range(0, self.seq, self.inner.seq)
-        ]
         chunks = self.outer.build(kernel, settings, kinds=kinds)
-        return self.inner.wrap_kernel(chunks, axis_index_groups=neighborhoods)
+        return self.inner.wrap_kernel(chunks, axis_index_groups=self.neighborhoods)
 
     def make_tables(
         self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int

@@ -37,7 +37,7 @@ class RingHops(NamedTuple):
 
 
 def near_hops(degree: int) -> np.ndarray:
-    """Hops to devices at a distance of 1 or 2 in both directions, which can be made alone."""
+    """Hops to devices at a distance of 1 or 2 in both directions, made without the hops between."""
     hops = {hop % degree for hop in (1, -1, 2, -2)} - {0}
     return np.array(sorted(hops), np.int32)
 
@@ -69,7 +69,8 @@ def needs_hop(
     *,
     row_tokens: int,
 ) -> Bool[Array, "P"]:
-    """For each number of hops: True if a segment has keys so many devices before its queries."""
+    """For each number of hops: True if a segment has keys that
+    make this number of hops to its queries."""
     chunk_tokens = layout.chunk_tokens(row_tokens)
     first_chunk_BM = starts_BM // chunk_tokens
     last_chunk_BM = (starts_BM + lengths_BM - 1) // chunk_tokens

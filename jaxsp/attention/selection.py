@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,13 @@ from jaxsp.attention.strategy import (
 )
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig, Config
-from jaxsp.core import errors
+from jaxsp.core import errors, nodes
 from jaxsp.core.errors import UserError
+from jaxsp.runtime import memory_limits
+
+NETWORK_COST = 8.0
+"""Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
+GB/s for an H100 (planner/compile/gpus.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,7 @@ class AttentionChoice:
     """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
     sent_bytes: int
     """Bytes that each device sends per layer and microbatch if attention's results are saved for
-    the backward pass: the mean of all layers. `auto` compares these, whatever memory.remat is."""
+    the backward pass, whatever memory.remat is: the mean of all layers."""
     kernel: Kernel
     settings: KernelSettings
     fallback_reason: str
@@ -106,7 +112,11 @@ def choose(
 
 
 def choose_strategy(config: Config, model: HasHeads) -> Strategy:
-    """Chooses the requested strategy; `auto` is whole rows if possible, else what sends least.
+    """Chooses the requested strategy; `auto` is whole rows if possible, else what waits least for
+    links and network cards.
+
+    Whole rows come first even if an all-to-all has to leave the node: they give all devices the
+    same work, whatever the lengths of the documents.
 
     A group of one device shares nothing, whatever is requested, so that a config works on any mesh.
 
@@ -119,7 +129,7 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
     layers = _layers_to_compare(config, model)
     layer = _any_layer(layers)
     candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
-    best = min(candidates, key=lambda c: (_mean_sent_bytes(c, layers), -c.all_to_all_size))
+    best = min(candidates, key=lambda c: (_link_time(c, layers), -c.all_to_all_size))
     _raise_if_options_unused(requested, best)
     problem = best.find_problem(layer)
     if problem is not None:
@@ -169,6 +179,28 @@ def _mean_sent_bytes(strategy: Strategy, layers: Mapping[LayerWorkload, int]) ->
         for layer, num_layers in layers.items()
     )
     return total // sum(layers.values())
+
+
+def _link_time(strategy: Strategy, layers: Mapping[LayerWorkload, int]) -> float:
+    """Time that a strategy's collectives take in all layers, in bytes over NVLink.
+
+    Nodes have memory_limits.DEVICES_PER_NODE devices, so that a plan and a run on any nodes choose
+    the same strategy.
+    """
+    node_devices = memory_limits.DEVICES_PER_NODE
+    # groups of another size than a node's lie on nodes in several ways, which repeat after this
+    period = math.lcm(strategy.seq, node_devices)
+    time = 0.0
+    for layer, num_layers in layers.items():
+        for operation, num_bytes in strategy.sent_bytes(layer).items():
+            groups = tuple(
+                tuple(first + position for position in group)
+                for first in range(0, period, strategy.seq)
+                for group in strategy.device_groups(operation)
+            )
+            load = nodes.find_load(operation, groups, node_devices=node_devices)
+            time += num_layers * num_bytes * max(load.link, NETWORK_COST * load.network)
+    return time
 
 
 def _candidates(

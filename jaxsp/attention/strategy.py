@@ -245,6 +245,11 @@ class Strategy(Protocol):
         """Returns the device memory of queries, keys, values, output and their gradients in the
         backward pass."""
 
+    def device_groups(self, operation: str) -> list[list[int]]:
+        """Returns the groups of devices that a collective operation connects, as positions along
+        `seq`."""
+        return [list(range(self.seq))]
+
     def communicators(self) -> list[list[int]]:
         """Returns the groups in which the first device communicates, as positions along `seq`."""
         return [list(range(self.seq))]

@@ -144,6 +144,9 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
         return inputs + rows
 
+    def device_groups(self, operation: str) -> list[list[int]]:
+        return self.axis_index_groups
+
     def communicators(self) -> list[list[int]]:
         return self.axis_index_groups[:1]
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxsp.config import optimizer_checks, yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import DataConfig
-from jaxsp.config.schema import Config
+from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import errors
 
 Sections = dict[str, dict[str, Any]]
@@ -136,7 +136,7 @@ def _check_adapter(sections: Sections) -> Iterator[str]:
 
 
 def _check_memory(sections: Sections) -> Iterator[str]:
-    """Checks that memory.remat saves the activations that are to be offloaded."""
+    """Checks that memory.remat agrees with the activations that are to be offloaded."""
     offloaded = sections["memory"].get("offload_activations")
     is_full = sections["memory"].get("remat") == "full"
     if is_full and offloaded == "layer_inputs_and_attention":
@@ -145,6 +145,24 @@ def _check_memory(sections: Sections) -> Iterator[str]:
             "attention. Use memory.offload_activations=layer_inputs, or "
             "memory.remat=save_attention."
         )
+    default = MemoryConfig()
+    for name in ("offload_every", "offload_during_attention"):
+        value = sections["memory"].get(name)
+        if value in (None, "never", getattr(default, name)):
+            continue
+        remat = sections["memory"].get("remat", default.remat)
+        written = f"memory.{name} = {yaml_io.format_value(value)}"
+        if offloaded != "layer_inputs":
+            yield (
+                f"{written}: needs layer inputs in host memory. Use "
+                f"memory.offload_activations=layer_inputs, or memory.{name}="
+                f"{yaml_io.format_value(getattr(default, name))}."
+            )
+        if remat not in ("auto", "full"):
+            yield (
+                f"{written}: memory.remat = {remat} keeps more than layer inputs. Use "
+                "memory.remat=full."
+            )
 
 
 def _check_max_segments(sections: Sections) -> Iterator[str]:

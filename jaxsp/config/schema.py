@@ -80,10 +80,10 @@ class AttentionConfig(ConfigSection):
     queries, and keys and values travel around the group. all_gather: each device keeps its queries
     and gathers keys and values of all tokens, some heads at a time. hybrid: ulysses among
     neighbors, ring or all_gather between them. auto: ulysses where possible, otherwise the strategy
-    that sends the fewest bytes."""
+    that waits least for the links inside nodes of 8 GPUs and for the network between them."""
     ulysses_degree: Annotated[PositiveCount | None, with_examples(4)] = None
     """Number of neighbors that share the heads, for hybrid. It must divide mesh.seq and the query
-    heads. null: the degree that sends the fewest bytes."""
+    heads. null: the degree that waits least, mostly that of a node."""
     outer_strategy: Literal["ring", "all_gather"] = "ring"
     """Strategy between the groups of neighbors, for hybrid and auto."""
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
@@ -126,6 +126,16 @@ class MemoryConfig(ConfigSection):
     ] = "none"
     """Activations kept in host memory until the backward pass. layer_inputs: each layer's input.
     layer_inputs_and_attention: also the results of attention."""
+    offload_every: Annotated[PositiveCount, with_examples(2)] = 1
+    """With offload_activations: layer_inputs, only the input of every k-th layer is kept until the
+    backward pass, which computes those between again: (k - 1) / k of the forward pass. Host memory
+    for layer inputs is divided by almost k. Requires remat full or auto, and jax 0.11.1 or later.
+    """
+    offload_during_attention: Literal["auto", "always", "never"] = "auto"
+    """With offload_activations: layer_inputs and remat: full, the backward pass keeps a layer's
+    input and the gradient of its output in host memory while it computes attention, when device
+    memory is fullest. auto: only if the step does not fit otherwise. Requires jax 0.11.1 or later.
+    """
     offload_optimizer: Annotated[
         Literal["none", "state", "state_and_gradients"], with_examples("state")
     ] = "none"

@@ -26,7 +26,8 @@ def count_row_work(
     own = np.clip(ends[:, None] - first_N, 0, chunk_tokens)
     own -= np.clip(starts[:, None] - first_N, 0, chunk_tokens)
     work_NN += np.diag((own**2).sum(0))
-    devices, k = layout.degree, layout.chunks_per_device
+    devices = layout.degree
+    k = layout.chunks_per_device
     order = np.array(layout.chunk_order())
     work_PP = work_NN[np.ix_(order, order)].reshape(devices, k, devices, k).sum((1, 3))
     here = np.arange(devices)

@@ -14,6 +14,7 @@ from jaxsp.core.batch import Batch
 from jaxsp.model import dropout, layers, remat, tiling
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.dropout import Keys
+from jaxsp.model.layer_stack import LayerParts, OffloadedStack
 from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
 
@@ -79,40 +80,97 @@ def hidden_states(
     params = param_table(config)
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
     x_BlD = layers.scale(x_BlD, config.embedding_scale)
-    apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
-    pre_attention, post_attention, last_norm = _graphdefs(config)
+    parts = _layer_parts(config, attend=attend, gather=gather, tile_tokens=tile_tokens)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
+    arrays = LayerArrays(batch, tables, token_keys)
+    indices = _layer_indices(config, attend, has_dropout=token_keys is not None)
+    if policy.has_own_backward_pass:
+        stack = OffloadedStack(
+            parts=parts,
+            num_layers=config.num_layers,
+            group_size=policy.offload_every,
+            offloads_during_attention=policy.offloads_during_attention,
+            merge_slots=gather.merge_slots,
+        )
+        x_BlD = stack(x_BlD, *gather.split_slots(shards["layers"]), indices, arrays)
+    else:
 
-    def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
-        shards, indices = inputs
-        x_BlD = remat.name_layer_input(x_BlD)
-        keys = dropout.fold_layer(token_keys, indices.layer)
-        q_BlHK, k_BlGK, v_BlGK, mlp_input_BlD = apply(
+        def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
+            shards, indices = inputs
+            return parts(shards, remat.name_layer_input(x_BlD), indices, arrays), None
+
+        inputs = shards["layers"], indices
+        x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
+    last_norm = _graphdefs(config)[2]
+    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
+
+
+class LayerArrays(NamedTuple):
+    """Arrays without gradients that all layers use."""
+
+    batch: Batch
+    tables: Any
+    """Result of `Attend.make_segment_tables`."""
+    token_keys: Keys | None
+
+
+def _layer_parts(
+    config: ModelConfig, *, attend: Attend, gather: Gather, tile_tokens: int
+) -> LayerParts:
+    """Functions of a layer's parts."""
+    params = param_table(config)["layers"]
+    apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
+    pre_attention, post_attention, _ = _graphdefs(config)
+
+    def run_pre_attention(
+        shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
+    ) -> tuple[Array | None, ...]:
+        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        results = apply(
             lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
-            params["layers"]["pre_attention"],
-            shards["pre_attention"],
-            (x_BlD, batch.positions_BL, keys),
+            params["pre_attention"],
+            shards,
+            (x_BlD, arrays.batch.positions_BL, keys),
             shared=() if indices.rope is None else (indices.rope,),
         )
+        return tuple(results)
+
+    def run_attention(
+        sinks: Any,
+        q_BlHK: Array,
+        k_BlGK: Array,
+        v_BlGK: Array,
+        indices: LayerIndices,
+        arrays: LayerArrays,
+    ) -> Array:
         sinks_H = None
         if config.has_sinks:
-            sinks_H = gather(params["layers"]["sinks"], shards["sinks"])
-        segments = (batch.starts_BM, batch.lengths_BM, tables)
+            sinks_H = gather(params["sinks"], sinks)
+        segments = (arrays.batch.starts_BM, arrays.batch.lengths_BM, arrays.tables)
         kind = 0 if indices.attention is None else indices.attention
-        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, *segments, kind=kind, sinks_H=sinks_H)
-        x_BlD = apply(
+        return attend(q_BlHK, k_BlGK, v_BlGK, *segments, kind=kind, sinks_H=sinks_H)
+
+    def run_post_attention(
+        shards: layers.Weights,
+        x_BlD: Array,
+        out_BlHK: Array,
+        mlp_input_BlD: Array | None,
+        indices: LayerIndices,
+        arrays: LayerArrays,
+    ) -> Array:
+        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        return apply(
             lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
-            params["layers"]["post_attention"],
-            shards["post_attention"],
+            params["post_attention"],
+            shards,
             (x_BlD, out_BlHK, mlp_input_BlD, keys),
         )
-        return x_BlD, None
 
-    inputs = shards["layers"], _layer_indices(config, attend, has_dropout=token_keys is not None)
-    x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
-    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
+    return LayerParts(
+        pre_attention=run_pre_attention, attend=run_attention, post_attention=run_post_attention
+    )
 
 
 class LayerIndices(NamedTuple):

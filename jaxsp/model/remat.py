@@ -13,6 +13,9 @@ the MLP in the backward pass. For Llama-3.1-8B on 8 H100s at 8,192 tokens each, 
 estimated time (0.813 to 0.726 s), for 13.8 GiB. `none` saves 2 % more for another 5 GiB. At 16,384
 tokens it leaves too little arithmetic to overlap the collectives with.
 
+With `offload_every` or `offload_during_attention`, layer_stack.py replaces JAX's backward pass, and
+this module has only the options.
+
 Whole weights are never kept; they are gathered again. (A name-based policy cannot exclude them:
 `checkpoint_name` returns a new value, so saving the unnamed original would be allowed.)
 """
@@ -38,11 +41,37 @@ _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 class RematPolicy:
     """Saved and offloaded activations, as in `config.schema.MemoryConfig`.
 
-    The values of both fields are compared only here.
+    The values of remat and offload_activations are compared only here.
     """
 
     remat: str = "save_attention"
     offload_activations: str = "none"
+    offload_every: int = 1
+    offloads_during_attention: bool = False
+
+    @property
+    def has_own_backward_pass(self) -> bool:
+        """True if the layers need the backward pass of layer_stack.py, not JAX's."""
+        return self.offload_every > 1 or self.offloads_during_attention
+
+    @property
+    def can_split_layers(self) -> bool:
+        """True if the backward pass of layer_stack.py can be used: it keeps layer inputs only."""
+        return self.remat == "full" and self.is_input_offloaded
+
+    def num_groups(self, num_layers: int) -> int:
+        """Number of groups of layers of which one input is kept until the backward pass."""
+        return -(-num_layers // self.offload_every)
+
+    def num_offloaded_inputs(self, num_layers: int) -> int:
+        """Largest number of arrays of a layer input's size in host memory at one time."""
+        waiting = self.offload_every if self.offload_every > 1 else 0
+        return self.num_groups(num_layers) + waiting + self.offloads_during_attention
+
+    def num_extra_passes(self, num_layers: int) -> float:
+        """Forward passes of all layers in the backward pass, besides that of each layer before its
+        own backward pass."""
+        return 1 - self.num_groups(num_layers) / num_layers
 
     @property
     def are_products_saved(self) -> bool:

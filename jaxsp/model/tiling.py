@@ -105,7 +105,8 @@ def apply_in_tiles(
 
         zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)
         tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
-        sums, dtiles = _scan_tiles(add_tile, zeros, tiles)
+        inputs = list(itertools.compress(tiles[0], is_float))
+        sums, dtiles = _scan_tiles_in_place(add_tile, zeros, tiles, inputs)
         dfloats = map(join, dtiles)
         dshards = jax.tree.map(gather.reduce_scatter, trained_params, sums)
         return dshards, tuple(next(dfloats) if floating else None for floating in is_float), None
@@ -165,3 +166,44 @@ def _scan_tiles(
         return carry, results
 
     return jax.lax.fori_loop(0, len(first), body, (carry, results))
+
+
+def _scan_tiles_in_place(
+    compute_tile: Callable[[Any, Any], tuple[Any, list[Array]]],
+    carry: Any,
+    tiles: tuple[Any, Any],
+    inputs: list[Array],
+) -> tuple[Any, list[Array]]:
+    """Returns the results of jax.lax.scan for a backward pass, which overwrite its tiles.
+
+    Memory: a result takes the place of an array of `tiles`, if that is not used later: a gradient
+        of the results that has its shape, or else the input that it is the gradient of. That is 14
+        GiB of each device for 7.5M tokens of Llama-3.1-8B on 8 devices.
+
+    Args: inputs: those of `tiles` whose gradients `compute_tile` returns, in that order.
+    """
+    leaves, structure = jax.tree.flatten(tiles)
+    free = dict.fromkeys(range(len(jax.tree.leaves(tiles[0])), len(leaves)))
+    places = []
+    for x in inputs:
+        matches = [i for i in free if _is_alike(leaves[i], x)]
+        place = matches[0] if matches else next(i for i, leaf in enumerate(leaves) if leaf is x)
+        free.pop(place, None)
+        places.append(place)
+
+    def body(i: Array, state: tuple[Any, list[Array]]) -> tuple[Any, list[Array]]:
+        carry, leaves = state
+        # Read before it is overwritten
+        tile = jax.lax.optimization_barrier([leaf[i] for leaf in leaves])
+        carry, results = compute_tile(carry, jax.tree.unflatten(structure, tile))
+        leaves = list(leaves)
+        for place, result in zip(places, results, strict=True):
+            leaves[place] = leaves[place].at[i].set(result)
+        return carry, leaves
+
+    carry, leaves = jax.lax.fori_loop(0, len(leaves[0]), body, (carry, leaves))
+    return carry, [leaves[place] for place in places]
+
+
+def _is_alike(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype

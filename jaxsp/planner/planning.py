@@ -92,8 +92,9 @@ class Plan:
     formula_bytes: float
     """Bytes that a device sends in a step, computed by formulas, as a check of sent_bytes."""
     collectives: Sequence[Mapping[str, Any]]
-    """One entry per kind of collective: kind, axes, bytes, formula (bytes by formula), num_runs,
-    seconds (estimate) and waited_s (those seconds that no computation overlaps)."""
+    """One entry per kind of collective: kind, axes, bytes, formula (bytes by formula), node_bytes
+    (bytes that leave a node), num_runs, seconds (estimate) and waited_s (those seconds that no
+    computation overlaps)."""
     model_flops: float
     """FLOPs of a step, counted as for MFU: causal attention within documents, no recomputation."""
     jax_version: str
@@ -282,7 +283,9 @@ def _cost_fields(
     fields: dict[str, Any] = {
         "sent_bytes": comms.sum_bytes(collectives),
         "formula_bytes": sum(formula.values()),
-        "collectives": _compare_collectives(collectives, formula, program.mesh.shape, estimate),
+        "collectives": _compare_collectives(
+            collectives, formula, program.mesh.shape, estimate, node_devices=cluster.node_devices
+        ),
         "model_flops": model_flops,
     }
     if estimate is None:
@@ -305,6 +308,8 @@ def _compare_collectives(
     formula: Mapping[str, float],
     sizes: Mapping[str, int],
     estimate: TimeEstimate | None,
+    *,
+    node_devices: int,
 ) -> list[dict[str, Any]]:
     """Compares sent bytes with the formula, by operation; leaves out those that send nothing.
 
@@ -328,6 +333,7 @@ def _compare_collectives(
                 "axes": [" x ".join(names) for names in sorted(axes_of_groups)],
                 "bytes": comms.sum_bytes(group),
                 "formula": formula.get(operation, 0.0),
+                "node_bytes": comms.sum_node_bytes(group, node_devices=node_devices),
                 "num_runs": sum(sent.num_runs for sent in group),
                 "seconds": seconds,
                 "waited_s": exposed_s,

@@ -113,9 +113,11 @@ def _format_collective(collective: Mapping[str, Any]) -> str:
     seconds = tables.format_number(collective["seconds"], "{:.3f}")
     exposed = tables.format_number(collective["waited_s"], "{:.3f}")
     axes_text = " and ".join(collective["axes"])
+    node_bytes = collective["node_bytes"]
+    edge_text = f"; {node_bytes / 1e9:,.3f} GB leave each node" if node_bytes else ""
     return (
         f"{num_bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8} {exposed:>7}  "
-        f"{collective['kind']} along {axes_text}"
+        f"{collective['kind']} along {axes_text}{edge_text}"
     )
 
 

@@ -1,5 +1,8 @@
 """The device mesh: replica x data x seq."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
 from jaxsp.config.schema import Config, MeshConfig
@@ -86,12 +89,25 @@ def _nearest_multiples(number: int, divisor: int) -> list[int]:
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Builds a mesh with these axis sizes.
 
-    Devices of a sequence-parallel group are neighbors, so that `seq` stays within a node.
+    Devices of a sequence-parallel group are neighbors. So `seq` stays within a node if it divides
+    the node's devices, and spans as few nodes as possible if not.
     """
     lengths = tuple(sizes[axis] for axis in axes.ALL)
     # The default of jax.make_mesh is Explicit
     types = (jax.sharding.AxisType.Auto,) * len(axes.ALL)
-    return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=devices)
+    return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=order_by_node(devices))
+
+
+def order_by_node(devices: Sequence[Any] | None) -> list[Any]:
+    """Orders devices so that those of a node are neighbors. Args: devices: None: all.
+
+    jax.devices() has the order of processes, which SLURM may deal to the nodes in turn. XLA numbers
+    GPUs by node. From version 0.12 on, jax.make_mesh sorts GPUs by these numbers too.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if devices[0].platform != "gpu":
+        return devices
+    return sorted(devices, key=lambda device: device.id)
 
 
 def num_groups(mesh: jax.sharding.Mesh) -> int:

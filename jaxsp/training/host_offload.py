@@ -15,6 +15,9 @@ from jaxsp.model.layers import Parameter
 MIN_OFFLOAD_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be offloaded; smaller ones stay on the device."""
 
+MIN_RELEASE = (0, 11, 1)
+"""First jax release that supports arrays in host memory inside shard_map and loops."""
+
 MEMORY_KIND = "pinned_host"
 """Memory kind of a sharding whose arrays are in host memory."""
 

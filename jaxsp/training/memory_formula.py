@@ -33,6 +33,8 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     gradients = resident.gradients
     saved = resident.activations
     prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
+    if program.remat_policy.has_own_backward_pass:  # it reads an input when it needs it
+        prefetched = 0
     stream = _stream_bytes(program)
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
@@ -137,7 +139,9 @@ def _attention_bytes(program: Program) -> int:
         attend.strategy.backward_bytes(layer, attend.settings)
         for layer in attention.count_workloads(program.config, program.model)
     )
-    return backward + 2 * _stream_bytes(program) + program.dtype.itemsize * weights
+    # The layer's input and its gradient, or a copy of a gradient for the all-to-all
+    num_streams = 1 if program.remat_policy.offloads_during_attention else 2
+    return backward + num_streams * _stream_bytes(program) + program.dtype.itemsize * weights
 
 
 def _loss_bytes(program: Program) -> int:
@@ -226,7 +230,11 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     Args: num_shards: number of devices that weights are sharded over.
     """
     memory = config.memory
-    policy = RematPolicy(offload_activations=memory.offload_activations)
+    policy = RematPolicy(
+        offload_activations=memory.offload_activations,
+        offload_every=memory.offload_every,
+        offloads_during_attention=memory.offload_during_attention == "always",
+    )
     itemsize = np.dtype(config.model.compute_dtype).itemsize
     rows_per_microbatch = config.batch.rows_per_microbatch
     per_token = 0
@@ -234,6 +242,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         per_token += model.hidden_size * itemsize
     if policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
+    num_inputs = policy.num_offloaded_inputs(model.num_layers)
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
     table = trainable.build_table(model, config)
     num_weights = 0
@@ -252,7 +261,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
-        activations=model.num_layers * tokens * per_token,
+        activations=num_inputs * tokens * per_token,
         weights=4 * num_weights,
         moments=moments,
         gradients=4 * num_gradients,

@@ -1,7 +1,8 @@
 """Memory options: checks, suggestions for a step that does not fit, and descriptions."""
 
+import dataclasses
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 
@@ -25,8 +26,7 @@ from jaxsp.training.program import Program
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""
 
-MIN_HOST_STATE_RELEASE = (0, 11, 1)
-"""First jax release that supports arrays in host memory inside shard_map and loops."""
+MIN_HOST_STATE_RELEASE = host_offload.MIN_RELEASE
 
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
@@ -53,6 +53,7 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "arrays in host memory inside shard_map and loops. Install jax 0.11.1 or later "
             "(Python 3.12), or use memory.offload_optimizer=none."
         )
+    problems += _find_layer_stack_problems(memory, version)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch // config.mesh.seq
     tile = memory.mlp_tile_tokens
     if RematPolicy(remat=memory.remat).is_mlp_saved and tile != "auto" and tile < tokens:
@@ -62,6 +63,23 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return problems
+
+
+def _find_layer_stack_problems(memory: MemoryConfig, version: str) -> list[str]:
+    """Reasons that the backward pass of model/layer_stack.py does not work with this release."""
+    if compile_options.parse_version(version) >= MIN_HOST_STATE_RELEASE:
+        return []
+    requested = []
+    if memory.offload_every > 1:
+        requested.append(("offload_every", str(memory.offload_every), "1"))
+    if memory.offload_during_attention == "always":
+        requested.append(("offload_during_attention", "always", "auto"))
+    return [
+        f"memory.{name} = {value}: jax {version} cannot keep arrays in host memory inside "
+        "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use "
+        f"memory.{name}={default}."
+        for name, value, default in requested
+    ]
 
 
 def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledStep:
@@ -114,6 +132,7 @@ def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
             for field in _OFFLOAD_FIELDS
             for change in _adjacent_levels(program, field, offset=-1)
         ]
+        memory_changes = _host_memory_changes(program) + memory_changes
         if not memory_changes:
             return [
                 "nodes with more memory: a checkpoint's copy of the weights and the optimizer "
@@ -143,13 +162,32 @@ def _adjacent_levels(program: Program, field: str, *, offset: int) -> list[dict[
     return [{field: levels[index]}] if 0 <= index < len(levels) else []
 
 
-def _device_memory_changes(program: Program) -> list[dict[str, str]]:
+def _host_memory_changes(program: Program) -> list[dict[str, Any]]:
+    """Changes of `offload_every` that reduce host memory."""
+    memory = program.config.memory
+    policy = RematPolicy(remat="full", offload_activations=memory.offload_activations)
+    if not policy.can_split_layers or policy.is_attention_offloaded:
+        return []
+    num_layers = program.model.num_layers
+    now = dataclasses.replace(policy, offload_every=memory.offload_every)
+    more = dataclasses.replace(policy, offload_every=2 * memory.offload_every)
+    if more.num_offloaded_inputs(num_layers) >= now.num_offloaded_inputs(num_layers):
+        return []
+    change: dict[str, Any] = {"offload_every": more.offload_every}
+    if memory.remat not in ("auto", "full"):
+        change["remat"] = "full"
+    return [change]
+
+
+def _device_memory_changes(program: Program) -> list[dict[str, Any]]:
     """Changes of memory options that reduce device memory, each by one level."""
     policy = program.remat_policy
-    changes = []
+    changes: list[dict[str, Any]] = []
     is_fixed = program.config.memory.remat != "auto"
     if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
         changes.append({"remat": "auto"})
+    if policy.can_split_layers and program.config.memory.offload_during_attention == "never":
+        changes.append({"offload_during_attention": "auto"})
     if not policy.is_input_offloaded:
         changes += _adjacent_levels(program, "offload_activations", offset=1)
     changes += _adjacent_levels(program, "offload_optimizer", offset=1)
@@ -203,6 +241,8 @@ def describe(program: Program) -> str:
     parts = [f"{program.tokens_per_device:,} tokens per device{tiles}", _RECOMPUTED[remat]]
     if program.remat_policy.is_input_offloaded:
         arrays = "layer inputs"
+        if memory.offload_every > 1:
+            arrays = f"inputs of every {memory.offload_every} layers"
         if program.remat_policy.is_attention_offloaded:
             arrays += " and attention outputs"
         parts.append(f"{arrays} offloaded to host memory")
@@ -245,6 +285,8 @@ def describe_compiled(step: CompiledStep) -> str:
     if step.full_remat_reason:
         remat += f", because {step.full_remat_reason}"
     parts = [f"it needs {device}", remat, _describe_tiles(program)]
+    if program.remat_policy.offloads_during_attention:
+        parts.append("a layer's input and gradient in host memory during attention")
     if step.shortage:
         parts.append(
             "fragmentation, NCCL and checkpoints may need more than is left: "

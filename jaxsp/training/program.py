@@ -155,8 +155,17 @@ class Program:
     def remat_policy(self) -> RematPolicy:
         """Activations that are saved for the backward pass.
 
-        `auto` counts as save_attention here; `memory_fit` decides it.
+        `auto` counts as its first value that is possible here; `memory_fit` decides it.
         """
         memory = self.config.memory
-        remat = "save_attention" if memory.remat == "auto" else memory.remat
-        return RematPolicy(remat=remat, offload_activations=memory.offload_activations)
+        policy = RematPolicy(
+            remat="full",
+            offload_activations=memory.offload_activations,
+            offload_every=memory.offload_every,
+            offloads_during_attention=memory.offload_during_attention == "always",
+        )
+        if memory.remat == "auto":
+            remat = "full" if policy.has_own_backward_pass else "save_attention"
+        else:
+            remat = memory.remat
+        return dataclasses.replace(policy, remat=remat)

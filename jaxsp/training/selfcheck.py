@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
+from jaxsp.model.layer_stack import LayerParts, OffloadedStack
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import compile_options, memory_fit
 from jaxsp.training.program import Program
@@ -305,8 +306,7 @@ def _check_offloading(program: Program, device: jax.Device) -> None:
     """Raises UserError if gradients are wrong, with a suggestion that was tested on this device."""
     options = program.compile_options.options
     prefetch = {name: options[name] for name in compile_options.PREFETCH_FROM_HOST.keys() & options}
-    for remat_value in memory_fit.list_remats(program, is_memory_known=True):
-        policy = dataclasses.replace(program.remat_policy, remat=remat_value)
+    for policy in _list_policies(program):
         offload_error = measure_offload_error(policy, device=device, options=prefetch)
         without_prefetch = offload_error
         if not offload_error <= OFFLOAD_TOLERANCE and any(prefetch.values()):
@@ -314,6 +314,17 @@ def _check_offloading(program: Program, device: jax.Device) -> None:
                 policy, device=device, options=dict.fromkeys(prefetch, False)
             )
         raise_on_offload_error(offload_error, device, without_prefetch=without_prefetch)
+
+
+def _list_policies(program: Program) -> Iterator[RematPolicy]:
+    """Policies that `memory_fit` may choose."""
+    for remat_value in memory_fit.list_remats(program, is_memory_known=True):
+        for value in memory_fit.list_offloads_during_attention(program, remat_value):
+            yield dataclasses.replace(
+                program.remat_policy,
+                remat=remat_value,
+                offloads_during_attention=value == "always",
+            )
 
 
 def measure_offload_error(
@@ -368,6 +379,22 @@ def compile_offload_gradients(
         options: XLA's compile options, as for the training step.
     """
 
+    def run_own_stack(x_LD: Array, weights_NDD: Array) -> Array:
+        parts = LayerParts(
+            pre_attention=lambda weight, x, *_: (x @ weight, x, x, None),
+            attend=lambda _, q, k, v, *__: jnp.tanh(q),
+            post_attention=lambda _, x, out, *__: x + jnp.sin(out),
+        )
+        stack = OffloadedStack(
+            parts=parts,
+            num_layers=len(weights_NDD),
+            group_size=policy.offload_every,
+            offloads_during_attention=policy.offloads_during_attention,
+            merge_slots=lambda slots, _: slots,
+        )
+        slots = {"pre_attention": weights_NDD, "post_attention": ()}
+        return stack(x_LD, slots, {"pre_attention": (), "post_attention": ()}, (), ())
+
     def layer(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
         x_LD = remat.name_layer_input(x_LD)
         out_LD = jnp.tanh(x_LD @ weight_DD)
@@ -376,7 +403,10 @@ def compile_offload_gradients(
         return x_LD + jnp.sin(out_LD), None
 
     def loss(x_LD: Array, weights_NDD: Array) -> Array:
-        out_LD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_LD, weights_NDD)
+        if policy.has_own_backward_pass:
+            out_LD = run_own_stack(x_LD, weights_NDD)
+        else:
+            out_LD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_LD, weights_NDD)
         return jnp.sum(out_LD**2)
 
     with jax.default_matmul_precision("float32"):

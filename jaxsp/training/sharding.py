@@ -119,6 +119,10 @@ class Shard:
     """
 
 
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, Shard)
+
+
 @jax.custom_jvp
 def _forbid_gradient(whole: Array, shard: Shard) -> Array:
     """The weight, unchanged; its differentiation raises a TypeError.
@@ -222,6 +226,19 @@ class Gather:
         """False for the shard of a frozen weight."""
         return shard.grad_slot is not None
 
+    def split_slots(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into slots and values: see `layers.Gather`."""
+        slots = jax.tree.map(lambda shard: shard.grad_slot, shards, is_leaf=_is_shard)
+        return slots, self.merge_slots(jax.tree.map(lambda _: None, slots), shards)
+
+    def merge_slots(self, slots: Any, values: Any) -> Any:
+        """Shards from slots and values: see `layers.Gather`."""
+
+        def merge(shard: Shard, slot: Any) -> Shard:
+            return dataclasses.replace(shard, grad_slot=slot)
+
+        return jax.tree.map(merge, values, slots, is_leaf=_is_shard)
+
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""
         return jax.tree.map(self._gather_param, params, shards)
@@ -275,7 +292,12 @@ class Gather:
         return math.prod(shape) * self.compute_dtype.itemsize
 
     def sent_bytes(
-        self, table: layers.Weights, *, num_replicas: int, num_microbatches: int
+        self,
+        table: layers.Weights,
+        *,
+        num_replicas: int,
+        num_microbatches: int,
+        num_extra_passes: float = 0,
     ) -> dict[str, float]:
         """Bytes that a device sends in a step for weights and gradients, by collective operation.
 
@@ -285,6 +307,8 @@ class Gather:
         and both of its gradients are scattered, because their sum would need another whole float32
         table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
         once per step.
+
+        Args: num_extra_passes: see `RematPolicy.num_extra_passes`.
         """
         tied = None if "head" in table else table.get("embedding")
         sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
@@ -296,7 +320,7 @@ class Gather:
                     sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
                 continue
             fraction = num_microbatches * (1 - 1 / self.num_shards)
-            num_gathers = 1 if param.num_layers is None else 2
+            num_gathers = 1 if param.num_layers is None else 2 + num_extra_passes
             sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
             if not param.is_trainable:
                 continue

@@ -596,6 +596,30 @@ def test_the_banner_shows_what_each_strategy_sends():
     )
 
 
+@pytest.mark.parametrize(
+    ("seq", "heads", "expected"),
+    [
+        # Ulysses of 2 x ring of 8 sends less, but more of it between nodes
+        (16, (40, 10, 128), "Ulysses of 8 x ring of 2 (16 chunks each)"),
+        (64, (32, 8, 128), "Ulysses of 8 x ring of 8 (16 chunks each)"),
+        (1024, (32, 8, 128), "Ulysses of 8 x ring of 128 (16 chunks each)"),
+        # whole rows come first: documents of all lengths give all devices equal work
+        (32, (32, 8, 128), "Ulysses of 32"),
+    ],
+)
+def test_auto_exchanges_heads_inside_nodes_of_8(seq, heads, expected):
+    choice = choose(seq=seq, heads=heads, row_tokens=16384 * seq)
+    assert choice.strategy.description == expected
+
+
+def test_auto_gathers_between_nodes_if_that_is_the_outer_strategy():
+    """Ulysses of 32 x all-gather of 2 sends less, but most of it between nodes."""
+    fields = {"seq": 64, "row_tokens": 2**20, "outer_strategy": "all_gather"}
+    choice = choose(**fields)
+    assert choice.strategy.description == "Ulysses of 8 x all_gather of 8 by 1 (16 chunks each)"
+    assert choice.sent_bytes > min(dict(choice.alternatives).values())
+
+
 def test_rows_are_cut_into_chunks_that_cudnn_supports():
     choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
     assert_names(choice.fallback_reason, "16", "2048", "data.row_tokens", "130048")

@@ -174,8 +174,9 @@ MESSAGES = {
         "compute_dtype, rope, max_position_embeddings."
     ),
     "memory.xyz=1": (
-        "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_optimizer, "
-        "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype."
+        "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_every, "
+        "offload_during_attention, offload_optimizer, mlp_tile_tokens, loss_tile_tokens, "
+        "grad_reduce_dtype."
     ),
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean data.train.0.source?",
     "run.steps=0": (
@@ -353,6 +354,8 @@ def test_the_values_in_suggestions_are_valid(file):
                 "run.eval_every=5",
                 "checkpoint.best_eval=held_out",
             ],
+            "memory.offload_every": ["memory.offload_activations=layer_inputs"],
+            "memory.offload_during_attention": ["memory.offload_activations=layer_inputs"],
             "checkpoint.best_eval": [
                 "checkpoint.keep_best=1",
                 "data.eval=[{source: a.txt, format: text, name: held out}]",

@@ -1,8 +1,13 @@
-"""Sizes of tiles."""
+"""Sizes of tiles, and gradients of functions that are applied to tiles."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxsp.model import tiling
+from jaxsp.model.layers import Parameter
+from tests.unsharded import UnshardedGather
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,31 @@ def test_the_logits_of_a_tile_take_at_most_max_bytes(num_tokens, vocab_size, max
     chosen = tiling.choose_tile(num_tokens, bytes_per_token=4 * vocab_size, max_bytes=max_bytes)
     assert min(num_tokens, chosen) == tile
     assert tile == 1 or 4 * tile * vocab_size <= max_bytes
+
+
+@pytest.mark.parametrize("tile_tokens", [3, 5])
+def test_gradients_of_equal_shapes_do_not_overwrite_each_other(tile_tokens):
+    """Two inputs have the shape of the result, whose gradient only one of theirs can replace."""
+    rng = np.random.default_rng(0)
+    weight, a, b, dresult = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in [(4, 4), (2, 10, 4), (2, 10, 4), (2, 10, 4)]
+    )
+
+    def differentiate(tile_tokens):
+        def run(weight, a, b):
+            return tiling.apply_in_tiles(
+                lambda weights, a, b: jnp.tanh(a @ weights["w"]) * b**2 + a,
+                {"w": Parameter(shape=(4, 4), hf_name="weight")},
+                {"w": weight},
+                (a, b),
+                gather=UnshardedGather(),
+                tile_tokens=tile_tokens,
+            )
+
+        result, pull = jax.vjp(run, weight, a, b)
+        return result, pull(dresult)
+
+    expected = jax.tree.leaves(differentiate(20))
+    for actual, right in zip(jax.tree.leaves(differentiate(tile_tokens)), expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ _ALL_TO_ALL = {
     "axes": ["seq"],
     "bytes": 2e9,
     "formula": 2e9,
+    "node_bytes": 0.0,
     "seconds": 0.25,
     "waited_s": 0.125,
 }

@@ -100,6 +100,14 @@ def test_a_fallback_from_cudnn_has_its_reason():
     assert "cuDNN" not in requested
 
 
+def test_bytes_that_leave_nodes_are_printed_only_if_there_are_any():
+    plan = example_plans.make_plan()
+    assert "leave each node" not in report.format_plan(plan, model="a model")
+    (collective,) = plan.collectives
+    plan = example_plans.make_plan(collectives=[collective | {"node_bytes": 3e9}])
+    assert "3.000 GB leave each node" in report.format_plan(plan, model="a model")
+
+
 def test_a_plan_without_an_estimate_has_no_time_and_no_cost():
     plan = example_plans.make_plan(
         step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None

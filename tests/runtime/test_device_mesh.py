@@ -1,6 +1,7 @@
 """Axis sizes of the mesh, its order of devices, and row counts that it can divide."""
 
 import re
+import types
 
 import jax
 import numpy as np
@@ -73,6 +74,15 @@ def test_devices_of_a_group_are_neighbors():
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
     assert (ids == np.arange(8).reshape(2, 2, 2)).all()
     assert (device_mesh.num_groups(mesh), device_mesh.num_shards(mesh)) == (4, 4)
+
+
+def test_gpus_of_a_node_are_neighbors_although_processes_are_dealt_to_nodes_in_turn():
+    """Processes 0 and 2 are on the first of two nodes, where XLA numbers their GPUs 0 and 1."""
+    by_process = [0, 2, 1, 3]
+    gpus = [types.SimpleNamespace(platform="gpu", id=number) for number in by_process]
+    assert [gpu.id for gpu in device_mesh.order_by_node(gpus)] == [0, 1, 2, 3]
+    cpus = [types.SimpleNamespace(platform="cpu", id=number) for number in by_process]
+    assert [cpu.id for cpu in device_mesh.order_by_node(cpus)] == by_process
 
 
 @pytest.mark.parametrize(

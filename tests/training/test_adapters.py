@@ -59,6 +59,8 @@ CASES = {
     "state offloaded": Case((2, 2, 2), DORA, memory={"offload_optimizer": "state"}),
     "all offloaded": Case((1, 2, 4), DORA, memory=HOST | TILES, adapter=SAVED),
 }
+STACK = {"remat": "full", "offload_every": 2, "offload_during_attention": "always"}
+CASES["own backward pass"] = Case((1, 2, 4), DORA, memory=HOST | TILES | STACK, adapter=SAVED)
 for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
     CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
 QUICK = ("ulysses",)

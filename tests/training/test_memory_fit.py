@@ -132,6 +132,33 @@ def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
         assert dataclasses.replace(candidate, config=program.config) == program
 
 
+def test_inputs_leave_the_device_during_attention_only_if_nothing_else_fits():
+    stack = {"offload_activations": "layer_inputs", "remat": "full"}
+    tried = [
+        candidate.config.memory.offload_during_attention
+        for candidate in memory_fit.list_candidates(large(**stack), is_memory_known=True)
+    ]
+    num_tiles = len(MLP_TILES), len(LOSS_TILES)
+    expected = ["never"] * math.prod(num_tiles)
+    if jax.__version_info__ >= host_offload.MIN_RELEASE:
+        expected += ["always"] * (num_tiles[0] - 1) * num_tiles[1]
+    assert tried == expected
+
+
+def test_every_kth_input_in_host_memory_and_those_of_one_group():
+    """5 layers: 3 groups of 2, the 2 inputs of one group, and a gradient during attention."""
+    model = batches.model(num_layers=5)
+    stack = {"offload_activations": "layer_inputs", "remat": "full"}
+
+    def count(**memory):
+        program = runs.program(stack | memory, model=model)
+        return memory_formula.program_offloaded_bytes(program).activations / (16 * 60 * 4)
+
+    assert count() == 5
+    assert count(offload_every=2) == 3 + 2
+    assert count(offload_every=2, offload_during_attention="always") == 3 + 2 + 1
+
+
 def test_mlp_products_are_kept_only_without_tiles():
     """Nothing is kept of a tile."""
     assert {tile for _, tile, _ in candidates(large(remat="save_attention_and_mlp"))} == {TOKENS}
@@ -507,6 +534,16 @@ ALL_AT_ONCE = 10**9
         (
             262_144,
             {"offload_activations": "layer_inputs_and_attention", "offload_optimizer": "state"},
+        ),
+        (
+            524_288,
+            {
+                "remat": "full",
+                "offload_activations": "layer_inputs",
+                "offload_every": 2,
+                "offload_during_attention": "always",
+                "offload_optimizer": "state",
+            },
         ),
     ],
     ids=str,

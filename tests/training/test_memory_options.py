@@ -34,10 +34,15 @@ from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import MemoryUse
 from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
+from tests.attention.strategies import make_strategy
 from tests.training import runs
+from tests.training.mixed import MIXED
 
 TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
 """Neither divides a device's 16 tokens, or 8."""
+
+STACK = {"remat": "full", "offload_activations": "layer_inputs"}
+"""Options with which the layers may have their own backward pass (model/layer_stack.py)."""
 
 NEEDS_HOST = pytest.mark.skipif(
     jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
@@ -55,6 +60,17 @@ CASES = {
     "tiles": ((1, 1, 8), TILES),
     "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
     "layer_inputs": ((1, 2, 4), {"offload_activations": "layer_inputs"}),
+    "five layers, every second input": ((1, 2, 4), STACK | {"offload_every": 2}),
+    "five layers, inputs offloaded during attention": (
+        (2, 2, 2),
+        STACK
+        | TILES
+        | {
+            "offload_every": 3,
+            "offload_during_attention": "always",
+            "offload_optimizer": "state_and_gradients",
+        },
+    ),
     "residual and attention": ((2, 2, 2), {"offload_activations": "layer_inputs_and_attention"}),
     "state": ((2, 2, 2), {"offload_optimizer": "state"}),
     "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
@@ -78,12 +94,13 @@ CASES = {
 }
 
 
-QUICK = ("all", "attention and MLP kept")
-"""The first has the parts of the others, except for the second."""
+QUICK = ("all", "attention and MLP kept", "five layers, inputs offloaded during attention")
+"""The first has the parts of the others, except for the second and third."""
 
 
 def model_of(name):
-    return batches.model(tie_embeddings=name.startswith("tied"))
+    num_layers = 5 if name.startswith("five layers") else runs.MODEL.num_layers
+    return batches.model(tie_embeddings=name.startswith("tied"), num_layers=num_layers)
 
 
 def works_here(memory):
@@ -154,9 +171,28 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     kinds = {
         leaf.sharding.memory_kind
         for leaf in jax.tree.leaves(state.master)
-        if leaf.size > 100 * runs.MODEL.num_layers
+        if leaf.size > 100 * model_of(name).num_layers
     }
     assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
+
+
+@pytest.mark.e2e
+@NEEDS_HOST
+@pytest.mark.parametrize("degree", [1, 4])
+def test_layers_of_several_kinds_in_groups_have_the_same_gradients(degree, record_property):
+    """Four layers, of which the inputs of the first and the last are kept."""
+    memory = STACK | {"offload_every": 3, "offload_during_attention": "always"}
+    rows = batches.make_rows([[(0, 20), (20, 44)]] * 4, num_tokens=64, vocab_size=64, seed=3)
+    run = runs.compile_in_thread(
+        (1, 2, 4),
+        rows_per_microbatch=1,
+        config=batches.make_config(memory=memory),
+        model=MIXED,
+        functions=("gradients",),
+        arrays=rows,
+        strategy=make_strategy(seq=4, ulysses_degree=degree),
+    ).result()
+    runs.check_gradients(run, runs.draw_weights(MIXED), rows, record_property)
 
 
 ADAMW = functools.partial(
@@ -346,6 +382,26 @@ def test_old_releases_name_the_release_that_offloads():
         "memory.offload_activations=none",
     )
     assert re.match(messages.containing(*says, "GPU"), message)
+
+
+@pytest.mark.parametrize(
+    ("option", "default"),
+    [({"offload_every": 2}, 1), ({"offload_during_attention": "always"}, "auto")],
+    ids=str,
+)
+def test_options_of_layer_inputs_need_layer_inputs(option, default):
+    ((name, _),) = option.items()
+    suggestions = ("memory.offload_activations=layer_inputs", f"memory.{name}={default}")
+    for activations in ("none", "layer_inputs_and_attention"):
+        with pytest.raises(UserError, match=messages.containing(f"memory.{name}", *suggestions)):
+            batches.make_config(memory=option | {"offload_activations": activations})
+    inputs = {"offload_activations": "layer_inputs"}
+    with pytest.raises(UserError, match=messages.containing(f"memory.{name}", "remat=full")):
+        batches.make_config(memory=option | inputs | {"remat": "save_attention"})
+    assert runs.program(option | inputs).remat_policy.remat == "full"
+    (message,) = problems("0.10.1", "gpu", **option, **inputs)
+    assert re.match(messages.containing(f"memory.{name}", "0.11.1", suggestions[1]), message)
+    assert problems("0.11.1", "gpu", **option, **inputs) == []
 
 
 def test_full_and_offloaded_attention_contradict_each_other():
@@ -616,6 +672,12 @@ def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
         short_of(False, offload_activations="layer_inputs_and_attention")[0]
         == "memory.offload_activations=layer_inputs"
     )
+    deep = runs.program({"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16))
+    if works_here({"offload_activations": "layer_inputs", "offload_every": 2}):
+        ways = memory_options.suggest_changes(deep, is_device_short=False)
+        assert ways[0] == "memory.offload_every=2"
+        kept = {"offload_activations": "layer_inputs", "offload_during_attention": "never"}
+        assert "memory.offload_during_attention=auto" in short_of(True, **kept, remat="full")
     ways = short_of(False, offload_activations="layer_inputs")
     assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
     assert len(ways) == 3, "shorter rows always help"

@@ -36,6 +36,10 @@ class Ceilings:
     """Rate to other nodes, with one network card per device as in NVIDIA's DGX."""
     host_gb_s: float
     """Rate to host memory, each way, while both directions of all 8 devices of a node are busy."""
+    link_hop_us: float = 1.9
+    """Latency of a hop of NCCL's rings inside a node, in microseconds."""
+    network_hop_us: float = 4.0
+    """Latency of a hop between nodes."""
     sources: Mapping[str, str]
     """Source of each figure, by the name of its field; "assumed" where none is published."""
 
@@ -94,6 +98,11 @@ _DATA_SHEET = "NVIDIA's data sheet, SXM, without sparsity"
 _AZURE = "Azure/AI-benchmarking-guide"
 _CUDNN_FRONTEND = "NVIDIA/cudnn-frontend, benchmark"
 
+_HOP = (
+    "NCCL's model of its own latency, hwLatencies in src/graph/tuning.cc: rings with the protocol "
+    "LL128, which NCCL takes where latency matters; Simple has 3.4 and 14"
+)
+
 _H100 = Ceilings(
     peak_tflops=flops.PEAK_TFLOPS["H100"],
     matmul_tflops=715.0,
@@ -104,6 +113,8 @@ _H100 = Ceilings(
     network_gb_s=48.0,
     host_gb_s=28.0,
     sources={
+        "link_hop_us": _HOP,
+        "network_hop_us": _HOP,
         "peak_tflops": _DATA_SHEET,
         "matmul_tflops": "vllm-project/vllm pull 23939: torch, 16,384 tokens x 7168 x 2112, 0.72 "
         "of the peak. Cubes of 8192 reach 765 (NVIDIA/cutlass issue 1662), the best of all shapes "
@@ -145,6 +156,8 @@ _A100 = Ceilings(
     network_gb_s=24.0,
     host_gb_s=9.0,
     sources={
+        "link_hop_us": _HOP,
+        "network_hop_us": _HOP,
         "peak_tflops": _DATA_SHEET,
         "matmul_tflops": f"{_AZURE}, ND A100 v4: cuBLASLt in float16, a cube of 8192, 0.81 of the "
         "peak",
@@ -173,6 +186,8 @@ _B200 = Ceilings(
     network_gb_s=48.0,
     host_gb_s=28.0,
     sources={
+        "link_hop_us": _HOP,
+        "network_hop_us": _HOP,
         "peak_tflops": _DATA_SHEET,
         "matmul_tflops": "vllm-project/vllm pull 19566: torch on SM100, 16,384 tokens by a layer "
         "of Llama 3.1 8B, 0.67 of the peak. Cubes of 8192 reach 1610 (NVIDIA's tilus, in float16), "

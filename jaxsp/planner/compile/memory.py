@@ -145,6 +145,12 @@ class _Classifier:
         program = step.program
         model = program.model
         self._num_layers = model.num_layers
+        policy = program.remat_policy
+        self._num_inputs = {
+            model.num_layers,
+            policy.num_groups(model.num_layers),
+            policy.offload_every,
+        }
         self._head_dim = model.head_dim
         self._row_tokens = program.config.data.max_row_tokens
         self._device_tokens = program.tokens_per_device
@@ -185,8 +191,10 @@ class _Classifier:
         is_stacked = len(buffer.dims) > 1 and buffer.dims[0] == self._num_layers
         if is_stacked and dims[1:] in self._shard_shapes:
             return GRADIENTS if buffer.dtype == "f32" else WEIGHTS
-        if is_stacked and buffer.num_elements // self._num_layers in self._saved_sizes:
-            return SAVED_ACTIVATIONS
+        is_stack_of_inputs = len(buffer.dims) > 1 and buffer.dims[0] in self._num_inputs
+        if is_stack_of_inputs and buffer.num_elements // buffer.dims[0] in self._saved_sizes:
+            if is_stacked or buffer.on_host:
+                return SAVED_ACTIVATIONS
         if f"/{attention.SCOPE}/" in buffer.op_name or self._has_heads(buffer, dims):
             is_lse = self._has_lse_arrays and buffer.dtype == "f32" and self._head_dim not in dims
             return SOFTMAX_STATISTICS if is_lse else ATTENTION

@@ -10,6 +10,7 @@ Only payload counts: the minimum that NCCL's algorithms send of an array, with n
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxsp import attention
-from jaxsp.core import axes
+from jaxsp.attention import LayerWorkload, Strategy
+from jaxsp.core import axes, nodes
+from jaxsp.core.nodes import Groups, Load
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
 from jaxsp.training import optimizer
@@ -40,8 +43,9 @@ class Collective:
     op_name: str
     """Name that JAX gave the operation; several names if XLA combined operations. Older XLA drops
     the name of combined operations."""
-    device_ids: tuple[int, ...]
-    """Devices of the first group, in the order of the mesh."""
+    groups: Groups
+    """Devices that communicate with each other, in the order of the mesh; of a collective-permute,
+    each sends to the next one."""
     bytes_by_dtype: Mapping[str, float]
     """Bytes that a device sends in each run, by dtype."""
     num_runs: int
@@ -50,6 +54,19 @@ class Collective:
     """Line number of the instruction that starts it."""
     end_line: int = 0
     """Line number of the instruction that waits for it. Instructions in between overlap it."""
+    is_ring: bool = True
+    """False if a collective-permute has groups whose last device does not send to the first."""
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """Devices of the first group."""
+        return self.groups[0]
+
+    def find_load(self, node_devices: int) -> Load:
+        """Finds its load on the links and network cards of nodes of this size."""
+        return nodes.find_load(
+            self.operation, self.groups, node_devices=node_devices, is_ring=self.is_ring
+        )
 
     @property
     def total_bytes(self) -> float:
@@ -106,6 +123,13 @@ def sum_bytes(
     )
 
 
+def sum_node_bytes(collectives: Sequence[Collective], *, node_devices: int) -> float:
+    """Sums the bytes that leave the busiest node, with nodes of `node_devices` devices."""
+    return sum(
+        (sent.find_load(node_devices).node * sent.total_bytes for sent in collectives), start=0.0
+    )
+
+
 def compute_formula_bytes(program: Program) -> dict[str, float]:
     """Computes the bytes that a device must send in a step, by operation.
 
@@ -115,10 +139,12 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
     config = program.config
     model = program.model
     num_microbatches = program.num_microbatches
+    num_extra_passes = program.remat_policy.num_extra_passes(model.num_layers)
     weight_bytes = program.gather.sent_bytes(
         program.table,
         num_replicas=program.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
+        num_extra_passes=num_extra_passes,
     )
     layers = attention.count_workloads(config, model, remat=program.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
@@ -131,7 +157,9 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
         )
     )
     for layer, num_layers in layers.items():
-        layer_bytes = program.attend.strategy.sent_bytes(layer)
+        layer_bytes: dict[str, float] = dict(program.attend.strategy.sent_bytes(layer))
+        for operation, size in _forward_bytes(program.attend.strategy, layer).items():
+            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_extra_passes * size
         totals.update(
             {
                 operation: num_microbatches * num_layers * size
@@ -139,6 +167,17 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
             }
         )
     return dict(totals)
+
+
+def _forward_bytes(strategy: Strategy, layer: LayerWorkload) -> dict[str, int]:
+    """Bytes that a device sends for attention in one forward pass of a layer, by operation."""
+    recomputed = dataclasses.replace(layer, remat="full", has_other_kinds=True)
+    with_recomputation = strategy.sent_bytes(recomputed)
+    without = strategy.sent_bytes(dataclasses.replace(recomputed, remat="none"))
+    return {
+        operation: size - without.get(operation, 0)
+        for operation, size in with_recomputation.items()
+    }
 
 
 def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -209,13 +248,14 @@ def _parse_collective(
     operation: str, start: Instruction, done: Instruction, num_devices: int
 ) -> Collective:
     """Parses one run of a collective, from the instructions that start it and wait for it."""
+    is_ring = True
     if operation == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", start.attributes)
         if pairs is None:
             raise ValueError(f"{start.name} has no source_target_pairs")
-        group = _find_chain(pairs[1])
+        groups, is_ring = _find_chains(pairs[1])
     else:
-        group = _parse_device_ids(start, num_devices)
+        groups = _parse_groups(start, num_devices)
     sizes: collections.Counter[str] = collections.Counter()
     for dtype, dims in parse_shape(done.shape):
         sizes[dtype] += _dtype_bits(dtype) * math.prod(dims) // 8
@@ -225,13 +265,14 @@ def _parse_collective(
     return Collective(
         operation=operation,
         op_name=op_name[1] if op_name else "",
-        device_ids=group,
+        groups=groups,
         bytes_by_dtype={
-            dtype: _sent_bytes(operation, size, len(group)) for dtype, size in sizes.items()
+            dtype: _sent_bytes(operation, size, len(groups[0])) for dtype, size in sizes.items()
         },
         num_runs=1,
         begin_line=start.line_number,
         end_line=done.line_number,
+        is_ring=is_ring,
     )
 
 
@@ -246,16 +287,23 @@ def _sent_bytes(operation: str, size: int, num_devices: int) -> float:
     return size * (num_devices - 1) / num_devices
 
 
-def _find_chain(pairs: str) -> tuple[int, ...]:
-    """Finds the devices of the first chain of senders and receivers; a ring is one that closes.
+@functools.lru_cache(maxsize=256)
+def _find_chains(pairs: str) -> tuple[Groups, bool]:
+    """Finds the chains of senders and receivers, and whether all of them close to a ring.
 
-    Example: `{0,2},{1,3},{2,0},{3,1}` gives 0 and 2, and `{1,0},{2,1}` gives 2, 1 and 0.
+    Example: `{0,2},{1,3},{2,0},{3,1}` gives the rings of 0 and 2 and of 1 and 3, and `{1,0},{2,1}`
+    the chain of 2, 1 and 0.
     """
     targets = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
-    chain = [min(targets.keys() - targets.values(), default=min(targets))]
-    while (target := targets.get(chain[-1], chain[0])) not in chain:
-        chain.append(target)
-    return tuple(chain)
+    chains = []
+    is_ring = True
+    while targets:
+        chain = [min(targets.keys() - targets.values(), default=min(targets))]
+        while (target := targets.pop(chain[-1], None)) not in (None, chain[0]):
+            chain.append(target)
+        is_ring = is_ring and target is not None
+        chains.append(tuple(chain))
+    return tuple(chains), is_ring
 
 
 def _dtype_bits(dtype: str) -> int:
@@ -267,17 +315,31 @@ def _dtype_bits(dtype: str) -> int:
     return int(match[1] or 8)
 
 
-def _parse_device_ids(line: Instruction, num_devices: int) -> tuple[int, ...]:
-    """Parses the first group of devices of a collective, in any of XLA's notations."""
+_GROUPS_END = re.compile(r", (?!device_ids=)(?=\w+=)")
+"""Separator of the groups of devices from the next attribute."""
+
+
+def _parse_groups(line: Instruction, num_devices: int) -> Groups:
+    """Parses the groups of devices of a collective, in any of XLA's notations."""
     begin = line.attributes.find("replica_groups=")
     written = line.attributes[begin + len("replica_groups=") :]
     if begin < 0 or written.startswith("{}"):
-        return tuple(range(num_devices))
-    if (listed := re.match(r"\{\{([\d,]+)\}", written)) is not None:
-        return tuple(map(int, listed[1].split(",")))
+        return (tuple(range(num_devices)),)
+    groups = _parse_group_list(_GROUPS_END.split(written, maxsplit=1)[0])
+    if groups is None:
+        raise ValueError(f"{line.name} has replica groups in an unknown form: {written[:80]}")
+    return groups
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_group_list(written: str) -> Groups | None:
+    """Parses groups of devices; None if they are in an unknown form."""
+    if re.match(r"\{\{[\d,]+\}", written):
+        listed = re.findall(r"\{([\d,]+)\}", written)
+        return tuple(tuple(map(int, group.split(","))) for group in listed)
     if (iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", written)) is not None:
         dims = [int(dim) for dim in iota[1].split(",")]
-        return tuple(_parse_iota(iota[2]).reshape(dims)[0].tolist())
+        return tuple(map(tuple, _parse_iota(iota[2]).reshape(dims).tolist()))
     if (named := _NAMED_AXES.match(written)) is not None:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         device_ids = np.arange(math.prod(sizes.values()))
@@ -289,8 +351,8 @@ def _parse_device_ids(line: Instruction, num_devices: int) -> tuple[int, ...]:
         order = [names.index(axis) for axis in (*others, *group_axes)]
         groups = device_ids.reshape(tuple(sizes.values())).transpose(order)
         num_members = math.prod(sizes[axis] for axis in group_axes)
-        return tuple(groups.reshape(-1, num_members)[0].tolist())
-    raise ValueError(f"{line.name} has replica groups in an unknown form: {written[:80]}")
+        return tuple(map(tuple, groups.reshape(-1, num_members).tolist()))
+    return None
 
 
 _NAMED_AXES = re.compile(

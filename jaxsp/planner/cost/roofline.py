@@ -45,6 +45,7 @@ H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/anch
 
 _TERA = 1e12
 _GIGA = 1e9
+_MICRO = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def _attention_flops(program: Program, segment_lengths: np.ndarray) -> tuple[flo
     # five products instead of two: the scores again, and both gradients of both products
     backward = 2.5 * forward
     if not program.remat_policy.is_attention_saved:
-        forward *= 2
+        forward *= 2 + program.remat_policy.num_extra_passes(program.model.num_layers)
     return forward, backward
 
 
@@ -234,22 +235,14 @@ def estimate_collective_s(
 ) -> float:
     """Estimates the seconds of all runs of a collective.
 
-    Within a node it uses NVLink, between nodes their network. In an all-to-all, each device sends
-    to each other device, through its own network card if that is in another node. In a
-    collective-permute, devices whose neighbor is in another node send through their own card, and
-    the others wait for them. Other collectives use rings, each of which leaves a node once, so that
-    all cards of the node share the load.
+    It takes as long as its busiest device inside a node (NVLink) or its busiest network card, and
+    the latency of its hops: see `core/nodes.py`.
     """
-    total_bytes = collective.total_bytes
-    link_rate = ceilings.link_gb_s * _GIGA
-    network_rate = ceilings.network_gb_s * _GIGA
-    nodes = [device // node_devices for device in collective.device_ids]
-    num_nodes = len(set(nodes))
-    if num_nodes == 1:
-        return total_bytes / link_rate
-    if collective.operation == "all-to-all":
-        away = total_bytes * (len(nodes) - nodes.count(nodes[0])) / (len(nodes) - 1)
-        return max((total_bytes - away) / link_rate, away / network_rate)
-    if collective.operation == "collective-permute":
-        return total_bytes / network_rate
-    return total_bytes / min(link_rate, len(nodes) // num_nodes * network_rate)
+    load = collective.find_load(node_devices)
+    bandwidth_s = collective.total_bytes * max(
+        load.link / (ceilings.link_gb_s * _GIGA), load.network / (ceilings.network_gb_s * _GIGA)
+    )
+    if not bandwidth_s:
+        return 0.0
+    hops_us = load.link_hops * ceilings.link_hop_us + load.network_hops * ceilings.network_hop_us
+    return bandwidth_s + collective.num_runs * hops_us * _MICRO

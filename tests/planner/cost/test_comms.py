@@ -7,7 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, matrix_exchange, sharding
+from jaxsp.training import available_memory, matrix_exchange, memory_options, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -89,6 +89,22 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     expected = comms.compute_formula_bytes(step.program)
     assert expected["collective-permute"] > 0
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
+
+
+@pytest.mark.e2e
+def test_layers_in_groups_send_the_bytes_of_their_extra_forward_pass():
+    config = programs.settings(
+        "mesh.seq=4",
+        "data.row_tokens=65536",
+        "memory.remat=full",
+        "memory.offload_activations=layer_inputs",
+        "memory.offload_every=2",
+        "memory.offload_during_attention=always",
+    )
+    if found := memory_options.find_problems(config, platform="gpu"):
+        pytest.skip(found[0])
+    step = programs.step(config, compiled.make_devices("h100-80gb", 4))
+    check(step, dtype="bf16", remat="full")
 
 
 @pytest.mark.e2e
@@ -237,6 +253,8 @@ def test_groups_are_parsed_in_every_notation_of_xla(written, group):
     attributes = f"channel_id=1, replica_groups={written}, dimensions={{0}}"
     (sent,) = comms.parse_collectives(program(f"%x = f32[64]{{0}} all-gather(%a), {attributes}"))
     assert sent.device_ids == group
+    members = [device for group in sent.groups for device in group]
+    assert sorted(members) == list(range(8)), "each device is in a group"
 
 
 ASYNC = {
@@ -404,6 +422,52 @@ def test_groups_are_named_by_axes_and_other_groups_are_an_error():
     assert comms.find_axes(range(8), sizes) == ("data", "seq")
     with pytest.raises(ValueError, match=r"\(0, 1, 4\)"):
         comms.find_axes((0, 1, 4), sizes)
+
+
+def test_all_groups_are_parsed_because_the_second_may_span_nodes():
+    """Groups of 6 devices on nodes of 8."""
+    written = "{{0,1,2,3,4,5},{6,7,8,9,10,11}}"
+    line = f"%x = f32[48]{{0}} all-to-all(%a), replica_groups={written}, dimensions={{0}}"
+    (sent,) = comms.parse_collectives(program(line))
+    assert sent.groups == (tuple(range(6)), tuple(range(6, 12)))
+    assert sent.find_load(8).network == 4 / 5
+    assert sent.find_load(12).network == 0
+    # 2 devices send to 4 in the other node, and back
+    assert comms.sum_node_bytes([sent], node_devices=8) == pytest.approx(160 * 8 / 5)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "is_ring"),
+    [("{{0,1},{1,0},{2,3},{3,2}}", True), ("{{0,1},{2,3}}", False)],
+)
+def test_chains_of_a_collective_permute_are_rings_if_they_close(pairs, is_ring):
+    line = f"%x = f32[64]{{0}} collective-permute(%a), source_target_pairs={pairs}"
+    (sent,) = comms.parse_collectives(program(line))
+    assert sent.groups == ((0, 1), (2, 3))
+    assert sent.is_ring is is_ring
+
+
+@pytest.mark.e2e
+def test_bytes_between_nodes_are_those_of_the_ring_of_a_hybrid():
+    """On 8 and 16 devices: Ulysses stays inside nodes of 4, and its ring leaves them."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    device_tokens = 4096
+    inside = []
+    for num_devices in (8, 16):
+        words = [f"mesh.seq={num_devices}", f"data.row_tokens={num_devices * device_tokens}"]
+        words += ["attention.strategy=hybrid", "attention.ulysses_degree=4"]
+        config = programs.settings(*words)
+        step = programs.step(config, compiled.make_devices("h100-80gb", num_devices))
+        sent = comms.parse_collectives(step.dump.hlo_text)
+        expected = comms.compute_formula_bytes(step.program)
+        rings = [each for each in sent if each.operation == "collective-permute"]
+        exchanges = [each for each in sent if each.operation == "all-to-all"]
+        assert comms.sum_bytes(rings) == expected["collective-permute"] > 0
+        assert comms.sum_bytes(exchanges) == expected["all-to-all"] > 0
+        assert comms.sum_node_bytes(exchanges, node_devices=4) == 0
+        assert comms.sum_node_bytes(rings, node_devices=4) == 4 * comms.sum_bytes(rings)
+        inside.append(comms.sum_bytes(exchanges))
+    assert inside[0] == inside[1], "weak scaling"
 
 
 def test_the_group_of_a_ring_is_in_the_order_of_its_hops():

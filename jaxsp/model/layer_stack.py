@@ -1,0 +1,250 @@
+"""A stack of layers whose inputs wait in host memory, with a backward pass written by hand.
+
+JAX's own (remat.py) can offload the input of each layer. This one needs less memory: host memory
+has the input of every k-th layer only, and while attention's backward pass runs, the layer's input
+and its gradient are in host memory too. Each layer is recomputed as a whole (`remat: full`).
+
+    forward     group by group of k layers: the group's first input goes to the host
+    backward    groups from last to first: the inputs of the group's layers are computed from the
+                first, except the output of the last layer, and go to the host; then each layer's
+                backward pass, from last to first
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsp.model.layers import Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """Functions of a layer's parts. `batch` is a tree of arrays without gradients."""
+
+    pre_attention: Callable[..., tuple[Array | None, ...]]
+    """(shards, x, indices, batch) -> (q, k, v, input of the MLP or None)."""
+    attend: Callable[..., Array]
+    """(shards, q, k, v, indices, batch) -> out."""
+    post_attention: Callable[..., Array]
+    """(shards, x, out, input of the MLP or None, indices, batch) -> x of the next layer."""
+
+    def __call__(self, shards: Weights, x: Array, indices: Any, batch: Any) -> Array:
+        """Output of a layer. Args: indices: see `decoder.LayerIndices`."""
+        q, k, v, mlp_input = self.pre_attention(shards["pre_attention"], x, indices, batch)
+        out = self.attend(shards.get("sinks"), q, k, v, indices, batch)
+        post_shards = shards["post_attention"]
+        return self.post_attention(post_shards, x, out, mlp_input, indices, batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadedStack:
+    """The layers of a model, one after another; see the module's docstring."""
+
+    parts: LayerParts
+    num_layers: int
+    group_size: int
+    """Number of layers of a group; the last group may have fewer."""
+    offloads_during_attention: bool
+    """True if a layer's input and its gradient are in host memory during attention's backward
+    pass."""
+    merge_slots: Callable[[Any, Any], Any]
+    """(slots, values) -> shards: see `layers.Gather`."""
+
+    def __call__(self, x: Array, slots: Any, values: Any, indices: Any, batch: Any) -> Array:
+        """Output of the last layer.
+
+        Shapes: arrays of `slots`, `values` and `indices` are [N, ...].
+
+        Args:
+            slots: arrays that the layers are differentiated with respect to, in the shape, dtype
+                and memory of their gradients, which replace them.
+            values: the rest of the layers' shards, without gradients.
+        """
+        run = jax.custom_vjp(self._run_without_gradient)
+        run.defvjp(self._run_forward, self._run_backward)
+        return run(x, slots, values, indices, batch)
+
+    @property
+    def _groups(self) -> tuple[int, int]:
+        """Number of groups with group_size layers, and number of the remaining layers."""
+        return divmod(self.num_layers, self.group_size)
+
+    def _run_without_gradient(
+        self, x: Array, slots: Any, values: Any, indices: Any, batch: Any
+    ) -> Array:
+        stacked = slots, values, indices
+        apply = lambda layer, x: self._apply_layer(_read(stacked, layer), x, batch)
+        return jax.lax.fori_loop(0, self.num_layers, apply, x)
+
+    def _run_forward(
+        self, x: Array, slots: Any, values: Any, indices: Any, batch: Any
+    ) -> tuple[Array, tuple[Any, ...]]:
+        stacked = slots, values, indices
+        num_groups, num_remaining = self._groups
+
+        def run_layer(layer: Array, x: Array) -> Array:
+            return self._apply_layer(_read(stacked, layer), x, batch)
+
+        def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
+            x, kept = state
+            kept = _write(kept, to_host(x), group)
+            first = group * self.group_size
+            x = jax.lax.fori_loop(0, size, lambda i, x: run_layer(first + i, x), x)
+            return x, kept
+
+        state = x, _empty_on_host(num_groups + (num_remaining > 0), x)
+        run_whole_group = functools.partial(run_group, size=self.group_size)
+        state = jax.lax.fori_loop(0, num_groups, run_whole_group, state)
+        if num_remaining:
+            state = run_group(num_groups, state, size=num_remaining)
+        x, kept = state
+        return x, (kept, slots, values, indices, batch)
+
+    def _apply_layer(self, layer_inputs: Any, x: Array, batch: Any) -> Array:
+        slots, values, indices = layer_inputs
+        return self.parts(self.merge_slots(slots, values), x, indices, batch)
+
+    def _run_backward(self, residuals: tuple[Any, ...], dx: Array) -> tuple[Any, ...]:
+        kept, slots, values, indices, batch = residuals
+        stacked = slots, values, indices
+        num_groups, num_remaining = self._groups
+
+        def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
+            dx, gradients = state
+            first = group * self.group_size
+            inputs = kept, jnp.asarray(group)
+            if size > 1:
+                if self.offloads_during_attention:
+                    dx, group = jax.lax.optimization_barrier((to_host(dx), jnp.asarray(group)))
+                waiting = self._compute_inputs(kept, group, stacked, batch, size=size)
+                # Without the barrier, XLA makes a copy of the inputs in host memory
+                dx, waiting = jax.lax.optimization_barrier((dx, waiting))
+                dx = to_device(dx)
+                inputs = waiting, jnp.asarray(0)
+
+            def run_layer(i: Array, state: tuple) -> tuple:
+                dx, gradients = state
+                index = size - 1 - i
+                layer_inputs = _read(stacked, first + index)
+                waiting, offset = inputs
+                dx, new = self._differentiate_layer(
+                    layer_inputs, batch, dx, (waiting, offset + index)
+                )
+                write = functools.partial(_write, index=first + index)
+                return dx, jax.tree.map(write, gradients, new)
+
+            return jax.lax.fori_loop(0, size, run_layer, (dx, gradients))
+
+        state = dx, slots
+        if num_remaining:
+            state = run_group(num_groups, state, size=num_remaining)
+        run_whole_group = functools.partial(run_group, size=self.group_size)
+        state = jax.lax.fori_loop(
+            0, num_groups, lambda i, state: run_whole_group(num_groups - 1 - i, state), state
+        )
+        dx, gradients = state
+        return dx, gradients, None, None, None
+
+    def _compute_inputs(
+        self,
+        kept: Array,
+        group: Array | int,
+        stacked: Any,
+        batch: Any,
+        *,
+        size: int,
+    ) -> Array:
+        """Inputs of a group's layers, in host memory."""
+        x = to_device(_read(kept, group))
+
+        def run_layer(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            x, waiting = state
+            layer_inputs = _read(stacked, group * self.group_size + i)
+            x = self._apply_layer(layer_inputs, x, batch)
+            return x, _write(waiting, to_host(x), i + 1)
+
+        waiting = _write(_empty_on_host(size, x), to_host(x), 0)
+        return jax.lax.fori_loop(0, size - 1, run_layer, (x, waiting))[1]
+
+    def _differentiate_layer(
+        self, layer_inputs: Any, batch: Any, dx: Array, waiting: tuple[Array, Array]
+    ) -> tuple[Array, Any]:
+        """Gradients of a layer's input and of its slots.
+
+        Args:
+            dx: gradient of its output.
+            waiting: inputs of several layers, in host memory, and the index of this one's.
+        """
+        kept, index = waiting
+        slots, values, indices = layer_inputs
+
+        def bind(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+            """Part of the layer as a function of its slots and inputs."""
+
+            def run(slots: Any, *inputs: Any) -> Any:
+                shards = self.merge_slots(slots, values[name]) if name in values else None
+                return function(shards, *inputs, indices, batch)
+
+            return run
+
+        pre_attention = bind(self.parts.pre_attention, "pre_attention")
+        attend = bind(self.parts.attend, "sinks")
+        post_attention = bind(self.parts.post_attention, "post_attention")
+        read_input = lambda index: to_device(_read(kept, index))
+        x = read_input(index)
+        *qkv, mlp_input = pre_attention(slots["pre_attention"], x)
+        if self.offloads_during_attention:
+            dx, qkv = jax.lax.optimization_barrier((to_host(dx), qkv))
+        out, pull_attend = jax.vjp(attend, slots.get("sinks"), *qkv)
+        if self.offloads_during_attention:
+            # The input is read again once attention has ended
+            dx, out, index = jax.lax.optimization_barrier((dx, out, index))
+            dx = to_device(dx)
+            x = read_input(index)
+        _, pull_post = jax.vjp(post_attention, slots["post_attention"], x, out, mlp_input)
+        post_gradients, dx, dout, dmlp_input = pull_post(dx)
+        if self.offloads_during_attention:
+            dx, dout = jax.lax.optimization_barrier((to_host(dx), dout))
+        sink_gradients, *dqkv = pull_attend(dout)
+        if self.offloads_during_attention:
+            dx, dqkv, index = jax.lax.optimization_barrier((dx, dqkv, index))
+            dx = to_device(dx)
+            x = read_input(index)
+        _, pull_pre = jax.vjp(pre_attention, slots["pre_attention"], x)
+        pre_gradients, dx_of_attention = pull_pre((*dqkv, dmlp_input))
+        gradients = {
+            "pre_attention": pre_gradients,
+            "sinks": sink_gradients,
+            "post_attention": post_gradients,
+        }
+        return dx + dx_of_attention, {name: gradients[name] for name in slots}
+
+
+def to_host(x: Array) -> Array:
+    """Copies an array to host memory."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Array) -> Array:
+    """Copies an array to the device."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def _empty_on_host(count: int, x: Array) -> Array:
+    """Uninitialized arrays of the shape of x, stacked, in host memory."""
+    return to_host(jax.lax.empty((count, *x.shape), x.dtype))
+
+
+def _read(stacked: Any, index: Array | int) -> Any:
+    """One layer's arrays."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+
+
+def _write(stacked: Array, layer: Array, index: Array | int) -> Array:
+    """Replaces one layer's array."""
+    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)

@@ -1,0 +1,96 @@
+"""The hand-written backward pass of a stack of layers: gradients, recomputation, host memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.model import layer_stack
+from jaxsp.model.layer_stack import LayerParts, OffloadedStack
+from jaxsp.training import memory_options
+
+NUM_LAYERS = 7
+GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]
+"""Sizes of groups, which need not divide the layers, and offloads_during_attention."""
+
+
+@pytest.fixture(autouse=True)
+def host_memory(monkeypatch):
+    """Older releases have no arrays in host memory inside loops; the arithmetic is the same."""
+    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+        for name in ("to_host", "to_device"):
+            monkeypatch.setattr(layer_stack, name, lambda x: x)
+
+
+def make_parts(on_attend=lambda: None):
+    def pre_attention(shards, x, index, batch):
+        y = jnp.tanh(x @ shards["w"]) * (1 + index)
+        return y, y + batch, 2 * y, jnp.sin(x)
+
+    def attend(sinks, q, k, v, index, batch):
+        jax.debug.callback(on_attend)
+        return jnp.cumsum(q * k, 0) / 8 + v * sinks[None]
+
+    def post_attention(shards, x, out, mlp_input, index, batch):
+        return x + jnp.cos(out @ shards["w"]) + mlp_input
+
+    return LayerParts(pre_attention=pre_attention, attend=attend, post_attention=post_attention)
+
+
+def draw(seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
+    slots = {
+        "pre_attention": {"w": normal(NUM_LAYERS, 6, 6)},
+        "sinks": normal(NUM_LAYERS, 6),
+        "post_attention": {"w": normal(NUM_LAYERS, 6, 6)},
+    }
+    return normal(5, 6), slots, jnp.arange(NUM_LAYERS) / 10, normal(5, 6)
+
+
+def run_plain(x, slots, indices, batch):
+    """The layers in a Python loop."""
+    parts = make_parts()
+    for layer in range(NUM_LAYERS):
+        x = parts(jax.tree.map(lambda w, i=layer: w[i], slots), x, indices[layer], batch)
+    return jnp.sum(x**2)
+
+
+def run_stack(x, slots, indices, batch, *, group_size, during_attention, parts):
+    stack = OffloadedStack(
+        parts=parts,
+        num_layers=NUM_LAYERS,
+        group_size=group_size,
+        offloads_during_attention=during_attention,
+        merge_slots=lambda slots, values: slots,
+    )
+    return jnp.sum(stack(x, slots, dict.fromkeys(slots, ()), indices, batch) ** 2)
+
+
+def differentiate(group_size, during_attention, on_attend=lambda: None):
+    run = functools.partial(
+        run_stack,
+        group_size=group_size,
+        during_attention=during_attention,
+        parts=make_parts(on_attend),
+    )
+    return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*draw())
+
+
+@pytest.mark.parametrize(("group_size", "during_attention"), GROUPS)
+def test_gradients_are_those_of_the_layers_one_after_another(group_size, during_attention):
+    expected = jax.value_and_grad(run_plain, argnums=(0, 1))(*draw())
+    actual = differentiate(group_size, during_attention)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("group_size", "groups"), [(1, 7), (2, 4), (3, 3), (9, 1)])
+def test_the_last_layer_of_a_group_is_not_computed_for_its_output(group_size, groups):
+    """Forward, again before each layer's backward pass, and the inputs that were not kept."""
+    calls = []
+    jax.block_until_ready(differentiate(group_size, False, lambda: calls.append(1)))
+    jax.effects_barrier()
+    assert len(calls) == 2 * NUM_LAYERS + (NUM_LAYERS - groups)
