@@ -2,12 +2,13 @@
 
 The gathers take a few heads at a time.
 
-Rows are in zigzag (core/layout.py), so that the two chunks of every device together have equally
-many tokens before them. While the gathered heads are attended to, the next ones travel, so memory
-grows with the heads of one gather, not with all heads.
+Chunks are dealt back and forth (core/layout.py), so that those of every device together have about
+equally many tokens before them. While the gathered heads are attended to, the next ones travel, so
+memory grows with the heads of one gather, not with all heads.
 
 Source: Meta's Llama 3, arXiv:2407.21783, sec. 3.3.2; `heads_k_stride` of
-zhuzilin/ring-flash-attention. Differs: packed segments in zigzag, gradients summed in float32.
+zhuzilin/ring-flash-attention. Differs: packed segments, chunks dealt back and forth, gradients
+summed in float32.
 """
 
 import dataclasses
@@ -18,12 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention import zigzag
+from jaxsp.attention import partial_attention
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
 from jaxsp.attention.kernels.segments import Chunks, OffDiagonalBlock
+from jaxsp.attention.partial_attention import PartialAttention
 from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy, choose_chunks_per_device
+from jaxsp.attention.zigzag import ZigzagStrategy, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 
@@ -118,17 +120,17 @@ class AllGather(ZigzagStrategy):
             q: Array, kv: list[Array], gathered_kv: list[Array]
         ) -> tuple[Array, Array]:
             """Output and log-sum-exp of the heads of one gather."""
-            diagonal = zigzag.diagonal_forward(
+            diagonal = partial_attention.diagonal_forward(
                 kernel, local_segments, *(_flatten_chunks(x) for x in (q, *kv))
             )
 
             def attend_chunk(inputs: tuple[Array, OffDiagonalBlock]) -> PartialAttention:
                 q_BChK, block = inputs
-                return zigzag.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
+                return partial_attention.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
 
             earlier = jax.lax.map(attend_chunk, (q.swapaxes(0, 1), earlier_blocks))
             earlier = PartialAttention(*(_flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
-            out, lse = zigzag.merge(diagonal, earlier)
+            out, lse = partial_attention.merge(diagonal, earlier)
             return out.astype(q.dtype), lse
 
         out_SRChK, lse_SRCh = _scan_gathers(self, attend_heads, [q_SBkChK], [k_SBkCgK, v_SBkCgK])
@@ -172,7 +174,7 @@ class AllGather(ZigzagStrategy):
                 sums: list[Array], inputs: tuple[list[Array], OffDiagonalBlock]
             ) -> tuple[list[Array], Array]:
                 (q, *forward_results), block = inputs
-                dq, *dkv = zigzag.off_diagonal_backward(
+                dq, *dkv = partial_attention.off_diagonal_backward(
                     kernel, block, q, *gathered_kv, *forward_results
                 )
                 return [x + y for x, y in zip(sums, dkv, strict=True)], dq
@@ -183,7 +185,7 @@ class AllGather(ZigzagStrategy):
             )
             scattered = _reduce_scatter_dkv(self, gathered_dkv)
             # While the gradients travel
-            dq, *dkv = zigzag.diagonal_backward(
+            dq, *dkv = partial_attention.diagonal_backward(
                 kernel,
                 local_segments,
                 *(_flatten_chunks(x) for x in (q, *kv, out, lse, dout)),

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention import chunk_calls, ring_hops, zigzag
+from jaxsp.attention import chunk_calls, partial_attention, ring_hops
 from jaxsp.attention.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.kernels.kernel import ChunkKernel
+from jaxsp.attention.partial_attention import EMPTY_LSE, LocalSegments, PartialAttention
 from jaxsp.attention.ring_hops import RingHops
 from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import EMPTY_LSE, PartialAttention, ZigzagStrategy
+from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.core import axes
 
 Gradients = tuple[Array, list[Array]]
@@ -230,9 +231,11 @@ class _LocalWork:
     ) -> PartialAttention:
         """Attention of this device's queries to its own keys."""
         num_chunks = self.ring.chunks_per_device
-        inputs = (zigzag.to_chunk_rows(x, num_chunks) for x in (q_BlHK, k_BlGK, v_BlGK))
-        diagonal = zigzag.diagonal_forward(kernel, self._find_local_segments(), *inputs)
-        results = PartialAttention(*(zigzag.from_chunk_rows(x, len(q_BlHK)) for x in diagonal))
+        inputs = (partial_attention.to_chunk_rows(x, num_chunks) for x in (q_BlHK, k_BlGK, v_BlGK))
+        diagonal = partial_attention.diagonal_forward(kernel, self._find_local_segments(), *inputs)
+        results = PartialAttention(
+            *(partial_attention.from_chunk_rows(x, len(q_BlHK)) for x in diagonal)
+        )
         return _forward_calls(kernel, self._local_calls(), q_BlHK, [k_BlGK, v_BlGK], results)
 
     def backward(
@@ -245,15 +248,15 @@ class _LocalWork:
     ) -> Gradients:
         """dq, dk and dv of the attention of this device's queries to its own keys."""
         arrays = (q_BlHK, k_BlGK, v_BlGK, *forward_results)
-        rows = [zigzag.to_chunk_rows(x, self.ring.chunks_per_device) for x in arrays]
+        rows = [partial_attention.to_chunk_rows(x, self.ring.chunks_per_device) for x in arrays]
         rows[4] = rows[4].swapaxes(1, 2)
-        diagonal = zigzag.diagonal_backward(kernel, self._find_local_segments(), *rows)
-        dq, *dkv = (zigzag.from_chunk_rows(x, len(q_BlHK)) for x in diagonal)
+        diagonal = partial_attention.diagonal_backward(kernel, self._find_local_segments(), *rows)
+        dq, *dkv = (partial_attention.from_chunk_rows(x, len(q_BlHK)) for x in diagonal)
         kv = [k_BlGK, v_BlGK]
         calls = self._local_calls()
         return _backward_calls(kernel, calls, q_BlHK, kv, forward_results, (dq, dkv))
 
-    def _find_local_segments(self) -> zigzag.LocalSegments:
+    def _find_local_segments(self) -> LocalSegments:
         return self.ring.find_local_segments(self.starts_BM, self.lengths_BM, self.chunk_tokens)
 
     def _local_calls(self) -> list[Call]:
@@ -278,11 +281,13 @@ def _forward_calls(
     """Results so far, with the attention of some calls merged in."""
     for call in calls:
         k, v = map(call.take_keys, kv)
-        part = zigzag.off_diagonal_forward(kernel, call.blocks, call.take_queries(q), k, v)
+        part = partial_attention.off_diagonal_forward(
+            kernel, call.blocks, call.take_queries(q), k, v
+        )
         outs = call.place_queries(part.out_BCHK)
         lses = call.place_queries(part.lse_BCH, EMPTY_LSE)
         for out, lse in zip(outs, lses, strict=True):
-            results = zigzag.merge(results, PartialAttention(out, lse))
+            results = partial_attention.merge(results, PartialAttention(out, lse))
     return results
 
 
@@ -302,7 +307,7 @@ def _backward_calls(
     for call in calls:
         out, lse, dout = (call.take_queries(x) for x in forward_results)
         k, v = map(call.take_keys, kv)
-        dq_R, *dkv_R = zigzag.off_diagonal_backward(
+        dq_R, *dkv_R = partial_attention.off_diagonal_backward(
             kernel,
             call.blocks,
             call.take_queries(q),

@@ -69,8 +69,7 @@ def needs_hop(
     *,
     row_tokens: int,
 ) -> Bool[Array, "P"]:
-    """For each number of hops: True if a segment has keys that
-    make this number of hops to its queries."""
+    """True for each number of hops that keys of a segment make to its queries."""
     chunk_tokens = layout.chunk_tokens(row_tokens)
     first_chunk_BM = starts_BM // chunk_tokens
     last_chunk_BM = (starts_BM + lengths_BM - 1) // chunk_tokens

@@ -1,21 +1,17 @@
 """Zigzag: the shared part of ring and all-gather, which keep several chunks of queries per device.
 
-Chunks are dealt to the devices back and forth (core/layout.py). The chunks attend to themselves
-with the kernel's packed causal attention. Of the tokens before a chunk, they see one block: the
-part of the one segment that reaches from there into the chunk (see also chunk_calls.py). Partial
-results are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp,
-so its partial results are only added. Layers with a sliding window do none of this: see halo.py.
+Chunks are dealt to the devices back and forth (core/layout.py). The attention of each is computed
+in parts (partial_attention.py), except in layers with a sliding window: see halo.py.
 """
 
 import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention import halo, halo_exchange
@@ -31,13 +27,9 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions, with_saved_residuals
-from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.partial_attention import LocalSegments
 from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
-
-EMPTY_LSE = -1e30
-"""Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
-
 
 MIN_CHUNK_TOKENS = 1024
 """Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
@@ -199,7 +191,7 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
 
     def find_local_segments(
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
-    ) -> "LocalSegments":
+    ) -> LocalSegments:
         """Finds the segments of this device's chunks."""
 
         def clip(first_token: Array) -> tuple[Array, Array]:
@@ -248,126 +240,3 @@ def choose_chunks_per_device(
             and row_tokens % (chunks * num_devices) == 0
         )
     )
-
-
-class PartialAttention(NamedTuple):
-    """Attention of some queries over a part of their keys."""
-
-    out_BCHK: Float32[Array, "B C H K"]
-    lse_BCH: Float32[Array, "B C H"]
-
-
-class LocalSegments(NamedTuple):
-    """Segments of this device's chunks. Chunks count as rows, those of a row one after another."""
-
-    starts_RM: Int32[Array, "R M"]
-    lengths_RM: Int32[Array, "R M"]
-    mask_RC: Bool[Array, "R C"]
-    """True for tokens of a segment."""
-
-
-def to_chunk_rows(x_Bl: Array, chunks_per_device: int) -> Array:
-    """Makes chunks rows of their own: [B, l, ...] to [R, C, ...]."""
-    B, l = x_Bl.shape[:2]
-    return x_Bl.reshape(B * chunks_per_device, l // chunks_per_device, *x_Bl.shape[2:])
-
-
-def from_chunk_rows(x_RC: Array, num_rows: int) -> Array:
-    """Undoes `to_chunk_rows`."""
-    return x_RC.reshape(num_rows, -1, *x_RC.shape[2:])
-
-
-def diagonal_forward(
-    kernel: ChunkKernel, local_segments: LocalSegments, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array
-) -> PartialAttention:
-    """Attention of chunks to themselves."""
-    out, lse = kernel.forward(
-        q_RCHK, k_RCGK, v_RCGK, local_segments.starts_RM, local_segments.lengths_RM
-    )
-    return _make_partial(out, lse, local_segments.mask_RC)
-
-
-def diagonal_backward(
-    kernel: ChunkKernel,
-    local_segments: LocalSegments,
-    q_RCHK: Array,
-    k_RCGK: Array,
-    v_RCGK: Array,
-    out_RCHK: Array,
-    lse_RHC: Array,
-    dout_RCHK: Array,
-) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of the attention of chunks to themselves, in float32."""
-    gradients = kernel.backward(
-        q_RCHK,
-        k_RCGK,
-        v_RCGK,
-        out_RCHK,
-        lse_RHC,
-        dout_RCHK,
-        local_segments.starts_RM,
-        local_segments.lengths_RM,
-    )
-    dq, dk, dv = (_zero_outside(x, local_segments.mask_RC) for x in gradients)
-    return dq, dk, dv
-
-
-def off_diagonal_forward(
-    kernel: ChunkKernel, block: OffDiagonalBlock, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array
-) -> PartialAttention:
-    """Attention of chunks to keys before them. Nothing is computed if no segment spans both."""
-    out, lse = _compute_if_any(block, kernel.off_diagonal_forward, q_RCHK, k_RDGK, v_RDGK)
-    return _make_partial(out, lse, block.query_mask(q_RCHK.shape[1]))
-
-
-def off_diagonal_backward(
-    kernel: ChunkKernel,
-    block: OffDiagonalBlock,
-    q_RCHK: Array,
-    k_RDGK: Array,
-    v_RDGK: Array,
-    out_RCHK: Array,
-    lse_RHC: Array,
-    dout_RCHK: Array,
-) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of the attention of chunks to keys before them, in float32."""
-    inputs = q_RCHK, k_RDGK, v_RDGK, out_RCHK, lse_RHC, dout_RCHK
-    dq, dk, dv = _compute_if_any(block, kernel.off_diagonal_backward, *inputs)
-    query_mask = block.query_mask(q_RCHK.shape[1])
-    key_mask = block.key_mask(k_RDGK.shape[1])
-    return _zero_outside(dq, query_mask), _zero_outside(dk, key_mask), _zero_outside(dv, key_mask)
-
-
-def _compute_if_any(
-    block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Array
-) -> tuple[Array, ...]:
-    """The kernel's results in its own dtype, or zeros if no row has a block.
-
-    Results of a conditional are written to memory: in float32 they would be twice as large (ring of
-    8, a million tokens: 3 GiB).
-    """
-    shapes = jax.eval_shape(compute, *inputs, block)
-
-    def make_zeros() -> tuple[Array, ...]:
-        return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
-
-    return jax.lax.cond(block.is_any(), lambda: tuple(compute(*inputs, block)), make_zeros)
-
-
-def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
-    """Attention of queries over the keys of both parts."""
-    lse_BCH = jnp.logaddexp(first.lse_BCH, second.lse_BCH)
-    terms = [part.out_BCHK * jnp.exp(part.lse_BCH - lse_BCH)[..., None] for part in (first, second)]
-    return PartialAttention(jnp.asarray(sum(terms)), lse_BCH)
-
-
-def _make_partial(out_RCHK: Array, lse_RHC: Array, mask_RC: Array) -> PartialAttention:
-    return PartialAttention(
-        _zero_outside(out_RCHK, mask_RC),
-        jnp.where(mask_RC[..., None], lse_RHC.swapaxes(1, 2), EMPTY_LSE),
-    )
-
-
-def _zero_outside(x_RCXK: Array, mask_RC: Array) -> Float[Array, "R C X K"]:
-    """float32 values; 0 for tokens outside the mask, whatever the kernel has left there."""
-    return jnp.where(mask_RC[..., None, None], x_RCXK.astype(jnp.float32), 0.0)

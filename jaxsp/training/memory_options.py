@@ -242,7 +242,7 @@ def describe(program: Program) -> str:
     if program.remat_policy.is_input_offloaded:
         arrays = "layer inputs"
         if memory.offload_every > 1:
-            arrays = f"inputs of every {memory.offload_every} layers"
+            arrays = f"one of {memory.offload_every} layer inputs"
         if program.remat_policy.is_attention_offloaded:
             arrays += " and attention outputs"
         parts.append(f"{arrays} offloaded to host memory")
