@@ -40,6 +40,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *_check_weights(sections),
         *_check_chat_template(sections),
         *_check_adapter(sections),
+        *_check_degrees(sections),
         *_check_memory(sections),
         *_check_max_segments(sections),
         *_check_nul(fields, ""),
@@ -133,6 +134,33 @@ def _check_adapter(sections: Sections) -> Iterator[str]:
                 f"adapter.{name} = {yaml_io.format_value(value)}: has no effect, because "
                 "adapter.type is none. Set adapter.type=lora, or leave it out."
             )
+
+
+def _check_degrees(sections: Sections) -> Iterator[str]:
+    """Checks that mesh.seq has one number for each row length, and that data follows from it."""
+    seq = sections["mesh"].get("seq")
+    written = f"mesh.seq = {yaml_io.format_value(seq)}"
+    data = sections["mesh"].get("data", -1)
+    if not isinstance(seq, list | tuple):
+        if seq == "auto" and data != -1:
+            yield f"{written}: needs a mesh.data that follows from it. Use mesh.data=-1."
+        return
+    row_tokens = sections["data"].get("row_tokens")
+    lengths = row_tokens if isinstance(row_tokens, list | tuple) else [row_tokens]
+    if len(seq) != len(lengths):
+        example = [1] * (len(lengths) - 1) + [
+            max((n for n in seq if isinstance(n, int)), default=8)
+        ]
+        yield (
+            f"{written}: must have one number for each of data.row_tokens = "
+            f"{yaml_io.format_value(row_tokens)}. Use mesh.seq="
+            f"{yaml_io.format_value(example if len(lengths) > 1 else example[0])}, or auto."
+        )
+    if data != -1:
+        yield (
+            f"{written}: needs a mesh.data that follows from each number, and mesh.data is {data}. "
+            "Use mesh.data=-1."
+        )
 
 
 def _check_memory(sections: Sections) -> Iterator[str]:

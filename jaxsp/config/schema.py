@@ -1,5 +1,6 @@
 """The config of a run: its sections, and the fields of model, mesh, attention and memory."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -57,8 +58,14 @@ class MeshConfig(ConfigSection):
     data: Annotated[int, pydantic.Field(ge=-1, le=MAX_COUNT)] = -1
     """Number of sequence-parallel groups in a replica, each with its own rows. -1: as many as the
     devices allow."""
-    seq: Annotated[PositiveCount, with_examples(4)] = 1
-    """Number of devices that share each row (degree of sequence parallelism)."""
+    seq: Annotated[
+        PositiveCount | tuple[PositiveCount, ...] | Literal["auto"], with_examples(4)
+    ] = 1
+    """Number of devices that share each row (degree of sequence parallelism). With several row
+    lengths, a list with the number for each length of data.row_tokens is possible, such as [1, 8]:
+    short rows then need no communication for attention. It requires mesh.data=-1. auto: for each
+    length, the smallest number with which a step fits by formula without recomputing attention, or
+    else with memory.remat=full."""
     virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
     with an accelerator."""
@@ -69,6 +76,22 @@ class MeshConfig(ConfigSection):
         if value == 0:
             raise ValueError("must be -1 or at least 1")
         return value
+
+    @pydantic.field_validator("seq", mode="before")
+    @classmethod
+    def _check_seq(cls, value: Any) -> Any:
+        is_list = isinstance(value, list | tuple)
+        if value != "auto" and not (
+            value and all(map(fields.is_count, value if is_list else [value]))
+        ):
+            raise ValueError("must be a number of at least 1, a list of them, or auto")
+        return tuple(value) if is_list else value
+
+    @property
+    def degree(self) -> int:
+        """The number of devices that share each row, in the config of one row length."""
+        assert isinstance(self.seq, int), "Config.with_row_tokens chooses one of a list"
+        return self.seq
 
 
 class AttentionConfig(ConfigSection):
@@ -185,13 +208,42 @@ class Config(ConfigSection):
     def with_row_tokens(self, row_tokens: int) -> "Config":
         """Returns the config of steps whose rows have one of the lengths.
 
-        Steps and microbatches have as many tokens as with the longest rows.
+        Steps have as many tokens as with the longest rows, and microbatches as many tokens per
+        device, if each device gets at least one row.
         """
         factor = self.data.max_row_tokens // row_tokens
-        data = self.data.model_copy(update={"row_tokens": row_tokens})
+        rows_per_microbatch = factor * self.batch.rows_per_microbatch
+        seq = self.mesh.seq
+        if isinstance(seq, tuple):
+            degrees = self.degrees
+            seq = degrees[row_tokens]
+            longest_seq = degrees[self.data.max_row_tokens]
+            rows_per_microbatch = max(1, rows_per_microbatch * seq // longest_seq)
         batch_fields = {
             "rows_per_step": factor * self.batch.rows_per_step,
-            "rows_per_microbatch": factor * self.batch.rows_per_microbatch,
+            "rows_per_microbatch": rows_per_microbatch,
         }
-        batch = self.batch.model_copy(update=batch_fields)
-        return self.model_copy(update={"data": data, "batch": batch})
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={"row_tokens": row_tokens}),
+                "batch": self.batch.model_copy(update=batch_fields),
+                "mesh": self.mesh.model_copy(update={"seq": seq}),
+            }
+        )
+
+    @property
+    def degrees(self) -> dict[int, int]:
+        """Number of devices that share a row, by row length."""
+        seq = self.mesh.seq
+        assert seq != "auto", "training/row_meshes.py resolves it"
+        if isinstance(seq, int):
+            return dict.fromkeys(self.data.row_lengths, seq)
+        assert isinstance(self.data.row_tokens, tuple), "cross_checks.py compares the lists"
+        return dict(zip(self.data.row_tokens, seq, strict=True))
+
+    def with_degrees(self, degrees: Mapping[int, int]) -> "Config":
+        """Returns the config with a number of devices that share a row for each row length."""
+        seq: int | tuple[int, ...] = degrees[self.data.max_row_tokens]
+        if isinstance(self.data.row_tokens, tuple) and len(set(degrees.values())) > 1:
+            seq = tuple(degrees[row_tokens] for row_tokens in self.data.row_tokens)
+        return self.model_copy(update={"mesh": self.mesh.model_copy(update={"seq": seq})})
