@@ -165,7 +165,7 @@ def count_runs(
     is_counted: Callable[[Instruction], bool],
     *,
     include_branches: bool = False,
-    hops_fraction: float = 1.0,
+    makes_hops: bool = True,
 ) -> list[tuple[Instruction, int]]:
     """Counts the runs of some instructions, which are returned in the order of the text.
 
@@ -174,7 +174,7 @@ def count_runs(
     Args:
         is_counted: selects the instructions.
         include_branches: counts instructions of other branches as if each branch were taken.
-        hops_fraction: see `find_kind_fractions`.
+        makes_hops: counts a ring as if it made all hops; False: none.
     Raises: ValueError for a loop around an instruction whose trip count is unknown; and, unless
         `include_branches`, for an instruction in another branch.
     """
@@ -201,7 +201,7 @@ def count_runs(
             # async-update and async-done name the computation that async-start runs
             if not busy or line.opcode in ("async-update", "async-done"):
                 continue
-            fractions = find_kind_fractions(line, hops_fraction=hops_fraction)
+            fractions = find_kind_fractions(line, hops_fraction=float(makes_hops))
             if line.opcode not in callers and not fractions:
                 raise ValueError(f"{line.name} is a {line.opcode}: its computations may not run")
             trip_count = find_trip_count(line, program) if line.opcode == "while" else 1

@@ -8,6 +8,7 @@ kernel launches, waiting for data, the slowdown of kernels that overlap collecti
 work of devices unless the data is known.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,7 +19,7 @@ from jaxsp.model import flops
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.compiled import PlannedStep
 from jaxsp.planner.compile.gpus import Ceilings
-from jaxsp.planner.compile.hlo import HloModule
+from jaxsp.planner.compile.hlo import HloModule, Instruction
 from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
@@ -190,7 +191,7 @@ class StepEstimator:
         )
 
 
-def average_estimates(estimates: Sequence[TimeEstimate], weights: Sequence[float]) -> TimeEstimate:
+def average_estimates(estimates: Sequence[TimeEstimate], weights: Sequence[int]) -> TimeEstimate:
     """Averages estimates of a step."""
     factors = [weight / sum(weights) for weight in weights]
     pairs = list(zip(factors, estimates, strict=True))
@@ -270,12 +271,16 @@ def _estimate_attention_s(
 
     Args: forward_and_backward: operations of all calls.
     """
-    runs = hlo.count_runs(
-        module,
-        lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
-        include_branches=True,
-        hops_fraction=hops_fraction,
-    )
+    runs: collections.defaultdict[Instruction, float] = collections.defaultdict(float)
+    for makes_hops, fraction in ((True, hops_fraction), (False, 1 - hops_fraction)):
+        counts = hlo.count_runs(
+            module,
+            lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
+            include_branches=True,
+            makes_hops=makes_hops,
+        )
+        for line, num_runs in counts:
+            runs[line] += fraction * num_runs
     seconds: dict[int, float] = {}
     rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
     for is_backward, operations, rate in zip(
@@ -283,7 +288,7 @@ def _estimate_attention_s(
     ):
         calls = {
             line.line_number: num_runs
-            for line, num_runs in runs
+            for line, num_runs in runs.items()
             if ("Backward" in line.attributes) == is_backward
         }
         seconds |= {line: operations / (rate * _TERA) / sum(calls.values()) for line in calls}
