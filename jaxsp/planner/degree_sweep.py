@@ -111,12 +111,13 @@ class DegreeSweep:
         Raises: UserError if there is no plan for the longest rows.
         """
         *shorter, longest = self._lengths
-        results = [
-            self._plan(longest, mesh, option, longest_degree=mesh[axes.SEQ])
-            for mesh, option in mesh_sweep.list_combinations(
-                self._make_config(longest, 1), self._model, num_devices=self._cluster.num_devices
-            )
-        ]
+        results: list[LengthPlan] = []
+        # more devices per row and fewer replicas come first
+        for mesh, option in mesh_sweep.list_combinations(
+            self._make_config(longest, 1), self._model, num_devices=self._cluster.num_devices
+        ):
+            if not _is_too_large(results, mesh, option.config_fields):
+                results.append(self._plan(longest, mesh, option, longest_degree=mesh[axes.SEQ]))
         mesh_sweep.raise_if_no_plan([result.mesh_plan for result in results])
         for replica, fields in _list_strategies(results):
             usable = _select(results, longest, replica, fields)
@@ -255,6 +256,24 @@ def sum_tokens_per_s(plans: Sequence[Plan]) -> tuple[float, float | None]:
             unpacked_tokens += data.unpacked_tokens
             unpacked_s += data.unpacked_steps * data.unpacked_step_s
     return tokens / seconds, unpacked_tokens / unpacked_s if unpacked_s else None
+
+
+def _is_too_large(
+    results: Sequence[LengthPlan], mesh: Mapping[str, int], fields: Mapping[str, Any]
+) -> bool:
+    """True if rows did not fit a mesh on which each device has less of rows and weights."""
+    smaller: dict[tuple[int, int], list[bool]] = {}
+    for result in results:
+        replica = result.replica
+        degree = result.degree
+        if replica > mesh[axes.REPLICA] or degree < mesh[axes.SEQ]:
+            continue
+        # whole rows on one device need more memory than with any strategy
+        if mesh[axes.SEQ] == 1 or result.has_strategy(fields):
+            plan = result.mesh_plan.plan
+            is_short = plan is not None and not plan.fits
+            smaller.setdefault((replica, degree), []).append(is_short)
+    return any(map(all, smaller.values()))
 
 
 def _list_strategies(

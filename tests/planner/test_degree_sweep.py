@@ -95,6 +95,17 @@ def test_shorter_rows_are_planned_only_with_what_fits_the_longest_and_each_step_
     assert len(planned) == len({config.model_dump_json() for config in planned})
 
 
+def test_meshes_with_more_on_each_device_than_one_that_is_too_small_are_left_out(sweep):
+    fits = {8: True, 4: False, 2: True, 1: True}
+    _, planned = sweep(fits=fits)
+    long = [
+        (config.mesh.replica, config.mesh.degree)
+        for config in planned
+        if config.data.row_tokens == LONG
+    ]
+    assert long == [(1, 8), (1, 4)], "2 replicas of 4 have more weights on each device"
+
+
 def test_a_degree_per_length_is_the_fastest_of_each_and_one_degree_fits_all(sweep):
     results, _ = sweep()
     one = degree_sweep.choose_one_degree(results, [SHORT, LONG])
