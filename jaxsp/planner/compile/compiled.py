@@ -28,6 +28,7 @@ from jaxsp.training import (
     host_offload,
     memory_formula,
     optimizer,
+    row_meshes,
     train_state,
     train_step,
 )
