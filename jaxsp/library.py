@@ -130,7 +130,10 @@ def pack(
             every token is a label.
         weights: a weight for the loss of predicting each token, finite and at least 0; needs
             `load_model(..., has_weights=True)`.
-    Returns: run.steps batches. Shapes: see `core.batch.Batch`.
+    Returns:
+        run.steps batches. Shapes: see `core.batch.Batch`. With rows of several lengths, each batch
+        needs the step of its length:
+        `train_step.compile(program.with_row_tokens(batch.tokens_BL.shape[-1]))`.
     Raises:
         UserError for ids outside the vocabulary, lists of another length than their document's,
         and bad weights.
