@@ -43,8 +43,8 @@ from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import build, initial_weights, merging
-from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import host_offload, trainable
+from jaxsp.runtime import jax_platform
+from jaxsp.training import host_offload, row_meshes, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
@@ -99,8 +99,8 @@ def load_model(
     assert resolved.model_folder is not None, "model.source is set"
     program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
     problems += param_groups.find_problems(program.config.optimizer, program.table)
-    problems += device_mesh.find_division_problems(
-        program.config, dict(program.mesh.shape), layout=program.attend.layout
+    problems += row_meshes.find_division_problems(
+        program.config, program.mesh.size, resolved.attention_choices
     )
     problems.raise_if_any()
     weights = initial_weights.open_sources(program, resolved.model_folder, resolved.adapter_folder)
@@ -130,7 +130,10 @@ def pack(
             every token is a label.
         weights: a weight for the loss of predicting each token, finite and at least 0; needs
             `load_model(..., has_weights=True)`.
-    Returns: run.steps batches. Shapes: see `core.batch.Batch`.
+    Returns:
+        run.steps batches. Shapes: see `core.batch.Batch`. With rows of several lengths, each batch
+        needs the step of its length:
+        `train_step.compile(program.with_row_tokens(batch.tokens_BL.shape[-1]))`.
     Raises:
         UserError for ids outside the vocabulary, lists of another length than their document's,
         and bad weights.
@@ -153,7 +156,7 @@ def pack(
     )
     data = dataset.pack_documents("documents", packed, config, digests=[""])
     schedule = data.make_schedule(config, num_steps=program.num_steps)
-    loader = data.make_loader(config, program.mesh, schedule, layout=program.attend.layout)
+    loader = data.make_loader(config, schedule, program.place_rows)
     return (batch for batch, _ in loader.batches())
 
 

@@ -91,12 +91,14 @@ def _make_parser() -> argparse.ArgumentParser:
 def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     """Size of XLA's pool of pinned host memory for each GPU.
 
-    None if nothing is offloaded, or if the model cannot be read yet. The size must be set before
-    JAX initializes its devices, so this is a formula with a margin.
+    None if nothing is offloaded, if the model cannot be read yet, or if mesh.seq is `auto`. The
+    size must be set before JAX initializes its devices, so this is a formula with a margin.
     """
     memory = config.memory
     num_gpus = hardware.count_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
+        return None
+    if config.mesh.seq == "auto":
         return None
     try:
         fields, field = model_config.read_fields(config.model)
@@ -111,8 +113,14 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // config.mesh.replica)
-    offloaded = memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
-    return memory_formula.pool_bytes(offloaded)
+    return max(
+        memory_formula.pool_bytes(
+            memory_formula.offloaded_bytes(
+                model, config.with_row_tokens(row_tokens), num_shards=num_shards
+            )
+        )
+        for row_tokens in config.data.row_lengths
+    )
 
 
 if __name__ == "__main__":

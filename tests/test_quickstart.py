@@ -115,10 +115,7 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     config = load_config(directory)
     program, inputs = build.build_training(config, devices=jax.devices())
     ((batch, _),) = inputs.train_set.make_loader(
-        config,
-        program.mesh,
-        inputs.train_set.make_schedule(config, num_steps=1),
-        layout=program.attend.layout,
+        config, inputs.train_set.make_schedule(config, num_steps=1), program.place_rows
     ).batches()
     weights = reader.read_weights(run_paths.find_latest(directory), program.table)
     master = runs.put_weights(program.table, weights, program.mesh)

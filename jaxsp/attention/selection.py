@@ -1,7 +1,6 @@
 """Choice of the strategy and the kernel of a run."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +33,8 @@ GB/s for an H100 (planner/compile/gpus.py)."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """Strategy, kernel and settings of a run's attention. Processes compare its `repr`."""
+    """Strategy, kernel and settings of attention, for rows of one length. Processes compare its
+    `repr`."""
 
     strategy: Strategy
     alternatives: tuple[tuple[str, int], ...]
@@ -47,7 +47,7 @@ class AttentionChoice:
     fallback_reason: str
     """Reason that `auto` did not use its first kernel; empty if it did."""
     layer_scores: tuple[ScoreConfig, ...]
-    """Scores of each layer, without windows that are at least as long as the longest row."""
+    """Scores of each layer, without windows that are at least as long as the rows."""
 
 
 class StrategyOption(NamedTuple):
@@ -67,31 +67,24 @@ def choose(
 ) -> AttentionChoice:
     """Chooses what a config requests, or what `auto` means on these devices, which may be absent.
 
-    The kernel and its settings are the same for all row lengths of the config and all layers.
+    The kernel and its settings are the same for all layers.
 
-    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
+    Args:
+        config: of rows of one length: `Config.with_row_tokens`.
+        device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
         or calls of the kernel that do not fit an empty device.
     """
     strategy = choose_strategy(config, model)
     device_bytes = device_bytes or min_device_bytes(devices)
-    workloads = [
-        [
-            strategy.kernel_workload(layer)
-            for layer in count_workloads(config.with_row_tokens(row_tokens), model)
-        ]
-        for row_tokens in reversed(config.data.row_lengths)
-    ]
-    kernel, fallback_reason = kernel_selection.choose(
-        config, [*itertools.chain(*workloads)], devices, device_bytes
-    )
+    workloads = [strategy.kernel_workload(layer) for layer in count_workloads(config, model)]
+    kernel, fallback_reason = kernel_selection.choose(config, workloads, devices, device_bytes)
     kernel_selection.raise_if_whole_rows_only(kernel, strategy)
-    settings = [
-        kernel_selection.configure(kernel, kinds, config, fallback_reason, devices, device_bytes)
-        for kinds in workloads
-    ]
+    settings = kernel_selection.configure(
+        kernel, workloads, config, fallback_reason, devices, device_bytes
+    )
     layers = _layers_to_compare(config, model)
-    others = _auto_candidates(config.attention, _any_layer(layers), seq=config.mesh.seq)
+    others = _auto_candidates(config.attention, _any_layer(layers), seq=config.mesh.degree)
     sent_bytes = {
         candidate: _mean_sent_bytes(candidate, layers)
         for candidate in (strategy, *_without_problems(others, _any_layer(layers)))
@@ -105,7 +98,7 @@ def choose(
         ),
         sent_bytes=sent_bytes[strategy],
         kernel=kernel,
-        settings=settings[0],
+        settings=settings,
         fallback_reason=fallback_reason,
         layer_scores=drop_long_windows(model.layer_scores, row_tokens=config.data.max_row_tokens),
     )
@@ -122,7 +115,7 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
 
     Raises: UserError for heads that cannot be shared as requested.
     """
-    seq = config.mesh.seq
+    seq = config.mesh.degree
     if seq == 1:
         return Ulysses(seq=1)
     requested = config.attention

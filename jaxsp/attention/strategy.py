@@ -66,8 +66,6 @@ class LayerWorkload:
     remat: str = "save_attention"
     """Value of memory.remat."""
     is_deterministic: bool = False
-    shortest_row_tokens: int | None = None
-    """Tokens of the config's shortest rows, which have the same layout; None: `row_tokens`."""
     has_windowed_kinds: bool = False
     """True if layers of any kind have a sliding window."""
     has_other_kinds: bool = False
@@ -78,7 +76,7 @@ class LayerWorkload:
     def from_config(
         cls, config: Config, model: HasHeads, score: ScoreConfig, *, remat: str | None = None
     ) -> "LayerWorkload":
-        """The workload of a config's longest rows in layers with these scores.
+        """The workload of a config's rows, all of one length, in layers with these scores.
 
         Args: remat: replaces memory.remat of the config.
         """
@@ -87,7 +85,8 @@ class LayerWorkload:
         (score,) = drop_long_windows([score], row_tokens=row_tokens)
         return cls(
             num_rows=config.batch.rows_per_microbatch,
-            tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
+            # 0 would not reach the check that rows can be divided
+            tokens_per_device=max(1, config.data.max_row_tokens // config.mesh.degree),
             row_tokens=config.data.max_row_tokens,
             max_segments=config.data.max_segments_per_row,
             num_heads=model.num_heads,
@@ -98,7 +97,6 @@ class LayerWorkload:
             softcap=score.softcap,
             remat=config.memory.remat if remat is None else remat,
             is_deterministic=config.run.deterministic,
-            shortest_row_tokens=config.data.row_lengths[0],
             has_windowed_kinds=any(kind.window is not None for kind in kinds),
             has_other_kinds=len(set(kinds)) > 1,
         )

@@ -7,7 +7,6 @@ in parts (partial_attention.py), except in layers with a sliding window: see hal
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -229,7 +228,7 @@ def choose_chunks_per_device(
         return requested.chunks_per_device
     if workload.has_windowed_kinds or workload.max_segments == 1:
         return 2
-    row_tokens = math.gcd(workload.row_tokens, workload.shortest_row_tokens or workload.row_tokens)
+    row_tokens = workload.row_tokens
     num_devices = workload.row_tokens // workload.tokens_per_device
     return next(
         chunks

@@ -147,7 +147,7 @@ def _check_degrees(sections: Sections) -> Iterator[str]:
         return
     row_tokens = sections["data"].get("row_tokens")
     lengths = row_tokens if isinstance(row_tokens, list | tuple) else [row_tokens]
-    if len(seq) != len(lengths):
+    if seq and len(seq) != len(lengths):
         example = [1] * (len(lengths) - 1) + [
             max((n for n in seq if isinstance(n, int)), default=8)
         ]

@@ -84,7 +84,7 @@ class MeshConfig(ConfigSection):
         if value != "auto" and not (
             value and all(map(fields.is_count, value if is_list else [value]))
         ):
-            raise ValueError("must be a number of at least 1, a list of them, or auto")
+            raise ValueError("must be an integer of at least 1, a list of them, or auto")
         return tuple(value) if is_list else value
 
     @property

@@ -4,7 +4,7 @@ import collections
 import platform
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -29,17 +29,17 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     """Returns the banner: pairs of a label and a text. Entries without text are left out."""
     entries = [
         ("devices", _describe_devices(program)),
-        ("mesh", _describe_mesh(program)),
+        *_describe_meshes(program, inputs),
         *_fold("model", _describe_model(program, inputs)),
         *_fold("rope", describe_rope(program)),
         ("weights", _describe_placement(program)),
         ("start", inputs.weights_origin),
         ("changed", ", ".join(inputs.start.config_changes)),
-        ("batch", _describe_batch(program)),
+        *_fold("batch", _describe_batch(program)),
         ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
-        *_fold("attention", attention.describe(inputs.attention_choice, program.model)),
-        *_fold("memory", memory_options.describe(program)),
+        *_describe_attention(program, inputs),
+        *_fold("memory", memory_options.describe(program.for_longest_rows)),
         *_fold("XLA", program.compile_options.description),
         *_fold("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
@@ -65,8 +65,34 @@ def _describe_devices(program: Program) -> str:
     return f"{text}, jax {jax.__version__}, Python {platform.python_version()}"
 
 
-def _describe_mesh(program: Program) -> str:
-    mesh = program.mesh
+def _describe_meshes(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
+    """The mesh, or that of each row length, the longest first."""
+    lengths = list(reversed(program.config.data.row_lengths))
+    texts = {length: _describe_mesh(program.row_mesh(length).mesh) for length in lengths}
+    origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
+    return _describe_by_length("mesh", {length: text + origin for length, text in texts.items()})
+
+
+def _describe_attention(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
+    """Attention, or that of each row length, the longest first."""
+    choices = reversed(list(inputs.attention_choices.items()))
+    return _describe_by_length(
+        "attention",
+        {length: attention.describe(choice, program.model) for length, choice in choices},
+    )
+
+
+def _describe_by_length(label: str, texts: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Entries with the text of each row length, or a single one if all are equal."""
+    if len(set(texts.values())) == 1:
+        return _fold(label, next(iter(texts.values())))
+    entries: list[tuple[str, str]] = []
+    for length, text in texts.items():
+        entries += _fold("" if entries else label, f"rows of {length:,} tokens: {text}")
+    return entries
+
+
+def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     seq = mesh.shape[axes.SEQ]
     if seq == 1:
@@ -125,22 +151,27 @@ def _describe_placement(program: Program) -> str:
 def _describe_batch(program: Program) -> str:
     """Describes the rows of a step, those of the longest row length first."""
     config = program.config
-    rows_per_step = config.batch.rows_per_step
-    rows_per_group = config.batch.rows_per_microbatch
-    rows_per_microbatch = device_mesh.num_groups(program.mesh) * rows_per_group
-    num_microbatches = rows_per_step // rows_per_microbatch
-    by_length = [config.with_row_tokens(length) for length in reversed(config.data.row_lengths)]
-    rows = " or ".join(
-        f"{format_count(each.batch.rows_per_step, 'row')} of {each.data.max_row_tokens:,} tokens"
+    by_length = [program.with_row_tokens(n) for n in reversed(config.data.row_lengths)]
+    rows = [
+        f"{format_count(each.config.batch.rows_per_step, 'row')} of "
+        f"{each.config.data.max_row_tokens:,} tokens"
         for each in by_length
-    )
+    ]
+    parts = [_describe_microbatches(each) for each in by_length]
+    tokens = f"per step ({config.batch.rows_per_step * config.data.max_row_tokens:,} tokens)"
+    if len(set(parts)) == 1:
+        return f"{' or '.join(rows)} {tokens}, in {parts[0]}"
+    each = ", or ".join(f"{row} in {part}" for row, part in zip(rows, parts, strict=True))
+    return f"{each}, {tokens}"
+
+
+def _describe_microbatches(program: Program) -> str:
+    """Describes the microbatches of a step of one row length."""
+    num_microbatches = program.num_microbatches
     microbatches = "1 microbatch" if num_microbatches == 1 else f"{num_microbatches:,} microbatches"
-    per_group = format_count(rows_per_group, "row")
+    per_group = format_count(program.config.batch.rows_per_microbatch, "row")
     owner = "device" if program.mesh.shape[axes.SEQ] == 1 else "group"
-    return (
-        f"{rows} per step ({rows_per_step * config.data.max_row_tokens:,} tokens), "
-        f"in {microbatches} of {per_group} per {owner}"
-    )
+    return f"{microbatches} of {per_group} per {owner}"
 
 
 def _describe_steps(program: Program, inputs: RunInputs) -> str:

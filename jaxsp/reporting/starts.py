@@ -49,11 +49,14 @@ class StartLine:
     num_processes: int
     """Number of processes."""
     mesh: dict[str, int]
-    """Size of each mesh axis, by name."""
+    """Size of each mesh axis for the longest rows, by name."""
+    seq_by_row_tokens: dict[str, int]
+    """Size of the axis seq for each row length."""
     strategy: str
-    """Attention strategy that was chosen, with its degrees. Empty if no devices share rows."""
+    """Attention strategy that was chosen for the longest rows, with its degrees. Empty if no
+    devices share them."""
     kernel: str
-    """Attention kernel that was chosen."""
+    """Attention kernel that was chosen for the longest rows."""
     jaxsp_version: str | None
     """Version of jaxsp; null if it is not installed as a package."""
     jax_version: str
@@ -89,6 +92,7 @@ def describe_start(
         device_kind=devices[0].device_kind,
         num_processes=jax.process_count(),
         mesh=dict(program.mesh.shape),
+        seq_by_row_tokens={str(n): seq for n, seq in program.config.degrees.items()},
         strategy=program.attend.strategy.description,
         kernel=program.attend.kernel.name,
         jaxsp_version=_find_version(),

@@ -155,10 +155,7 @@ class StepLog:
 
     def _record_nonfinite_step(self, results: StepMetrics) -> None:
         loader = self._inputs.train_set.make_loader(
-            self._program.config,
-            self._program.mesh,
-            self._inputs.schedule,
-            layout=self._program.attend.layout,
+            self._program.config, self._inputs.schedule, self._program.place_rows
         )
         step_index = self._num_finished - self._inputs.start.step - 1
         self.nonfinite.record_step(self._num_finished, results, loader, step_index)

@@ -62,19 +62,15 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
         program, inputs = build.build_training(run_config, devices=jax.devices())
+    (choice,) = inputs.attention_choices.values()
     began = time.perf_counter()
     step = memory_options.compile_fitting_step(
-        program, workspace_bytes=inputs.attention_choice.settings.workspace_bytes
+        program, workspace_bytes=choice.settings.workspace_bytes
     )
     memory_options.reserve_host_memory(program, step.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_state.init_state(program, inputs.make_weights())
-    loader = inputs.train_set.make_loader(
-        program.config,
-        program.mesh,
-        inputs.schedule,
-        layout=program.attend.layout,
-    )
+    loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.place_rows)
     seconds = []
     metrics_of_steps = []
     segment_lengths = np.zeros(0, np.int64)
@@ -103,8 +99,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         device_gib=step.memory_use.device_total / memory_formula.GIB,
         host_gib=step.memory_use.host * program.mesh.size / memory_formula.GIB,
         remat=step.program.remat_policy.remat,
-        kernel=inputs.attention_choice.kernel.name,
-        step_s_estimate=_estimate_step_s(step, inputs.attention_choice, segment_lengths),
+        kernel=choice.kernel.name,
+        step_s_estimate=_estimate_step_s(step, choice, segment_lengths),
         compile_s=compile_s,
     )
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxsp import attention
-from jaxsp.attention import AttentionChoice
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -26,12 +24,13 @@ from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.run import data_sets, initial_weights, model_files, resume
 from jaxsp.run.initial_weights import InitialWeights
-from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.runtime import run_paths
 from jaxsp.storage import copies
-from jaxsp.training import memory_options
+from jaxsp.training import memory_options, row_meshes
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
+from jaxsp.training.row_meshes import AttentionChoices
 
 if TYPE_CHECKING:
     import transformers
@@ -46,7 +45,7 @@ class ResolvedConfig:
     model_folder: ModelFolder | None
     adapter_folder: ModelFolder | None
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    attention_choice: AttentionChoice
+    attention_choices: AttentionChoices
     train: PackedDataset | None
     """None unless it was resolved for training."""
     evals: tuple[PackedDataset, ...]
@@ -83,6 +82,7 @@ def build_training(
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
         run_model_dir=model_dir,
     )
+    is_mesh_automatic = config.mesh.seq == "auto"
     config = resolved.program.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
@@ -109,7 +109,8 @@ def build_training(
         schedule=schedule,
         hf_config=resolved.hf_config,
         weights_origin=_describe_origin(program, weights, checkpoint),
-        attention_choice=resolved.attention_choice,
+        attention_choices=resolved.attention_choices,
+        is_mesh_automatic=is_mesh_automatic,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
         write_model=functools.partial(_save_model_files, resolved, model_dir),
@@ -208,29 +209,29 @@ def resolve_config(
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
-    choice = None
+    choices = None
     if files.config is not None:
         with problems.collect():
-            choice = attention.choose(config, files.config, devices=devices)
-    sizes = _check_step(config, files.config, choice, devices, problems, for_training=for_training)
+            config = row_meshes.resolve_degrees(config, files.config, devices=devices)
+    if config.mesh.seq != "auto":
+        if files.config is not None:
+            with problems.collect():
+                choices = row_meshes.choose_attention(config, files.config, devices=devices)
+        _check_step(config, files.config, choices, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
     assert files.adapter is not None
     config = config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
-    assert choice is not None
+    assert choices is not None
     _set_compilation_cache(config)
     tokenized = data_sets.tokenize_sources(
         opened, config, tokenizer=tokenizer, vocab_size=files.config.vocab_size
     )
     train, evals = data_sets.make_data_sets(opened, tokenized, config, for_training=for_training)
-    program = Program(
-        config=config,
-        model=files.config,
-        mesh=device_mesh.make_mesh(sizes, devices),
-        attend=attention.make_chosen_attend(choice),
-        num_steps=config.run.steps or 1,
+    program = row_meshes.make_program(
+        config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
     )
     return ResolvedConfig(
         program=program,
@@ -238,7 +239,7 @@ def resolve_config(
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
         tokenizer=tokenizer,
-        attention_choice=choice,
+        attention_choices=choices,
         train=train,
         evals=evals,
     )
@@ -253,27 +254,22 @@ def _set_compilation_cache(config: Config) -> None:
 def _check_step(
     config: Config,
     model: ModelConfig | None,
-    choice: AttentionChoice | None,
+    choices: AttentionChoices | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
     *,
     for_training: bool,
-) -> dict[str, int]:
-    """Checks mesh, memory options, batch and groups, and returns the sizes of the mesh axes."""
-    sizes: dict[str, int] = {}
-    with problems.collect():
-        sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
-    problems += memory_options.find_problems(config, platform=devices[0].platform)
-    if sizes:
-        problems += device_mesh.find_division_problems(
-            config,
-            sizes,
-            layout=choice.strategy.layout if choice is not None else None,
-            with_training=for_training,
+) -> None:
+    """Checks meshes, memory options, batch and groups."""
+    for row_tokens in config.data.row_lengths:
+        problems += memory_options.find_problems(
+            config.with_row_tokens(row_tokens), platform=devices[0].platform
         )
+    problems += row_meshes.find_division_problems(
+        config, len(devices), choices, with_training=for_training
+    )
     if for_training and model is not None:
         problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
-    return sizes
 
 
 def _save_model_files(

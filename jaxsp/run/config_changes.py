@@ -71,8 +71,14 @@ def _shorten(value: Any) -> str:
 
 
 def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested fields with its name as in `key.path=value`."""
-    if not isinstance(fields, dict | list):
+    """Yields each value of nested fields with its name as in `key.path=value`.
+
+    A list of mappings has nested fields; another list is a value, unless it is empty.
+    """
+    is_nested = isinstance(fields, dict) or (
+        isinstance(fields, list) and all(isinstance(entry, dict) for entry in fields)
+    )
+    if not is_nested:
         yield field, fields
         return
     items = fields.items() if isinstance(fields, dict) else enumerate(fields)

@@ -56,7 +56,7 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
         ("the config", repr(program.config)),
         ("the checkpoint to resume from", repr(start.rows_consumed)),
         ("XLA_FLAGS", repr(program.compile_options)),
-        ("attention (the devices' memory or versions)", repr(inputs.attention_choice)),
+        ("attention (the devices' memory or versions)", repr(inputs.attention_choices)),
     ]
     digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
     hashes = [np.frombuffer(digest, np.int32) for digest in digests]
@@ -115,7 +115,9 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
-    lines: list[str | None] = [*selfcheck.check_device(program, inputs.attention_choice)]
+    lines: list[str | None] = [
+        *selfcheck.check_device(program, tuple(inputs.attention_choices.values()))
+    ]
     if jax.process_index() == 0:
         state = train_state.abstract_inputs(program)[0]
         checkpoints = run_paths.local_dir(program.config.run) / run_paths.CHECKPOINTS_DIR
@@ -148,12 +150,11 @@ def compile_steps(
         if len(lengths) > 1:
             name += f" for rows of {row_tokens:,} tokens"
             progress = f", {number} of {len(lengths)}"
-        config = program.config.with_row_tokens(row_tokens)
         began = time.perf_counter()
         with console.status(f"compiling {name}{progress}"):
             step = memory_options.compile_fitting_step(
-                dataclasses.replace(program, config=config),
-                workspace_bytes=inputs.attention_choice.settings.workspace_bytes,
+                program.with_row_tokens(row_tokens),
+                workspace_bytes=inputs.attention_choices[row_tokens].settings.workspace_bytes,
             )
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))
@@ -166,5 +167,5 @@ def compile_steps(
         memory.append(memory_causes.find_causes(step))
         seconds += compile_s
         host_bytes = max(host_bytes, step.memory_use.host)
-    memory_options.reserve_host_memory(program, host_bytes)
+    memory_options.reserve_host_memory(program.for_longest_rows, host_bytes)
     return CompiledSteps(functions=functions, memory=tuple(memory), seconds=seconds)

@@ -94,9 +94,7 @@ class Session:
         self._has_pending_evaluation = False
         self._is_stopped_early = False
         self._is_training = False
-        self._loader = inputs.train_set.make_loader(
-            config, program.mesh, inputs.schedule, layout=program.attend.layout
-        )
+        self._loader = inputs.train_set.make_loader(config, inputs.schedule, program.place_rows)
 
     def print_assignments(self) -> None:
         """Prints which rows of the first step each sequence-parallel group gets."""

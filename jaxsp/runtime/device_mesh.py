@@ -1,5 +1,6 @@
 """The device mesh: replica x data x seq."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
 
     Raises: UserError if the mesh does not fit the devices.
     """
-    inner = mesh.replica * mesh.seq
+    inner = mesh.replica * mesh.degree
     data = num_devices // inner if mesh.data == -1 else mesh.data
     if data < 1 or data * inner != num_devices:
         needed = f"a multiple of {inner}" if mesh.data == -1 else f"{mesh.data * inner}"
@@ -24,25 +25,33 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
         per_replica = num_devices // replica
         divisors = (size for size in range(1, per_replica + 1) if per_replica % size == 0)
         raise UserError(
-            f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}: "
+            f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.degree}: "
             f"uses {needed} devices, and JAX sees {num_devices}. "
             f"Use mesh.replica={replica} mesh.data=-1 and "
             f"mesh.seq={errors.format_choices(divisors)}, "
             "or, with virtual CPU devices (where there is no accelerator, or with "
             f"JAX_PLATFORMS=cpu), mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
         )
-    return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
+    return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.degree}
 
 
 def find_division_problems(
-    config: Config, sizes: dict[str, int], *, layout: Layout | None, with_training: bool = True
+    config: Config,
+    sizes: dict[str, int],
+    *,
+    layout: Layout | None,
+    num_per_longest: int = 1,
+    with_training: bool = True,
 ) -> list[str]:
-    """Problems with dividing a config's rows and their tokens among the devices.
+    """Problems with dividing rows of one length and their tokens among the devices.
 
     Args:
+        config: of rows of one length: `Config.with_row_tokens`.
         sizes: axis sizes of the mesh.
         layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
             chunks per device.
+        num_per_longest: number of these rows that have the tokens of one of the longest, which
+            batch.rows_per_step counts.
         with_training: False: leaves out batch.rows_per_step.
     Returns: one text per problem; empty if there is none.
     """
@@ -53,29 +62,31 @@ def find_division_problems(
     reason = "1 shard per device (mesh.seq)"
     if chunks_per_device > 1:
         reason = f"{chunks_per_device} chunks per device (mesh.seq)"
-    for row_tokens in config.data.row_lengths:
-        if row_tokens % divisor:
-            multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
-            suggestion = f"Use {errors.format_choices(multiples)}."
-            fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
-            if fewer:
-                numbers = errors.format_choices(fewer)
-                suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
-            problems.append(
-                f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-                f"{suggestion}"
-            )
-    rows_per_step = config.batch.rows_per_step
+    row_tokens = config.data.max_row_tokens
+    if row_tokens % divisor:
+        multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
+        suggestion = f"Use {errors.format_choices(multiples)}."
+        fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
+        if fewer:
+            numbers = errors.format_choices(fewer)
+            suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
+        problems.append(
+            f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
+            f"{suggestion}"
+        )
     per_microbatch = config.batch.rows_per_microbatch
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     divisor = groups * per_microbatch
-    if with_training and rows_per_step % divisor:
-        multiples = _nearest_multiples(rows_per_step, divisor)
+    if with_training and config.batch.rows_per_step % divisor:
+        longest_rows = config.batch.rows_per_step // num_per_longest
+        divisor //= math.gcd(divisor, num_per_longest)
+        counts = f"{groups} sequence-parallel group{'s' if groups > 1 else ''} x {per_microbatch} "
+        counts += f"row{'s' if per_microbatch > 1 else ''} per microbatch"
+        if num_per_longest > 1:
+            counts += f", {num_per_longest} of them for each of the longest rows"
         problems.append(
-            f"batch.rows_per_step = {rows_per_step}: must be a multiple of {divisor} "
-            f"({groups} sequence-parallel group{'s' if groups > 1 else ''} x "
-            f"{per_microbatch} row{'s' if per_microbatch > 1 else ''} per microbatch). "
-            f"Use {errors.format_choices(multiples)}."
+            f"batch.rows_per_step = {longest_rows}: must be a multiple of {divisor} ({counts}). "
+            f"Use {errors.format_choices(_nearest_multiples(longest_rows, divisor))}."
         )
     return problems
 

@@ -15,7 +15,7 @@ from jaxsp.core import axes
 from jaxsp.runtime import cluster, distributed, memory_limits
 from jaxsp.training import memory_formula
 from jaxsp.training.memory_formula import GIB
-from jaxsp.training.program import Program
+from jaxsp.training.program import Program, RowMesh
 
 FRAGMENTATION_FRACTION = 0.022
 """Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
@@ -93,12 +93,18 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
 
 
 def nccl_bytes(program: Program) -> float:
-    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node."""
-    strategy = program.attend.strategy
+    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
+
+    The steps of all row lengths keep theirs.
+    """
+    row_meshes = program.row_meshes.values() or [RowMesh(program.mesh, program.attend)]
+    strategies = [(mesh.shape, attend.strategy) for mesh, attend in row_meshes]
     node_size = memory_limits.DEVICES_PER_NODE
-    peers = min(strategy.all_to_all_size, node_size) - 1
-    remote_peers = max(0, strategy.all_to_all_size - node_size)
-    buffers = len(list_communicators(program.mesh.shape, strategy)) * COMMUNICATOR_BYTES
+    all_to_all_size = max(strategy.all_to_all_size for _, strategy in strategies)
+    peers = min(all_to_all_size, node_size) - 1
+    remote_peers = max(0, all_to_all_size - node_size)
+    communicators = set().union(*(list_communicators(*pair) for pair in strategies))
+    buffers = len(communicators) * COMMUNICATOR_BYTES
     return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers
 
 

@@ -67,9 +67,10 @@ class Evaluator:
     """
 
     def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
+        program = program.for_longest_rows
+        config = program.config
         num_groups = device_mesh.num_groups(program.mesh)
-        rows_per_step = num_groups * program.config.batch.rows_per_microbatch
-        config = program.config.with_row_tokens(program.config.data.max_row_tokens)
+        rows_per_step = num_groups * config.batch.rows_per_microbatch
         batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
         self._config = config.model_copy(update={"batch": batch})
         self._program = dataclasses.replace(program, config=self._config, has_weights=False)
@@ -101,9 +102,8 @@ class Evaluator:
             began = time.perf_counter()
             loader = data.make_loader(
                 self._config,
-                self._program.mesh,
                 data.make_schedule(self._config, epochs=1),
-                layout=self._program.attend.layout,
+                self._program.place_rows,
             )
             totals = []
             dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())

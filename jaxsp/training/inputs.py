@@ -5,12 +5,12 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxsp.attention import AttentionChoice
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.model import layers
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.training.early_stopping import EarlyStoppingState
+from jaxsp.training.row_meshes import AttentionChoices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,9 @@ class RunInputs:
     """Fields of the model's config.json."""
     weights_origin: str
     """Description of the source of the weights."""
-    attention_choice: AttentionChoice
+    attention_choices: AttentionChoices
+    is_mesh_automatic: bool
+    """True if the config has `mesh.seq: auto`."""
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
     make_frozen_weights: Callable[[], layers.Weights]

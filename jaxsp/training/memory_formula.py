@@ -225,7 +225,7 @@ class OffloadedBytes(NamedTuple):
 
 
 def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> OffloadedBytes:
-    """Arrays in host memory with a config.
+    """Arrays in host memory with a config of one row length.
 
     Args: num_shards: number of devices that weights are sharded over.
     """
@@ -243,7 +243,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
     num_inputs = policy.num_offloaded_inputs(model.num_layers)
-    tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
+    tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.degree
     table = trainable.build_table(model, config)
     num_weights = 0
     moments = 0
@@ -257,7 +257,8 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if memory.offload_optimizer == "state_and_gradients":
         num_gradients = _num_trained(table, num_shards, host_offload.should_offload_gradient)
         frozen_bytes = _frozen_bytes(table, num_shards, host_offload.should_offload)
-    global_rows = rows_per_microbatch * config.mesh.replica * max(1, num_shards // config.mesh.seq)
+    num_groups = config.mesh.replica * max(1, num_shards // config.mesh.degree)
+    global_rows = rows_per_microbatch * num_groups
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(

@@ -30,8 +30,8 @@ MIN_HOST_STATE_RELEASE = host_offload.MIN_RELEASE
 
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
-    """Reasons that a config's memory options do not work with this release of JAX on these
-    devices."""
+    """Reasons that the memory options of a config of one row length do not work with this release
+    of JAX on these devices."""
     memory = config.memory
     problems = []
     release = compile_options.parse_version(version)
@@ -54,7 +54,8 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "(Python 3.12), or use memory.offload_optimizer=none."
         )
     problems += _find_layer_stack_problems(memory, version)
-    tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch // config.mesh.seq
+    tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
+    tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
     if RematPolicy(remat=memory.remat).is_mlp_saved and tile != "auto" and tile < tokens:
         problems.append(

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from jaxsp.attention import Attend
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
+from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.model import layers, tiling
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
@@ -21,15 +23,29 @@ from jaxsp.training.loss import TokenLoss
 from jaxsp.training.sharding import Gather
 
 
+class RowMesh(NamedTuple):
+    """Mesh and attention for rows of one length."""
+
+    mesh: Mesh
+    attend: Attend
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """Everything that determines a compiled step: config, model, mesh and attention."""
+    """Everything that determines a compiled step: config, model, mesh and attention.
+
+    With rows of several lengths there is a step for each: `with_row_tokens`. `mesh` and `attend`
+    are those of the longest rows.
+    """
 
     config: Config
     model: ModelConfig
     mesh: Mesh
     attend: Attend
     num_steps: int
+    row_meshes: Mapping[int, RowMesh] = dataclasses.field(default_factory=dict)
+    """Mesh and attention for rows of each length of the run; empty if there is one length. All
+    meshes have the same devices in the same order, and place weights and optimizer state alike."""
     loss: TokenLoss | None = None
     """Loss of each token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
 
@@ -38,6 +54,30 @@ class Program:
     """
     has_weights: bool = False
     """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
+
+    def with_row_tokens(self, row_tokens: int) -> "Program":
+        """Returns the program of steps whose rows have one of the config's lengths."""
+        place = self.row_mesh(row_tokens)
+        return dataclasses.replace(
+            self,
+            config=self.config.with_row_tokens(row_tokens),
+            mesh=place.mesh,
+            attend=place.attend,
+        )
+
+    def row_mesh(self, row_tokens: int) -> RowMesh:
+        """Mesh and attention for rows of one of the config's lengths."""
+        return self.row_meshes.get(row_tokens, RowMesh(self.mesh, self.attend))
+
+    def place_rows(self, row_tokens: int) -> RowPlacement:
+        """Devices for rows of one of the config's lengths, and the order of their tokens."""
+        mesh, attend = self.row_mesh(row_tokens)
+        return RowPlacement(mesh, attend.layout)
+
+    @property
+    def for_longest_rows(self) -> "Program":
+        """The program of steps with rows of the greatest length, or the only one."""
+        return self.with_row_tokens(self.config.data.max_row_tokens)
 
     @functools.cached_property
     def table(self) -> layers.Weights:

@@ -6,11 +6,12 @@ activations back in the wrong order (openxla/xla PR 46231).
 """
 
 import dataclasses
+import itertools
 import math
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ _LENGTHS_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.
 _WINDOW = 100
 
 
-def check_device(program: Program, choice: AttentionChoice) -> list[str]:
+def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[str]:
     """Checks this process's first device, and returns a line for each check that passed.
 
     CPUs are not checked. Each process checks a device of its own, without waiting for the others.
@@ -76,11 +77,13 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     if device.platform == "cpu":
         return []
     passed = []
-    if choice.kernel.needs_selfcheck:
+    kernels = [choice.kernel for choice in choices if choice.kernel.needs_selfcheck]
+    if kernels:
         start_s = time.perf_counter()
-        _check_attention(program, choice, device)
+        for check in dict.fromkeys(itertools.chain(*(_list_checks(program, c) for c in choices))):
+            _check_attention(program, check, device)
         passed.append(
-            f"self-check: {choice.kernel.describe()} attention agrees with the blockwise kernel "
+            f"self-check: {kernels[0].describe()} attention agrees with the blockwise kernel "
             f"on this device ({_format_elapsed(start_s)})"
         )
     if program.remat_policy.is_input_offloaded:
@@ -93,33 +96,50 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     return passed
 
 
-def _check_attention(program: Program, choice: AttentionChoice, device: jax.Device) -> None:
-    """Checks each kind of layer over whole rows, and over chunks if the strategy computes them.
+class _AttentionCheck(NamedTuple):
+    """A check of attention, which several row lengths may share."""
 
-    Raises: UserError.
-    """
+    kernel: Kernel
+    heads_per_kv_head: int
+    num_kv_heads: int
+    head_chunks: int
+    score: ScoreConfig
+    strategy: Strategy | None
+    """Strategy on one device that computes chunks of rows; None: whole rows."""
+
+
+def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCheck]:
+    """Lists a check for each kind of layer over whole rows, and one over chunks of rows if the
+    strategy computes those."""
+    if not choice.kernel.needs_selfcheck:
+        return []
     model = program.model
     heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
-    chunk_strategy = choice.strategy.on_one_device()
-    kinds: list[tuple[Strategy | None, ScoreConfig]] = [
-        (None, score) for score in dict.fromkeys(choice.layer_scores)
-    ]
-    if chunk_strategy is not None:
-        kinds += [(chunk_strategy, score) for _, score in kinds]
-    for strategy, score in kinds:
-        attention_errors = measure_attention_error(
-            choice.kernel,
+    strategies = dict.fromkeys((None, choice.strategy.on_one_device()))
+    return [
+        _AttentionCheck(
+            kernel=choice.kernel,
             heads_per_kv_head=heads // kv_heads,
             num_kv_heads=min(2, kv_heads),
-            head_dim=model.head_dim,
-            max_segments=program.config.data.max_segments_per_row,
-            score=score,
-            dtype=program.dtype,
-            device=device,
             head_chunks=choice.settings.head_chunks,
+            score=score,
             strategy=strategy,
         )
-        raise_on_attention_error(attention_errors, device)
+        for strategy in strategies
+        for score in dict.fromkeys(choice.layer_scores)
+    ]
+
+
+def _check_attention(program: Program, check: _AttentionCheck, device: jax.Device) -> None:
+    """Runs a check. Raises: UserError."""
+    attention_errors = measure_attention_error(
+        **check._asdict(),
+        head_dim=program.model.head_dim,
+        max_segments=program.config.data.max_segments_per_row,
+        dtype=program.dtype,
+        device=device,
+    )
+    raise_on_attention_error(attention_errors, device)
 
 
 def measure_attention_error(

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.data.packing import dataset
-from jaxsp.data.packing.loader import BatchLoader
+from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh, jax_platform
 from scripts.bench import configs, machine, results
@@ -147,7 +147,8 @@ def make_loader(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader
     mesh = device_mesh.make_mesh(sizes, jax.devices()[: data * seq])
     packed = dataset.pack_documents("train", Documents([documents]), config, digests=["unused"])
     schedule = packed.make_schedule(config, epochs=1)
-    return packed.make_loader(config, mesh, schedule, layout=KEPT_ORDER)
+    placement = RowPlacement(mesh, KEPT_ORDER)
+    return packed.make_loader(config, schedule, lambda row_tokens: placement)
 
 
 def time_epoch(loader: BatchLoader, name: str) -> Case:

@@ -113,7 +113,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         program, inputs, batch = build_case(case, folder, device)
     except UserError as error:
         return Result(status=report.REFUSED, message=_first_line(error), **fields)
-    choice = inputs.attention_choice
+    (choice,) = inputs.attention_choices.values()
     fields["fallback_reason"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
@@ -153,10 +153,7 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
     config = cases.make_config(case, source=source, directory=folder / "run")
     program, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(
-        config,
-        program.mesh,
-        inputs.train_set.make_schedule(config, num_steps=1),
-        layout=program.attend.layout,
+        config, inputs.train_set.make_schedule(config, num_steps=1), program.place_rows
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]

@@ -217,6 +217,8 @@ MESSAGES = {
     "mesh.data=0": "mesh.data = 0: .*mesh.data=-1.",
     "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
     "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
+    "mesh.seq=[]": "mesh.seq = .*: .*integer.* list .*auto.*mesh.seq=4.",
+    "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*one number.*data.row_tokens = 128.*mesh.seq=2, or auto.",
     "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
     "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",
     "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",
@@ -525,6 +527,26 @@ def test_weights_require_steps(file):
     (message,) = problems(file, *words)
     assert re.match(r"data\.train\.0\.weight: .*run\.steps", message), message
     assert [source.weight for source in config_file.load(file, words[2:]).data.train] == [1, 3]
+
+
+def test_each_row_length_has_its_number_of_devices_and_microbatches_of_the_same_size(file):
+    words = ["data.row_tokens=[128, 32, 64]", "mesh.seq=[8, 1, 4]", "batch.rows_per_microbatch=2"]
+    config = config_file.load(file, words)
+    assert config.degrees == {128: 8, 32: 1, 64: 4}
+    of_length = {length: config.with_row_tokens(length) for length in (32, 64, 128)}
+    assert {n: each.mesh.seq for n, each in of_length.items()} == {128: 8, 64: 4, 32: 1}
+    rows = {n: each.batch.rows_per_microbatch for n, each in of_length.items()}
+    assert rows == {128: 2, 64: 2, 32: 1}
+    assert config.with_degrees({128: 8, 32: 1, 64: 4}) == config
+    assert config.with_degrees(dict.fromkeys((128, 32, 64), 2)).mesh.seq == 2
+
+
+def test_numbers_of_devices_for_each_row_length_need_a_mesh_that_follows(file):
+    for seq in ("[1, 2]", "auto"):
+        changes = ["data.row_tokens=[64, 128]", f"mesh.seq={seq}"]
+        (message,) = problems(file, *changes, "mesh.data=2")
+        assert re.search(r"mesh\.seq = .*mesh\.data=-1", message), message
+        assert config_file.load(file, changes).mesh.data == -1
 
 
 def test_steps_with_shorter_rows_have_the_same_number_of_tokens(file):

@@ -1,5 +1,6 @@
 """Rows of several lengths: equal losses of documents, one step per length, and a resumed run."""
 
+import dataclasses
 import json
 import re
 
@@ -13,10 +14,8 @@ from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.run import build, trainer
 from jaxsp.training import train_step
-from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
 
 MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}
@@ -58,18 +57,12 @@ def losses(chosen):
     data = material.train_set
     totals = {
         stream.row_tokens: train_step.compile_totals(
-            Program(
-                config=chosen.with_row_tokens(stream.row_tokens),
-                model=program.model,
-                mesh=program.mesh,
-                attend=program.attend,
-                num_steps=1,
-            )
+            dataclasses.replace(program.with_row_tokens(stream.row_tokens), num_steps=1)
         )
         for stream in data.streams
     }
     for given, counts in data.make_loader(
-        chosen, program.mesh, data.make_schedule(chosen, epochs=1), layout=KEPT_ORDER
+        chosen, data.make_schedule(chosen, epochs=1), program.place_rows
     ).batches():
         tokens = np.asarray(given.tokens_BL)
         labels = np.asarray(given.labels_BL)
@@ -101,9 +94,7 @@ def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
         assert several[document] == pytest.approx(loss, rel=tolerances.MESH)
 
 
-def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(
-    folder, monkeypatch
-):
+def test_rows_that_cudnn_cannot_take_use_another_kernel(folder, monkeypatch):
     def find_reasons(kernel, workload, **_):
         is_long = workload.whole_row_tokens == 128
         return [UnsupportedReason("supports short rows only", "")] if is_long else []
@@ -112,13 +103,12 @@ def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest
     _, material = build.build_training(
         settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4]
     )
-    assert material.attention_choice.kernel.name == "blockwise"
+    kernels = {length: choice.kernel.name for length, choice in material.attention_choices.items()}
+    assert kernels == {64: "cudnn", 128: "blockwise"}
 
 
 def train(chosen):
-    program, material = build.build_training(
-        chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq]
-    )
+    program, material = build.build_training(chosen, devices=jax.devices()[:4])
     trainer.train(program, material, rich.console.Console(quiet=True))
     directory = chosen.run.directory
     with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
@@ -150,7 +140,34 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
     )
     meta = reader.read_meta(tmp_path / "straight/checkpoints/4")
     assert set(meta.rows_consumed) == {"64", "128"}
-    for lines, expected, exact in ((other, straight, False), (train(go_on), straight[4:], True)):
+    degrees = [
+        train(
+            settings(
+                folder,
+                f"run.directory={tmp_path}/{name}",
+                f"run.resume={start}",
+                row_tokens=[128, 64],
+                data=-1,
+                seq=seq,
+            )
+        )
+        for name, start, seq in (
+            ("4 and 1", "auto", [4, 1]),
+            ("2 and 4", tmp_path / "straight/checkpoints/4", [2, 4]),
+            ("auto", tmp_path / "straight/checkpoints/4", "auto"),
+        )
+    ]
+    banner = (tmp_path / "4 and 1/banner.txt").read_text()
+    for row_tokens, seq in ((128, 4), (64, 1)):
+        assert re.search(messages.containing(row_tokens, f"seq {seq}"), banner)
+    assert "auto" in (tmp_path / "auto/banner.txt").read_text()
+    for lines, expected, exact in (
+        (other, straight, False),
+        (train(go_on), straight[4:], True),
+        (degrees[0], straight, False),
+        (degrees[1], straight[4:], False),
+        (degrees[2], straight[4:], False),
+    ):
         for line, wanted in zip(lines, expected, strict=True):
             for name in (
                 "step",

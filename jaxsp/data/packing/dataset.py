@@ -1,20 +1,18 @@
 """A data set: documents, and the streams of rows that they are packed into."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxsp.config import yaml_io
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.core.layout import Layout
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.document_selection import SourceCounts
-from jaxsp.data.packing.loader import BatchLoader
+from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
@@ -81,20 +79,19 @@ class PackedDataset:
         return epochs_after > epochs_before
 
     def make_loader(
-        self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout: Layout
+        self, config: Config, schedule: RowSchedule, place_rows: Callable[[int], RowPlacement]
     ) -> BatchLoader:
-        """Returns the loader of a schedule's steps, for a mesh.
+        """Returns the loader of a schedule's steps.
 
         Args:
-            layout: order of the rows' tokens.
+            place_rows: returns the placement of rows of a length, such as `Program.place_rows`.
         """
         return BatchLoader(
             self.documents,
             self.streams,
             schedule,
-            mesh=mesh,
             config=config,
-            layout=layout,
+            place_rows=place_rows,
         )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:

@@ -28,6 +28,18 @@ from jaxsp.data.packing.step_records import (
 from jaxsp.runtime import device_mesh
 
 
+class RowPlacement(NamedTuple):
+    """Devices for rows of one length, and the order of their tokens."""
+
+    mesh: jax.sharding.Mesh
+    layout: Layout
+
+    @property
+    def num_groups(self) -> int:
+        """Number of sequence-parallel groups."""
+        return device_mesh.num_groups(self.mesh)
+
+
 class _SortedRows(NamedTuple):
     """A step's rows, sorted for the groups: the most attention work first, empty rows last."""
 
@@ -38,6 +50,7 @@ class _SortedRows(NamedTuple):
     """Indices in the sequence of rows of this length; None for an empty row."""
     places: np.ndarray
     """[microbatches, B]: place of each row of the microbatches in `rows`."""
+    placement: RowPlacement
 
 
 class BatchLoader:
@@ -46,7 +59,8 @@ class BatchLoader:
     A step's rows are sorted by attention work and dealt to the groups in rotation
     (`batch.step_row_index`), so that groups that wait for each other have rows of similar work.
     Within a group, each device holds its shard of every row, in the layout that attention requires.
-    Which rows a step has depends on the schedule only.
+    Which rows a step has depends on the schedule only. Rows of each length may have a mesh of their
+    own.
     """
 
     def __init__(
@@ -55,46 +69,31 @@ class BatchLoader:
         streams: Sequence[RowStream],
         schedule: RowSchedule,
         *,
-        mesh: jax.sharding.Mesh,
         config: Config,
-        layout: Layout,
+        place_rows: Callable[[int], RowPlacement],
     ):
+        """Args: place_rows: returns the placement of rows of a length."""
         self._documents = documents
         self._streams = streams
         self._schedule = schedule
-        self._mesh = mesh
-        self._layout = layout
-        self._num_groups = device_mesh.num_groups(mesh)
+        self._placements = [place_rows(stream.row_tokens) for stream in streams]
         self._max_segments = config.data.max_segments_per_row
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
-        self._shardings = {name: NamedSharding(mesh, spec) for name, spec in self._specs.items()}
         self._places = [
-            self._place_rows(config.with_row_tokens(stream.row_tokens)) for stream in streams
+            _find_places(config.with_row_tokens(stream.row_tokens), placement.num_groups)
+            for stream, placement in zip(streams, self._placements, strict=True)
         ]
         self.num_steps = len(schedule)
-
-    def _place_rows(self, config: Config) -> np.ndarray:
-        """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-        rows_per_microbatch = config.batch.rows_per_microbatch
-        num_slots = self._num_groups * rows_per_microbatch
-        microbatches = num_microbatches(
-            rows_per_step=config.batch.rows_per_step, global_microbatch_rows=num_slots
-        )
-        groups = {"num_groups": self._num_groups, "rows_per_microbatch": rows_per_microbatch}
-        return np.array(
-            [
-                [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]
-                for microbatch in range(microbatches)
-            ]
-        )
 
     def read_step(self, step: int) -> HostBatch:
         """Reads the blocks of a step for this process's devices."""
         sorted_rows = self._sort_rows(step)
         shapes = self._shapes(sorted_rows)
-        read_slice = functools.partial(self._read_slice, sorted_rows.row_tokens)
+        read_slice = functools.partial(
+            self._read_slice, sorted_rows.row_tokens, sorted_rows.placement.layout
+        )
         blocks = self._read_blocks(sorted_rows, PER_TOKEN, shapes, read_slice)
         blocks |= self._read_blocks(
             sorted_rows,
@@ -102,7 +101,12 @@ class BatchLoader:
             shapes,
             lambda row, *_: row_reader.make_slots(row, self._max_segments),
         )
-        return HostBatch(shapes=shapes, blocks=blocks, counts=self._count_step(step, sorted_rows))
+        return HostBatch(
+            shapes=shapes,
+            blocks=blocks,
+            counts=self._count_step(step, sorted_rows),
+            mesh=sorted_rows.placement.mesh,
+        )
 
     def _shapes(self, sorted_rows: _SortedRows) -> dict[str, tuple[int, int, int]]:
         """[microbatches, B, L] or [microbatches, B, M] of each Batch field."""
@@ -131,8 +135,9 @@ class BatchLoader:
 
     def assign_rows(self, step: int) -> list[Assignment]:
         sorted_rows = self._sort_rows(step)
-        devices_of_group = self._mesh.devices.reshape(self._num_groups, -1)
-        by_group = self._split_by_group(sorted_rows.places)
+        num_groups = sorted_rows.placement.num_groups
+        devices_of_group = sorted_rows.placement.mesh.devices.reshape(num_groups, -1)
+        by_group = _split_by_group(sorted_rows.places, num_groups)
         assignments = []
         for microbatch, group in np.ndindex(by_group.shape[:2]):
             places = by_group[microbatch, group]
@@ -150,11 +155,6 @@ class BatchLoader:
                 )
             )
         return assignments
-
-    def _split_by_group(self, slots: np.ndarray) -> np.ndarray:
-        """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
-        rows = slots.shape[1] // self._num_groups
-        return slots.reshape(len(slots), self._num_groups, rows, *slots.shape[2:])
 
     def row_tokens(self, step: int) -> int:
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
@@ -190,16 +190,17 @@ class BatchLoader:
         with contextlib.closing(steps):
             for host_batch in steps:
                 arrays = {
-                    name: self._put_on_devices(host_batch.shapes[name], name, blocks)
-                    for name, blocks in host_batch.blocks.items()
+                    name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
                 yield Batch(**arrays), host_batch.counts
 
-    def _put_on_devices(
-        self, shape: tuple[int, int, int], name: str, blocks: dict[BlockSpan, np.ndarray]
-    ) -> jax.Array:
+    def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
+        shape = host_batch.shapes[name]
+        blocks = host_batch.blocks[name]
         return jax.make_array_from_callback(
-            shape, self._shardings[name], lambda index: blocks[_to_span(index, shape)]
+            shape,
+            NamedSharding(host_batch.mesh, self._specs[name]),
+            lambda index: blocks[_to_span(index, shape)],
         )
 
     def _sort_rows(self, step: int) -> _SortedRows:
@@ -211,7 +212,8 @@ class BatchLoader:
         pairs.sort(key=lambda pair: -_attention_work(pair[0]))
         pairs += [(packing.EMPTY_ROW, None)] * (places.size - num_rows)
         rows, indices = np.array(pairs, object).T
-        return _SortedRows(stream.row_tokens, rows, indices, places)
+        placement = self._placements[stream_index]
+        return _SortedRows(stream.row_tokens, rows, indices, places, placement)
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
         work = np.array(
@@ -220,12 +222,13 @@ class BatchLoader:
                     row.starts,
                     row.length,
                     row_tokens=sorted_rows.row_tokens,
-                    layout=self._layout,
+                    layout=sorted_rows.placement.layout,
                 )
                 for row in sorted_rows.rows
             ]
         )
-        return balance.compute_imbalance(self._split_by_group(work[sorted_rows.places]).sum(2))
+        by_group = _split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
+        return balance.compute_imbalance(by_group.sum(2))
 
     def _read_blocks(
         self,
@@ -241,7 +244,8 @@ class BatchLoader:
         """
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
-        for span in self._local_spans(names[0], shapes[names[0]]):
+        sharding = NamedSharding(sorted_rows.placement.mesh, spec)
+        for span in _local_spans(sharding, shapes[names[0]]):
             microbatches, slots, (begin, end) = span
             places = sorted_rows.places[slice(*microbatches), slice(*slots)]
             parts = [
@@ -254,16 +258,13 @@ class BatchLoader:
                 )
         return blocks
 
-    def _read_slice(self, row_tokens: int, row: PackedRow, begin: int, end: int) -> RowSlice:
-        spans = self._layout.spans(begin, end, row_tokens=row_tokens)
+    def _read_slice(
+        self, row_tokens: int, layout: Layout, row: PackedRow, begin: int, end: int
+    ) -> RowSlice:
+        spans = layout.spans(begin, end, row_tokens=row_tokens)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
         )
-
-    def _local_spans(self, name: str, shape: tuple[int, int, int]) -> list[BlockSpan]:
-        """Distinct blocks of an array on this process's devices."""
-        indices = self._shardings[name].addressable_devices_indices_map(shape).values()
-        return list(dict.fromkeys(_to_span(index, shape) for index in indices))
 
 
 class _StepDataset(grain.MapDataset[HostBatch]):
@@ -278,6 +279,33 @@ class _StepDataset(grain.MapDataset[HostBatch]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._loader.read_step(index)
+
+
+def _find_places(config: Config, num_groups: int) -> np.ndarray:
+    """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
+    rows_per_microbatch = config.batch.rows_per_microbatch
+    num_slots = num_groups * rows_per_microbatch
+    microbatches = num_microbatches(
+        rows_per_step=config.batch.rows_per_step, global_microbatch_rows=num_slots
+    )
+    groups = {"num_groups": num_groups, "rows_per_microbatch": rows_per_microbatch}
+    return np.array(
+        [
+            [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]
+            for microbatch in range(microbatches)
+        ]
+    )
+
+
+def _split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:
+    """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
+    return slots.reshape(len(slots), num_groups, slots.shape[1] // num_groups, *slots.shape[2:])
+
+
+def _local_spans(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[BlockSpan]:
+    """Distinct blocks of an array on this process's devices."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return list(dict.fromkeys(_to_span(index, shape) for index in indices))
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:

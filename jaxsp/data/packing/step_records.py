@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from jaxsp.data.packing.row_reader import DocumentOrigin
@@ -36,6 +37,8 @@ class HostBatch:
     """Global shape of each Batch field."""
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
     counts: StepCounts
+    mesh: jax.sharding.Mesh
+    """Mesh of rows of this length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ import jax
 import jaxlib
 from jaxlib.mlir import ir
 
-from jaxsp import attention
 from jaxsp.attention import AttentionChoice
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
@@ -23,12 +22,13 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
-from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.runtime import memory_limits
 from jaxsp.training import (
     compile_options,
     host_offload,
     memory_formula,
     optimizer,
+    row_meshes,
     train_state,
     train_step,
 )
@@ -162,11 +162,9 @@ def build_program(
     Args: device_bytes: memory of a device that JAX may use.
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
-    choice = attention.choose(config, model, devices=devices, device_bytes=device_bytes)
-    attend = attention.make_chosen_attend(choice)
-    on = device_mesh.make_mesh(sizes, list(devices))
-    return Program(config=config, model=model, mesh=on, attend=attend, num_steps=1), choice
+    (row_tokens,) = config.data.row_lengths
+    choices = row_meshes.choose_attention(config, model, devices=devices, device_bytes=device_bytes)
+    return row_meshes.make_program(config, model, choices, devices=devices), choices[row_tokens]
 
 
 def compile_config(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.core.layout import KEPT_ORDER, Layout
+from jaxsp.core.layout import Layout
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
@@ -55,7 +55,7 @@ def lengths_of(count, most, seed=0):
 def steps_of(data, config, mesh=(1, 2, 4), **how):
     return list(
         data.make_loader(
-            config, test_loader.mesh_of(*mesh), data.make_schedule(config, **how), layout=KEPT_ORDER
+            config, data.make_schedule(config, **how), test_loader.rows_on(*mesh)
         ).batches()
     )
 
@@ -100,7 +100,7 @@ def test_a_run_with_rows_of_two_lengths_continues_also_with_other_rows_per_step(
     data = data_of([lengths], config)
     schedule = data.make_schedule(config, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.make_loader(config, test_loader.mesh_of(1, 2, 4), schedule, layout=KEPT_ORDER)
+        first = data.make_loader(config, schedule, test_loader.rows_on(1, 2, 4))
         before = [first.read_step(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
         other = test_loader.settings_of(**TWO | {"rows_per_step": 6})
@@ -248,10 +248,7 @@ def test_rows_of_similar_work_are_side_by_side():
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
     feed = data.make_loader(
-        config,
-        test_loader.mesh_of(1, 8, 1),
-        data.make_schedule(config, epochs=1),
-        layout=KEPT_ORDER,
+        config, data.make_schedule(config, epochs=1), test_loader.rows_on(1, 8, 1)
     )
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
@@ -275,10 +272,7 @@ def test_printed_assignments_are_those_of_the_batches():
     config = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2)
     data = data_of([lengths_of(60, 30)], config)
     feed = data.make_loader(
-        config,
-        test_loader.mesh_of(1, 2, 4),
-        data.make_schedule(config, epochs=1),
-        layout=KEPT_ORDER,
+        config, data.make_schedule(config, epochs=1), test_loader.rows_on(1, 2, 4)
     )
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
@@ -472,7 +466,7 @@ def test_the_imbalance_of_a_ring_is_that_of_its_steps():
     data = data_of([[8, 24]], config)
     layout = Layout(degree=2, chunks_per_device=2)
     schedule = data.make_schedule(config, epochs=1)
-    loader = data.make_loader(config, test_loader.mesh_of(1, 1, 2), schedule, layout=layout)
+    loader = data.make_loader(config, schedule, test_loader.rows_on(1, 1, 2, layout=layout))
     ((_, counts),) = list(loader.batches())
     # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.
     # Own keys: 64 + 64 and 64 + 64 + 2 * 64; others': 0 and 2 * (64 + 64)

@@ -12,6 +12,7 @@ from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.data.packing import dataset, packing, row_reader
+from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh
@@ -22,6 +23,12 @@ MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 def mesh_of(replica, data, seq):
     sizes = {"replica": replica, "data": data, "seq": seq}
     return device_mesh.make_mesh(sizes, devices=jax.devices()[: replica * data * seq])
+
+
+def rows_on(*mesh, layout=KEPT_ORDER):
+    """Places rows of every length on this mesh."""
+    placement = RowPlacement(mesh_of(*mesh), layout)
+    return lambda row_tokens: placement
 
 
 def documents_of(lengths, labels=False):
@@ -56,7 +63,7 @@ def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT
     schedule = data.make_schedule(
         config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs
     )
-    return data.make_loader(config, mesh_of(*mesh), schedule, layout=layout)
+    return data.make_loader(config, schedule, rows_on(*mesh, layout=layout))
 
 
 def ragged(count=60, seed=1):

@@ -1,0 +1,112 @@
+"""Meshes of several row lengths, and the choice of `mesh.seq: auto`."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.core.errors import UserError
+from jaxsp.hf import model_config
+from jaxsp.training import available_memory, memory_fit, memory_formula, row_meshes, train_state
+from jaxsp.training.available_memory import MemoryLimit
+from tests import batches, messages
+
+FIELDS = batches.SMALL_LLAMA | {
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+}
+
+
+def settings(*words, row_tokens=(1024, 8192), seq="auto", rows_per_step=1):
+    fields = {
+        "run": {"directory": "unused", "steps": 1},
+        "model": {"config": FIELDS},
+        "mesh": {"seq": seq},
+        "data": {
+            "train": [{"source": "unused", "format": "tokens"}],
+            "row_tokens": list(row_tokens),
+        },
+        "batch": {"rows_per_step": rows_per_step},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    return config_file.parse(fields, words)
+
+
+def model():
+    return model_config.parse_model_config(FIELDS, field="model.config", row_tokens=8192)
+
+
+def resolve(config, *, limit=math.inf, num_devices=8):
+    return row_meshes.resolve_degrees(
+        config,
+        model(),
+        devices=jax.devices()[:num_devices],
+        limits=MemoryLimit(limit, math.inf),
+    )
+
+
+def program_of(config):
+    devices = jax.devices()
+    choices = row_meshes.choose_attention(config, model(), devices=devices)
+    return row_meshes.make_program(config, model(), choices, devices=devices)
+
+
+def test_programs_of_all_lengths_have_the_same_devices_and_place_the_state_alike():
+    program = program_of(settings(row_tokens=(8192, 1024, 2048), seq=[8, 1, 2]))
+    programs = [program.with_row_tokens(length) for length in (1024, 2048, 8192)]
+    assert [each.mesh.shape["seq"] for each in programs] == [1, 2, 8]
+    assert [each.attend.strategy.seq for each in programs] == [1, 2, 8]
+    assert [each.config.mesh.seq for each in programs] == [1, 2, 8]
+    assert [each.tokens_per_device for each in programs] == [1024, 1024, 1024]
+    assert [each.num_microbatches for each in programs] == [1, 1, 1]
+    expected = jax.tree.leaves(train_state.abstract_inputs(program)[0])
+    for each in programs:
+        np.testing.assert_array_equal(each.mesh.devices.ravel(), program.mesh.devices.ravel())
+        state = jax.tree.leaves(train_state.abstract_inputs(each)[0])
+        for leaf, other in zip(state, expected, strict=True):
+            assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+
+
+def needed(config, seq):
+    """Memory of the step of the longest rows with the fewest tokens at a time, by formula."""
+    program = program_of(config.with_degrees({1024: 1, 8192: seq})).with_row_tokens(8192)
+    candidates = memory_fit.list_candidates(program, is_memory_known=True)
+    return min(
+        memory_formula.predict_bytes(candidate)
+        for candidate in candidates
+        if candidate.remat_policy.remat != "full" or config.memory.remat == "full"
+    )
+
+
+@pytest.mark.parametrize("remat", ["auto", "full"])
+def test_auto_takes_the_smallest_groups_that_fit_and_recompute_attention_only_if_told(
+    remat, monkeypatch
+):
+    monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
+    config = settings(f"memory.remat={remat}", rows_per_step=8)
+    assert resolve(config).degrees == {1024: 1, 8192: 1}
+    assert resolve(config, limit=needed(config, 2)).degrees[8192] == 2
+    assert resolve(config, limit=needed(config, 2) - 1).degrees[8192] == 4
+    assert resolve(config, limit=1).degrees[8192] == 8
+
+
+def test_auto_recomputes_attention_if_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
+    config = settings(rows_per_step=8)
+    full = settings("memory.remat=full", rows_per_step=8)
+    limit = (needed(config, 8) + needed(full, 4)) // 2
+    assert needed(full, 4) < limit < needed(config, 8)
+    assert resolve(config, limit=limit).degrees[8192] == 4
+
+
+def test_auto_divides_a_step_of_one_row_among_all_devices():
+    assert resolve(settings(rows_per_step=1)).degrees == {1024: 1, 8192: 8}
+
+
+def test_auto_refuses_rows_that_cannot_be_divided():
+    with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 3, 8)):
+        resolve(settings(row_tokens=(3,), rows_per_step=1))
