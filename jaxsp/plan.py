@@ -77,8 +77,6 @@ def main(arguments: list[str]) -> None:
     # steps that are compiled here do not run
     jax.config.update("jax_enable_compilation_cache", False)
     clusters = [_make_cluster(device, given, config) for device in given.device or ["h100-80gb"]]
-    if not given.meshes:
-        config = _resolve_degrees(config)
     request = modes.PlanRequest(
         args=given,
         config=config,
@@ -219,16 +217,6 @@ def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
             "mesh.seq = auto: must be a number with --longest, because it follows from the row "
             f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
         )
-
-
-def _resolve_degrees(config: Config) -> Config:
-    """Replaces `mesh.seq: auto` by a number for each row length. Raises: UserError."""
-    if config.mesh.seq != "auto":
-        return config
-    raise UserError(
-        "mesh.seq = auto: must be numbers in a plan. Use mesh.seq=8, or --meshes, which compares "
-        "all numbers."
-    )
 
 
 def _read_rows(config: Config, model: ModelConfig) -> dict[int, LengthData]:

@@ -24,6 +24,7 @@ from jaxsp.planner import (
     search,
     tables,
 )
+from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.data_rows import LengthData
 from jaxsp.planner.degree_sweep import DegreeSweep, LengthPlan
@@ -31,6 +32,7 @@ from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
+from jaxsp.training import row_meshes
 
 _PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Lengths for a plot of memory, as factors of the config's row length."""
@@ -70,6 +72,29 @@ class PlanRequest:
         """Row lengths to plan, the shortest first: those that the data needs."""
         return self.config.data.row_lengths if self.data is None else list(self.data)
 
+    def resolve_config(self, cluster: Cluster) -> Config:
+        """Replaces `mesh.seq: auto` by the numbers that training chooses on some GPUs.
+
+        Raises: UserError if there are none.
+        """
+        if self.config.mesh.seq != "auto":
+            return self.config
+        limits = cluster.memory_limit
+        config = row_meshes.resolve_degrees(
+            self.config,
+            self.sizes.model,
+            devices=compiled.make_devices(cluster.device_type, cluster.num_devices),
+            limits=limits,
+            device_bytes=int(limits.device),
+        )
+        degrees = ", ".join(
+            f"{degree} for rows of {row_tokens:,}" for row_tokens, degree in config.degrees.items()
+        )
+        self.console.print(
+            f"mesh.seq = auto on {cluster.num_devices} x {cluster.device_type}: {degrees}"
+        )
+        return config
+
     def plan(self, config: Config, cluster: Cluster | None = None) -> Plan:
         """Plans a step, by default for the first kind of GPU. Raises: UserError."""
         return planning.plan_step(
@@ -106,10 +131,11 @@ class PlanRequest:
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     (row_tokens,) = request.row_lengths
-    plan = request.plan(request.config.with_row_tokens(row_tokens))
+    config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
+    plan = request.plan(config)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
-    _draw_lengths(request, plan, [plan], _PLOT_FACTORS)
+    _draw_lengths(request, config, plan, [plan], _PLOT_FACTORS)
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
@@ -118,10 +144,11 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     refusals = []
     progress = Progress(len(clusters) * len(request.row_lengths))
     for cluster in clusters:
+        config = request.resolve_config(cluster)
         for row_tokens in request.row_lengths:
             label = f"{cluster.num_devices} x {cluster.device_type}, rows of {row_tokens:,} tokens"
             try:
-                plan = request.plan(request.config.with_row_tokens(row_tokens), cluster)
+                plan = request.plan(config.with_row_tokens(row_tokens), cluster)
             except UserError as error:
                 refusals.append(f"{label}: {str(error).splitlines()[0]}")
                 request.console.print(f"{label}: refused [{progress.advance()}]")
@@ -186,16 +213,24 @@ def find_longest(request: PlanRequest) -> None:
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan) | result)
     plans = [length.plan for length in longest.tried if length.plan is not None]
-    _draw_lengths(request, plan, plans, _LONGEST_PLOT_FACTORS)
+    config = request.config.with_row_tokens(request.config.data.max_row_tokens)
+    _draw_lengths(request, config, plan, plans, _LONGEST_PLOT_FACTORS)
 
 
 def _draw_lengths(
-    request: PlanRequest, center: Plan, plans: Sequence[Plan], factors: Sequence[float]
+    request: PlanRequest,
+    config: Config,
+    center: Plan,
+    plans: Sequence[Plan],
+    factors: Sequence[float],
 ) -> None:
-    """Draws plans, and more of them for rows of other lengths, if --plot is given."""
+    """Draws plans, and more of them for rows of other lengths, if --plot is given.
+
+    Args: config: the config of one row length.
+    """
     if not request.args.plot:
         return
-    unit = 128 * request.config.with_row_tokens(request.config.data.max_row_tokens).mesh.degree
+    unit = 128 * config.mesh.degree
     by_length = {plan.row_tokens: plan for plan in plans}
     lengths = {round(factor * center.row_tokens / unit) * unit for factor in factors} - {0}
     missing = sorted(lengths - by_length.keys())
@@ -203,7 +238,7 @@ def _draw_lengths(
     for row_tokens in missing:
         verdict = "planned"
         try:
-            by_length[row_tokens] = request.plan(search.with_row_tokens(request.config, row_tokens))
+            by_length[row_tokens] = request.plan(search.with_row_tokens(config, row_tokens))
         except UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
         request.console.print(
