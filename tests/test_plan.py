@@ -471,7 +471,7 @@ def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch
     degrees = {(device, row_tokens): seq for device, row_tokens, seq in given}
     assert degrees["h100-80gb", 8192] == 1
     assert degrees["h100-80gb", 4194304] > degrees["b200-180gb", 4194304] > 0
-    assert f"{degrees['h100-80gb', 1048576]} for rows of 4,194,304" in printed
+    assert f"{degrees['h100-80gb', 4194304]} for rows of 4,194,304" in printed
 
 
 GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")

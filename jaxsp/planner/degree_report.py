@@ -50,8 +50,13 @@ def format_choices(
 
 
 def _format_choice(choice: DegreeChoice, config: Config) -> str:
-    """Formats the speed of a choice, and the changes of the config that make it."""
-    return f"{choice.tokens_per_s:>12,.0f}   {' '.join(list_changes(choice, config))}"
+    """Formats the speed of a choice, in total and by row length, and the changes of the config."""
+    speeds = ", ".join(
+        f"{row_tokens:,}: {tokens_per_s:,.0f}"
+        for row_tokens, tokens_per_s in choice.length_tokens_per_s.items()
+    )
+    changes = " ".join(list_changes(choice, config))
+    return f"{choice.tokens_per_s:,.0f} (rows of {speeds}): {changes}"
 
 
 def list_changes(choice: DegreeChoice, config: Config) -> Sequence[str]:
