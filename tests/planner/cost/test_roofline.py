@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 
 from jaxsp.attention import RING_HOPS_SCOPE, registry
+from jaxsp.data.packing.packing import PackedRow
 from jaxsp.model import flops
+from jaxsp.planner import data_estimate
 from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, hlo_cost, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
+from jaxsp.planner.data_rows import DataRows, LengthData
 from tests.planner import programs
 
 ROUND = Ceilings(
@@ -256,6 +259,57 @@ def test_unequal_work_adds_the_attention_of_the_slowest_devices(step):
     assert sum(unequal.seconds.get(cause, 0) for cause in roofline.CAUSES) == pytest.approx(
         unequal.step_s
     )
+
+
+def make_rows(step, *steps_of_rows):
+    """Makes the rows of an epoch with these steps. Args: steps_of_rows: lengths of each row."""
+    steps = tuple(
+        tuple(
+            PackedRow(document=np.zeros(1), offset=np.zeros(1), length=np.array(lengths))
+            for lengths in rows
+        )
+        for rows in steps_of_rows
+    )
+    lengths = [length for rows in steps_of_rows for row in rows for length in row]
+    return DataRows(
+        row_tokens=step.program.config.data.max_row_tokens,
+        num_rows=sum(map(len, steps)),
+        num_steps=len(steps),
+        num_tokens=float(sum(lengths)),
+        num_segments=float(len(lengths)),
+        steps=steps,
+    )
+
+
+@pytest.mark.e2e
+def test_the_time_of_data_is_the_mean_of_its_steps_and_of_their_waits(step):
+    row = step.program.config.data.max_row_tokens
+    whole = [[row], [row]]
+    halves = [[row // 2, row // 2]] * 2
+    one_sided = [[row], [1] * 8]
+    data = LengthData(
+        packed=make_rows(step, whole, halves, one_sided),
+        unpacked=make_rows(step, [[row // 2]] * 2),
+    )
+    collectives = comms.parse_collectives(step.dump.hlo_text)
+    estimator = roofline.make_estimator(step, collectives, ceilings=ROUND, node_devices=8)
+    own, needed_flops, time = data_estimate.estimate_data(step, collectives, data, estimator)
+    lengths = [np.concatenate(rows) for rows in (whole, halves, one_sided)]
+    single = [estimate(step, segment_lengths=each) for each in lengths]
+    # the group with the row has twice the mean work, so its attention takes as long as that of
+    # two rows
+    seconds = [single[0].step_s, single[1].step_s, single[0].step_s]
+    assert time.step_s == pytest.approx(np.mean(seconds), rel=1e-3)
+    assert time.seconds[roofline.IMBALANCE] == pytest.approx(
+        (single[0].step_s - single[2].step_s) / 3, rel=1e-3
+    )
+    assert needed_flops == pytest.approx(
+        np.mean([flops.step_flops(step.program.model, each) for each in lengths])
+    )
+    assert own.imbalance == pytest.approx((1 + 1 + 2) / 3, rel=1e-3)
+    assert (own.made_hops, own.unsent_bytes) == (None, 0), "whole rows need no ring"
+    alone = estimate(step, segment_lengths=np.full(2, row // 2))
+    assert own.unpacked_step_s == pytest.approx(alone.step_s)
 
 
 @pytest.mark.e2e
