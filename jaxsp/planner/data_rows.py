@@ -47,7 +47,7 @@ class LengthData:
 
     packed: DataRows
     unpacked: DataRows | None
-    """The same documents, each alone in the shortest row that holds it. None if sources are mixed
+    """The same documents, one per row: the shortest row that holds it. None if sources are mixed
     by weight; documents that are repeated do not count twice."""
 
 

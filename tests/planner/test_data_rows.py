@@ -87,7 +87,7 @@ def test_the_imbalance_is_the_one_that_training_logs(mesh, rows_per_microbatch, 
     documents = test_loader.documents_of(lengths)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
     schedule = data.make_schedule(config, epochs=1)
-    loader = data.make_loader(config, test_loader.mesh_of(*mesh), schedule, layout=layout)
+    loader = data.make_loader(config, schedule, test_loader.rows_on(*mesh, layout=layout))
     packed = data_rows.read_rows(data, config)[64].packed
     assert len(packed.steps) == len(schedule) > 2
     for step, rows in enumerate(packed.steps):

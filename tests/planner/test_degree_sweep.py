@@ -15,7 +15,7 @@ SHORT = 8192
 LONG = 65536
 
 FITS = {1: False, 2: True, 4: True, 8: True}
-"""Whether the longest rows fit, by the number of devices that share a row."""
+"""True if the longest rows fit, by the number of devices that share a row."""
 
 SECONDS = {
     SHORT: {1: 2.0, 2: 3.0, 4: 6.0, 8: 12.0},
