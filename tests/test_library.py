@@ -18,8 +18,15 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_state
-from tests import batches, messages
+from jaxsp.training import (
+    compile_options,
+    host_offload,
+    memory_options,
+    sharding,
+    train_state,
+    train_step,
+)
+from tests import batches, messages, tolerances
 
 SETTINGS = {
     "run": {"steps": 3},
@@ -228,3 +235,31 @@ def test_the_example_trains_and_saves(tmp_path):
     assert before.keys() == after.keys()
     assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}
     assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]
+
+
+@pytest.mark.e2e
+def test_batches_of_two_row_lengths_train_alike_whatever_devices_share_rows_of_each(base):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, FIELDS["vocab_size"], n) for n in [*[30] * 40, 100, 120]]
+
+    def train(seq):
+        settings = SETTINGS | {
+            "run": {"steps": 8},
+            "mesh": {"seq": seq},
+            "data": {"row_tokens": [32, 128]},
+            "batch": {"rows_per_step": 2},
+        }
+        program, weights = library.load_model(base, settings)
+        state = train_state.init_state(program, weights)
+        steps = {n: train_step.compile(program.with_row_tokens(n)) for n in (32, 128)}
+        results = []
+        for batch in library.pack(documents, program):
+            row_tokens = batch.tokens_BL.shape[-1]
+            state, metrics = steps[row_tokens](state, batch)
+            results.append((row_tokens, float(metrics.loss), float(metrics.grad_norm)))
+        return results
+
+    expected = train(4)
+    assert {row_tokens for row_tokens, *_ in expected} == {32, 128}
+    for seq in ([1, 8], [8, 4]):
+        np.testing.assert_allclose(train(seq), expected, rtol=tolerances.MESH)

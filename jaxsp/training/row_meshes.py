@@ -82,7 +82,7 @@ def find_division_problems(
 
 @contextlib.contextmanager
 def _collect(problems: ProblemCollector, config: Config, row_tokens: int) -> Iterator[None]:
-    """Adds the problems of the block, and says which rows they are about if degrees differ."""
+    """Adds the problems of the block, with the length of the rows if degrees differ."""
     found = ProblemCollector()
     with found.collect():
         yield

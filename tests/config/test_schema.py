@@ -218,7 +218,7 @@ MESSAGES = {
     "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
     "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
     "mesh.seq=[]": "mesh.seq = .*: .*integer.* list .*auto.*mesh.seq=4.",
-    "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*one number.*data.row_tokens = 128.*mesh.seq=2, or auto.",
+    "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*one number.*row_tokens = 128.*mesh.seq=2, or auto.",
     "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
     "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",
     "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",

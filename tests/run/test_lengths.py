@@ -115,23 +115,45 @@ def train(chosen):
         return [json.loads(line) for line in file]
 
 
-@pytest.mark.e2e
-def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(
-    folder, tmp_path
-):
-    straight = train(
+COUNTS = (
+    "step",
+    "row_tokens",
+    "num_rows",
+    "num_tokens",
+    "num_loss_tokens",
+    "num_tokens_total",
+    "padding_fraction",
+)
+
+
+def check_lines(lines, expected, *, is_exact):
+    """Compares the counts and the losses of steps."""
+    for line, wanted in zip(lines, expected, strict=True):
+        for name in COUNTS:
+            assert line[name] == wanted[name], name
+        for name in ("loss", "grad_norm"):
+            same = wanted[name] if is_exact else pytest.approx(wanted[name], rel=tolerances.MESH)
+            assert line[name] == same
+
+
+@pytest.fixture
+def straight(folder, tmp_path):
+    """A run with rows of two lengths on a mesh of 2 x 2."""
+    return train(
         settings(folder, "run.directory=" + str(tmp_path / "straight"), row_tokens=[64, 128])
     )
+
+
+@pytest.mark.e2e
+def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(
+    folder, tmp_path, straight
+):
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
     banner = (tmp_path / "straight/banner.txt").read_text()
-    assert re.search(messages.containing(2, 128, 4, 64, 256), banner)
-
-    other = train(
-        settings(
-            folder, "run.directory=" + str(tmp_path / "1x4"), row_tokens=[64, 128], data=1, seq=4
-        )
-    )
+    assert re.search(messages.containing(2, 128, 4, 64, 256), banner, re.DOTALL)
+    name = "run.directory=" + str(tmp_path / "1x4")
+    other = train(settings(folder, name, row_tokens=[64, 128], data=1, seq=4))
     go_on = settings(
         folder,
         "run.directory=" + str(tmp_path / "on"),
@@ -140,49 +162,29 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
     )
     meta = reader.read_meta(tmp_path / "straight/checkpoints/4")
     assert set(meta.rows_consumed) == {"64", "128"}
-    degrees = [
-        train(
-            settings(
-                folder,
-                f"run.directory={tmp_path}/{name}",
-                f"run.resume={start}",
-                row_tokens=[128, 64],
-                data=-1,
-                seq=seq,
-            )
-        )
-        for name, start, seq in (
-            ("4 and 1", "auto", [4, 1]),
-            ("2 and 4", tmp_path / "straight/checkpoints/4", [2, 4]),
-            ("auto", tmp_path / "straight/checkpoints/4", "auto"),
-        )
-    ]
+    check_lines(other, straight, is_exact=False)
+    check_lines(train(go_on), straight[4:], is_exact=True)
+
+
+@pytest.mark.e2e
+def test_rows_of_each_length_on_a_mesh_of_their_own_are_trained_and_resumed_alike(
+    folder, tmp_path, straight
+):
+    for name, start, seq in (
+        ("4 and 1", None, [4, 1]),
+        ("2 and 4", 4, [2, 4]),
+        ("auto", 4, "auto"),
+    ):
+        resume = "auto" if start is None else tmp_path / f"straight/checkpoints/{start}"
+        words = [f"run.directory={tmp_path}/{name}", f"run.resume={resume}"]
+        lines = train(settings(folder, *words, row_tokens=[128, 64], data=-1, seq=seq))
+        check_lines(lines, straight[start or 0 :], is_exact=False)
     banner = (tmp_path / "4 and 1/banner.txt").read_text()
     for row_tokens, seq in ((128, 4), (64, 1)):
         assert re.search(messages.containing(row_tokens, f"seq {seq}"), banner)
-    assert "auto" in (tmp_path / "auto/banner.txt").read_text()
-    for lines, expected, exact in (
-        (other, straight, False),
-        (train(go_on), straight[4:], True),
-        (degrees[0], straight, False),
-        (degrees[1], straight[4:], False),
-        (degrees[2], straight[4:], False),
-    ):
-        for line, wanted in zip(lines, expected, strict=True):
-            for name in (
-                "step",
-                "row_tokens",
-                "num_rows",
-                "num_tokens",
-                "num_loss_tokens",
-                "num_tokens_total",
-                "padding_fraction",
-            ):
-                assert line[name] == wanted[name], name
-            for name in ("loss", "grad_norm"):
-                assert line[name] == (
-                    wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH)
-                )
+    assert "mesh.seq: auto" in (tmp_path / "auto/banner.txt").read_text()
+    (start,) = (tmp_path / "4 and 1/starts.jsonl").read_text().splitlines()
+    assert json.loads(start)["seq_by_row_tokens"] == {"128": 4, "64": 1}
 
 
 @pytest.mark.slow
