@@ -48,7 +48,9 @@ def test_mixed_records_have_the_lengths_of_their_distribution(tmp_path, capsys, 
     monkeypatch.setattr(mixed_lengths, "LONG_FRACTION", 0.02)
     out = tmp_path / "records.jsonl"
     assert mixed_lengths.main(["sft", "--documents", "100", "--out", str(out)]) == 0
-    lengths = np.array([len(json.loads(line)["input_ids"]) for line in out.open()])
+    lengths = np.array(
+        [len(json.loads(line)["input_ids"]) for line in out.read_text().splitlines()]
+    )
     assert len(lengths) == 100
     assert np.sum(lengths > 16384) == 2
     assert 700 < np.median(lengths) < 1400
