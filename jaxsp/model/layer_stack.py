@@ -62,7 +62,9 @@ class OffloadedStack:
 
         Args:
             slots: arrays that the layers are differentiated with respect to, in the shape, dtype
-                and memory of their gradients, which replace them.
+                and memory of their gradients. Values on the device are the gradients of earlier
+                microbatches: the backward pass adds to them in place, and returns the sums. Values
+                in host memory are replaced.
             values: the rest of the layers' shards, without gradients.
         """
         run = jax.custom_vjp(self._run_without_gradient)
@@ -135,8 +137,8 @@ class OffloadedStack:
                 dx, new = self._differentiate_layer(
                     layer_inputs, batch, dx, (waiting, offset + index)
                 )
-                write = functools.partial(_write, index=first + index)
-                return dx, jax.tree.map(write, gradients, new)
+                add = functools.partial(_add_gradient, index=first + index)
+                return dx, jax.tree.map(add, gradients, new)
 
             return jax.lax.fori_loop(0, size, run_layer, (dx, gradients))
 
@@ -248,3 +250,10 @@ def _read(stacked: Any, index: Array | int) -> Any:
 def _write(stacked: Array, layer: Array, index: Array | int) -> Array:
     """Replaces one layer's array."""
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
+
+
+def _add_gradient(sums: Array, gradient: Array, index: Array | int) -> Array:
+    """Adds one layer's gradient to the sums; replaces it in host memory, where nothing is added."""
+    if jax.typeof(sums).memory_space != jax.memory.Space.Host:
+        gradient = gradient + _read(sums, index)
+    return _write(sums, gradient, index)
