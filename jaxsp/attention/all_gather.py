@@ -3,8 +3,9 @@
 The gathers take a few heads at a time.
 
 Chunks are dealt back and forth (core/layout.py), so that those of every device together have about
-equally many tokens before them. While the gathered heads are attended to, the next ones travel, so
-memory grows with the heads of one gather, not with all heads.
+equally many tokens before them; chunk_calls.py divides the attention to these into calls. While the
+gathered heads are attended to, the next ones travel, so memory grows with the heads of one gather,
+not with all heads.
 
 Source: Meta's Llama 3, arXiv:2407.21783, sec. 3.3.2; `heads_k_stride` of
 zhuzilin/ring-flash-attention. Differs: packed segments, chunks dealt back and forth, gradients

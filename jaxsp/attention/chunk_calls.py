@@ -15,9 +15,9 @@ off-diagonal block: the first queries and the last keys. Squares of one size are
 the kernel, in which each token occurs once: no gradient is written twice. k chunks need log2(k)
 calls, because squares b and d share one.
 
-With the keys of all devices, squares are rectangles: 2 chunks x the keys of the first 2 rounds of
-dealing for `a`. For pairs of rounds, one call has the first chunks and one the second chunks, each
-with those keys of the pair that are before it.
+If keys are those of all devices, `a` is 2 chunks x the whole first 2 rounds of dealing. For each
+pair of rounds, one call has the first and one the second chunk of the device, with the keys of the
+pair before it. So gradients of keys are written log2(k) / 2 + 1.5 times, and not k times.
 """
 
 import dataclasses
@@ -76,11 +76,11 @@ class SquareCall:
 
     def take_queries(self, x_Bl: Array) -> Array:
         """Selects the queries of the squares: rows of one call."""
-        return split_halves(x_Bl, self.num_squares)[:, 1]
+        return _split_halves(x_Bl, self.num_squares)[:, 1]
 
     def take_keys(self, x_Bl: Array) -> Array:
         """Selects the keys of the squares."""
-        return split_halves(x_Bl, self.num_squares)[:, 0]
+        return _split_halves(x_Bl, self.num_squares)[:, 0]
 
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
         """Values of all tokens from those of the queries: arrays to be merged one after another.
@@ -130,7 +130,7 @@ class PairCall:
         return self._take(x_Bl, 0)
 
     def _take(self, x_Bl: Array, half: int) -> Array:
-        x_P2 = split_halves(x_Bl, self.num_pairs)
+        x_P2 = _split_halves(x_Bl, self.num_pairs)
         either_P = jnp.where(self.is_earlier, x_P2[:, 0], x_P2[:, 1])
         x_P2 = jnp.stack([x_P2[:, half], either_P], axis=1)
         return x_P2.reshape(-1, *x_P2.shape[2:])
@@ -187,7 +187,7 @@ class HalfCall:
 
     def take_queries(self, x_Bl: Array) -> Array:
         """Selects the queries: rows of one call."""
-        return split_halves(x_Bl, self.num_pairs)[:, self.half]
+        return _split_halves(x_Bl, self.num_pairs)[:, self.half]
 
     def take_keys(self, x_BL: Array) -> Array:
         """Selects the keys."""
@@ -198,9 +198,9 @@ class HalfCall:
 
         Args: fill: value of other tokens.
         """
-        halves = [jnp.full_like(x_R, fill)] * 2
-        halves[self.half] = x_R
-        return [_join_halves(*halves, self.num_pairs)]
+        others = jnp.full_like(x_R, fill)
+        first, second = (others, x_R) if self.half else (x_R, others)
+        return [_join_halves(first, second, self.num_pairs)]
 
     def place_keys(self, x_R: Array) -> Array:
         """Values of all tokens from those of the keys."""
@@ -247,13 +247,13 @@ def _powers_below(number: int) -> list[int]:
     return [2**exponent for exponent in range(number.bit_length() - 1)]
 
 
-def split_halves(x_Bl: Array, number: int) -> Array:
+def _split_halves(x_Bl: Array, number: int) -> Array:
     """Divides the tokens of each row into `number` parts, each of two halves: [B n, 2, ...]."""
     B, l = x_Bl.shape[:2]
     return x_Bl.reshape(B * number, 2, l // (2 * number), *x_Bl.shape[2:])
 
 
 def _join_halves(first: Array, second: Array, number: int) -> Array:
-    """Undoes `split_halves`."""
+    """Undoes `_split_halves`."""
     x = jnp.stack([first, second], axis=1)
     return x.reshape(len(x) // number, -1, *x.shape[3:])

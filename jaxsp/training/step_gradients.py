@@ -9,7 +9,7 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +21,7 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
 from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
+from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, loss, sharding
 from jaxsp.training.program import Program
@@ -74,15 +75,7 @@ def _local_gradients(
     values = master if is_on_host else gather.make_working_copy(table, master)
     slots, structure = jax.tree.flatten(gather.make_grad_slots(table, values))
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    # Added after the backward pass, the gradients of all layers would be on the device twice (8B on
-    # 8 GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its slots, and
-    # JAX's to references, which host memory does not have.
-    has_sums_in_slots = program.remat_policy.has_own_backward_pass
-    returned_slots = {
-        number: slot
-        for number, (param, slot) in enumerate(zip(params, slots, strict=True))
-        if host_offload.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
-    }
+    returned_slots = _select_returned(program, params, slots)
     targets = [
         _RETURN_GRADIENT() if number in returned_slots else jax.new_ref(slot)
         for number, slot in enumerate(slots)
@@ -91,7 +84,10 @@ def _local_gradients(
     def run_microbatch(
         batch: Batch, index: Array | int, totals: dict[int, Array]
     ) -> tuple[tuple[Array, Array], dict[int, Array]]:
-        """Sums of losses and of correct tokens, and the gradients that are not in references."""
+        """Sums of losses and of correct tokens, and the gradients that are not in references.
+
+        Args: totals: such gradients of earlier microbatches.
+        """
         keys = _make_token_keys(program, batch, step, index)
         inputs = [
             slot if host_offload.is_on_host(slot) else totals.get(number, slot)
@@ -131,6 +127,23 @@ def _local_gradients(
     divisor = _loss_divisor(totals)
     loss = totals["loss"] / divisor
     return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+
+
+def _select_returned(
+    program: Program, params: Sequence[Parameter], slots: Sequence[Array]
+) -> dict[int, Array]:
+    """Slots, by number, whose gradients the backward pass returns. It adds others to references.
+
+    Added after the backward pass, the gradients of all layers would be on the device twice (8B on 8
+    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its slots, and JAX's to
+    references, which host memory does not have.
+    """
+    has_sums_in_slots = program.remat_policy.has_own_backward_pass
+    return {
+        number: slot
+        for number, (param, slot) in enumerate(zip(params, slots, strict=True))
+        if host_offload.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
+    }
 
 
 def _loss_divisor(totals: dict[str, Array]) -> Array:
