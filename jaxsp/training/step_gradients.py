@@ -71,8 +71,9 @@ def _local_gradients(
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
     gather = program.gather
     table = program.table
-    is_on_host = program.has_offloaded_gradients
-    values = master if is_on_host else gather.make_working_copy(table, master)
+    values = master
+    if not program.has_offloaded_gradients:
+        values = gather.make_working_copy(table, master)
     slots, structure = jax.tree.flatten(gather.make_grad_slots(table, values))
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     returned_slots = _select_returned(program, params, slots)
@@ -84,10 +85,7 @@ def _local_gradients(
     def run_microbatch(
         batch: Batch, index: Array | int, totals: dict[int, Array]
     ) -> tuple[tuple[Array, Array], dict[int, Array]]:
-        """Sums of losses and of correct tokens, and the gradients that are not in references.
-
-        Args: totals: such gradients of earlier microbatches.
-        """
+        """Sums of losses and correct tokens, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(program, batch, step, index)
         inputs = [
             slot if host_offload.is_on_host(slot) else totals.get(number, slot)
@@ -122,11 +120,10 @@ def _local_gradients(
         returned[number] if number in returned else jax.freeze(target)
         for number, target in enumerate(targets)
     ]
-    gradients = jax.tree.unflatten(structure, leaves)
     totals = _sum_over_mesh(*sums, batch)
     divisor = _loss_divisor(totals)
-    loss = totals["loss"] / divisor
-    return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+    gradients = gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor)
+    return totals | {"loss": totals["loss"] / divisor, "gradients": gradients}
 
 
 def _select_returned(
