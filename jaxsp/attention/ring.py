@@ -41,6 +41,10 @@ class Ring(ZigzagStrategy):
 
     name = "ring"
 
+    @property
+    def has_ring_steps(self) -> bool:
+        return True
+
     def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         if self.seq == 1:
             return {}

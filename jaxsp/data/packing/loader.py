@@ -33,6 +33,8 @@ class RowPlacement(NamedTuple):
 
     mesh: jax.sharding.Mesh
     layout: Layout
+    has_ring_steps: bool = False
+    """True if the devices of a group wait for each other in each ring step."""
 
     @property
     def num_groups(self) -> int:
@@ -228,7 +230,9 @@ class BatchLoader:
             ]
         )
         by_group = _split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
-        return balance.compute_imbalance(by_group.sum(2))
+        return balance.compute_imbalance(
+            by_group.sum(2), has_ring_steps=sorted_rows.placement.has_ring_steps
+        )
 
     def _read_blocks(
         self,
