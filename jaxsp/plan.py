@@ -15,13 +15,17 @@ import jax
 import rich.console
 
 from jaxsp import cli
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.hf import context_range, peft, published
-from jaxsp.planner import modes, plots, report
+from jaxsp.data.chat import chat_template
+from jaxsp.hf import context_range, folder, peft, published
+from jaxsp.model.config import ModelConfig
+from jaxsp.planner import data_rows, modes, plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.data_rows import LengthData
+from jaxsp.run import data_sets, model_files
 from jaxsp.runtime import memory_limits
 
 _NUMBERS = {
@@ -66,6 +70,7 @@ def main(arguments: list[str]) -> None:
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
     _check_single_length(given, config)
+    _check_degree_known(given, config)
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -73,15 +78,22 @@ def main(arguments: list[str]) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     clusters = [_make_cluster(device, given, config) for device in given.device or ["h100-80gb"]]
     request = modes.PlanRequest(
-        args=given, config=config, sizes=sizes, cluster=clusters[0], console=console
+        args=given,
+        config=config,
+        sizes=sizes,
+        cluster=clusters[0],
+        console=console,
+        data=_read_rows(config, sizes.model) if given.data else None,
     )
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(clusters[0])}")
-    if given.meshes:
+    if given.meshes and len(request.row_lengths) > 1:
+        modes.plan_meshes_per_length(request)
+    elif given.meshes:
         modes.plan_meshes(request)
     elif given.longest:
         modes.find_longest(request)
-    elif len(clusters) > 1 or len(config.data.row_lengths) > 1:
+    elif len(clusters) > 1 or len(request.row_lengths) > 1:
         modes.plan_several(request, clusters)
     else:
         modes.plan_one(request)
@@ -108,10 +120,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     for flag, (metavar, number, text) in _NUMBERS.items():
         parser.add_argument(flag, metavar=metavar, type=number, help=text)
+    parser.add_argument(
+        "--data",
+        action="store_true",
+        help="reads data.train, and estimates the time of its rows: tokens per second without "
+        "padding",
+    )
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
     question.add_argument(
-        "--meshes", action="store_true", help="plans every mesh of these devices, and ranks them"
+        "--meshes",
+        action="store_true",
+        help="plans every mesh of these devices, and ranks them for each row length",
     )
     for flag, text in (
         ("--plot", "draws memory and time for several row lengths, or for the meshes"),
@@ -154,6 +174,21 @@ def _check_arguments(given: argparse.Namespace) -> None:
             "--document-tokens: must not be set with --longest, whose rows are one document. "
             "Leave it out."
         )
+    if given.data and given.document_tokens is not None:
+        problems.append(
+            "--document-tokens: must not be set with --data, which reads the lengths of the "
+            "documents. Leave out one of them."
+        )
+    if given.data and given.longest:
+        problems.append(
+            "--data: must not be set with --longest, whose rows are one document. Leave out one of "
+            "them, or set data.row_tokens to the longest row."
+        )
+    if given.data and given.plot and not given.meshes:
+        problems.append(
+            "--plot: must not be set with --data, unless --meshes is set too: rows of other "
+            "lengths are packed otherwise. Leave it out."
+        )
     for flag in ("--json", "--plot"):
         if values[flag]:
             with problems.collect():
@@ -167,19 +202,57 @@ def _check_arguments(given: argparse.Namespace) -> None:
 def _check_single_length(given: argparse.Namespace, config: Config) -> None:
     """Checks that a config has one row length if a flag needs that. Raises: UserError if not."""
     lengths = config.data.row_lengths
-    flags = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
-    if len(lengths) > 1 and flags and not given.longest:
+    if len(lengths) > 1 and given.plot and not given.longest:
         raise UserError(
-            f"data.row_tokens = {list(lengths)}: must be one length with --{flags[0]}. "
-            f"Use data.row_tokens={lengths[-1]}."
+            f"data.row_tokens = {list(lengths)}: must be one length with --plot. "
+            f"Use data.row_tokens={lengths[-1]}, or leave --plot out."
         )
+
+
+def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
+    """Checks that a search for the longest row has a mesh. Raises: UserError if not."""
+    if given.longest and config.mesh.seq == "auto":
+        degree = given.devices or memory_limits.DEVICES_PER_NODE
+        raise UserError(
+            "mesh.seq = auto: must be a number with --longest, because it follows from the row "
+            f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
+        )
+
+
+def _read_rows(config: Config, model: ModelConfig) -> dict[int, LengthData]:
+    """Reads the training data as training does, and packs it. Returns: rows by their length.
+
+    Raises: UserError with all problems of the sources.
+    """
+    template = config.data.chat_template
+    if template is not None:
+        template = chat_template.resolve_template(template)
+    data = config.data.model_copy(update={"eval": (), "chat_template": template})
+    config = config.model_copy(update={"data": data})
+    problems = ProblemCollector()
+    opened = data_sets.open_sources(config, for_training=True, problems=problems)
+    problems.raise_if_any()
+    tokenizer = None
+    if opened.have_text:
+        source = None
+        if config.model.tokenizer is None and config.model.source is not None:
+            source = folder.find(config.model.source)
+        tokenizer = model_files.load_tokenizer(config, source, None)
+    tokenized = data_sets.tokenize_sources(
+        opened, config, tokenizer=tokenizer, vocab_size=model.vocab_size
+    )
+    train, _ = data_sets.make_data_sets(opened, tokenized, config, for_training=True)
+    assert train is not None, "made for training"
+    return data_rows.read_rows(train, config)
 
 
 def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Cluster:
     """Makes a cluster of a type of GPU. Raises: UserError if the mesh does not fit its devices."""
     mesh = config.mesh
     is_fixed = mesh.data != -1
-    unit = mesh.replica * mesh.seq
+    unit = mesh.replica
+    if mesh.seq != "auto":
+        unit *= math.lcm(*config.degrees.values())
     num_devices = -(-memory_limits.DEVICES_PER_NODE // unit) * unit
     if is_fixed:
         unit *= mesh.data
@@ -191,7 +264,8 @@ def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Clu
         other = ", or mesh.data=-1" if is_fixed else ""
         raise UserError(
             f"--devices = {num_devices}: {rule} (mesh.replica = {mesh.replica}, mesh.data = "
-            f"{mesh.data}, mesh.seq = {mesh.seq}). Use --devices {unit}{other}."
+            f"{mesh.data}, mesh.seq = {yaml_io.format_value(mesh.seq)}). Use --devices "
+            f"{unit}{other}."
         )
     return compiled.make_cluster(
         device, num_devices, node_devices=given.node_devices, node_host_gib=given.host_gib

@@ -295,10 +295,15 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         (["--devices", "6"], ["--devices = 6", "--devices 4"]),
         (["--devices", "8", "mesh.data=1"], ["--devices = 8", "--devices 4", "mesh.data=-1"]),
         (["--host-gib", "inf"], ["--host-gib = inf"]),
+        (["--data", "--document-tokens", "100"], ["--document-tokens: ", "--data"]),
+        (["--data", "--longest"], ["--data: ", "--longest", "data.row_tokens"]),
+        (["--data"], ["not-here.jsonl"]),
+        (["mesh.seq=auto", "--longest"], ["mesh.seq = auto", "--longest", "mesh.seq=8"]),
         (
-            ["--meshes", "data.row_tokens=[8192, 16384]"],
-            ["data.row_tokens = [8192, 16384]", "--meshes", "data.row_tokens=16384"],
+            ["data.row_tokens=[8192, 65536]", "mesh.seq=[2, 3]", "--devices", "8"],
+            ["--devices = 8", "[2, 3]", "--devices 6"],
         ),
+        pytest.param(["--data", "--plot", "a.png"], ["--plot: ", "--data"], marks=NEEDS_MATPLOTLIB),
         pytest.param(
             ["--plot", "a.png", "data.row_tokens=[8192, 16384]"],
             ["data.row_tokens", "--plot"],
@@ -373,7 +378,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
     """Each type with each length, with the same tokens per step. A refused combination is listed;
     it is an error only if all are refused."""
 
-    def plan_step(config, *, model, cluster, document_tokens):
+    def plan_step(config, *, model, cluster, document_tokens, data):
         if cluster.device_type in refused:
             raise UserError("data.row_tokens: too long\nand more")
         lengths = {
@@ -421,6 +426,54 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         run_plan(*words)
 
 
+def test_the_rows_of_the_data_are_planned_instead_of_assumed_documents(
+    run_plan, tmp_path, monkeypatch
+):
+    """One document of the longest length and 20 short ones; nothing for rows of 16,384 tokens."""
+    lengths = [2000] * 20 + [30000]
+    records = [json.dumps({"input_ids": [1] * length}) for length in lengths]
+    (tmp_path / "records.jsonl").write_text("\n".join(records))
+    given = []
+
+    def plan_step(config, *, model, cluster, document_tokens, data):
+        packed = data.packed
+        given.append((config.data.row_tokens, config.mesh.seq, packed.num_rows, packed.num_tokens))
+        return example_plans.make_plan(
+            row_tokens=config.data.row_tokens,
+            tokens_per_s_estimate=packed.num_tokens / packed.num_steps / 5.0,
+            document_tokens=None,
+            data=example_plans.make_data(num_steps=packed.num_steps),
+        )
+
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    source = f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"
+    words = [source, "data.row_tokens=[8192, 16384, 32768]", "mesh.seq=[1, 2, 4]"]
+    words += ["data.max_segments_per_row=64", "--data"]
+    printed, actual = run_plan(*words)
+    assert given == [(8192, 1, 5, 40000), (32768, 4, 1, 30000)]
+    # a step of 5 s for each length
+    assert actual["tokens_per_s_of_epoch"] == {"h100-80gb": pytest.approx(70000 / 10)}
+    assert "7,000 tokens/s" in printed
+
+
+@pytest.mark.usefixtures("compiler")
+def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch):
+    """Long rows need fewer GPUs with more memory."""
+    given = []
+
+    def plan_step(config, *, model, cluster, document_tokens, data):
+        given.append((cluster.device_type, config.data.row_tokens, config.mesh.seq))
+        return example_plans.make_plan(device_type=cluster.device_type)
+
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    words = ["mesh.seq=auto", "data.row_tokens=[8192, 4194304]"]
+    printed, _ = run_plan(*words, "--device", "h100-80gb", "b200-180gb")
+    degrees = {(device, row_tokens): seq for device, row_tokens, seq in given}
+    assert degrees["h100-80gb", 8192] == 1
+    assert degrees["h100-80gb", 4194304] > degrees["b200-180gb", 4194304] > 0
+    assert f"{degrees['h100-80gb', 4194304]} for rows of 4,194,304" in printed
+
+
 GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
 """The hub cannot be reached from tests."""
 
@@ -428,7 +481,7 @@ GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
 def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan, monkeypatch):
     layers = []
 
-    def plan_step(config, *, model, cluster, document_tokens):
+    def plan_step(config, *, model, cluster, document_tokens, data):
         layers.append(model.num_layers)
         return example_plans.make_plan()
 
@@ -488,7 +541,7 @@ def test_each_result_is_printed_before_the_next_is_planned(
     run_plan, monkeypatch, flag, min_results, result
 ):
 
-    def plan_step(config, *, model, cluster, document_tokens=None):
+    def plan_step(config, *, model, cluster, document_tokens=None, data=None):
         print("planning", flush=True)
         fits = config.data.row_tokens < 200_000
         short = "" if fits else "too long"

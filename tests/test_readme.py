@@ -104,7 +104,7 @@ def test_plan_commands_have_valid_arguments(monkeypatch):
         for command in markdown.commands(read(name))
         if command.startswith("python -m jaxsp.plan ")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 5
     monkeypatch.setattr(plots, "check_output", lambda file: None)  # needs the plan extra
     for command in commands:
         arguments = plan.parse_arguments(command.replace("'", "").split())

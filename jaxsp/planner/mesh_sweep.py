@@ -13,6 +13,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.data_rows import LengthData
 from jaxsp.planner.planning import Plan
 
 
@@ -56,6 +57,7 @@ def plan_meshes(
     model: ModelConfig,
     cluster: Cluster,
     document_tokens: int | None = None,
+    data: LengthData | None = None,
     on_result: Callable[[MeshPlan], None] = lambda _: None,
 ) -> list[MeshPlan]:
     """Plans a config's step on every mesh of a cluster, with every strategy that `auto` may choose.
@@ -68,29 +70,47 @@ def plan_meshes(
     """
     mesh_plans = []
     for mesh, option in list_combinations(config, model, num_devices=cluster.num_devices):
-        try:
-            plan = planning.plan_step(
-                with_mesh(config, mesh, option.config_fields),
-                model=model,
-                cluster=cluster,
-                document_tokens=document_tokens,
-            )
-            problem = ""
-        except UserError as error:
-            plan = None
-            problem = str(error).splitlines()[0]
-        mesh_plan = MeshPlan(
-            mesh=mesh,
-            strategy=option.label,
-            attention_fields=option.config_fields,
-            plan=plan,
-            problem=problem,
+        mesh_plan = plan_mesh(
+            with_mesh(config, mesh, option.config_fields),
+            mesh,
+            option,
+            model=model,
+            cluster=cluster,
+            document_tokens=document_tokens,
+            data=data,
         )
         mesh_plans.append(mesh_plan)
         on_result(mesh_plan)
+    raise_if_no_plan(mesh_plans)
+    return sort_by_rank(mesh_plans)
+
+
+def plan_mesh(
+    config: Config, mesh: dict[str, int], option: StrategyOption, **arguments: Any
+) -> MeshPlan:
+    """Plans the step of a config with one of the combinations.
+
+    Args: arguments: those of `planning.plan_step`.
+    """
+    plan = None
+    problem = ""
+    try:
+        plan = planning.plan_step(config, **arguments)
+    except UserError as error:
+        problem = str(error).splitlines()[0]
+    return MeshPlan(
+        mesh=mesh,
+        strategy=option.label,
+        attention_fields=option.config_fields,
+        plan=plan,
+        problem=problem,
+    )
+
+
+def raise_if_no_plan(mesh_plans: Sequence[MeshPlan]) -> None:
+    """Raises: UserError if there is no plan."""
     if all(mesh_plan.plan is None for mesh_plan in mesh_plans):
         raise UserError(list(dict.fromkeys(mesh_plan.problem for mesh_plan in mesh_plans)))
-    return sort_by_rank(mesh_plans)
 
 
 def list_combinations(

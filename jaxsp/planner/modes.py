@@ -3,6 +3,7 @@ meshes."""
 
 import argparse
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +14,25 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
-from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
+from jaxsp.planner import (
+    degree_report,
+    degree_sweep,
+    mesh_sweep,
+    planning,
+    plots,
+    report,
+    search,
+    tables,
+)
+from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.data_rows import LengthData
+from jaxsp.planner.degree_sweep import DegreeSweep, LengthPlan
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
+from jaxsp.training import row_meshes
 
 _PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Lengths for a plot of memory, as factors of the config's row length."""
@@ -36,6 +50,8 @@ class PlanRequest:
     sizes: ModelSizes
     cluster: Cluster
     console: rich.console.Console
+    data: Mapping[int, LengthData] | None = None
+    """Rows of the config's data, by their length; None: documents have an assumed length."""
 
     @property
     def model_name(self) -> str:
@@ -51,6 +67,34 @@ class PlanRequest:
         step_tokens = self.config.batch.rows_per_step * self.config.data.max_row_tokens
         return float(self.config.run.steps * step_tokens)
 
+    @property
+    def row_lengths(self) -> Sequence[int]:
+        """Row lengths to plan, the shortest first: those that the data needs."""
+        return self.config.data.row_lengths if self.data is None else list(self.data)
+
+    def resolve_config(self, cluster: Cluster) -> Config:
+        """Replaces `mesh.seq: auto` by the numbers that training chooses on some GPUs.
+
+        Raises: UserError if there are none.
+        """
+        if self.config.mesh.seq != "auto":
+            return self.config
+        limits = cluster.memory_limit
+        config = row_meshes.resolve_degrees(
+            self.config,
+            self.sizes.model,
+            devices=compiled.make_devices(cluster.device_type, cluster.num_devices),
+            limits=limits,
+            device_bytes=int(limits.device),
+        )
+        degrees = ", ".join(
+            f"{degree} for rows of {row_tokens:,}" for row_tokens, degree in config.degrees.items()
+        )
+        self.console.print(
+            f"mesh.seq = auto on {cluster.num_devices} x {cluster.device_type}: {degrees}"
+        )
+        return config
+
     def plan(self, config: Config, cluster: Cluster | None = None) -> Plan:
         """Plans a step, by default for the first kind of GPU. Raises: UserError."""
         return planning.plan_step(
@@ -58,7 +102,12 @@ class PlanRequest:
             model=self.sizes.model,
             cluster=cluster or self.cluster,
             document_tokens=self.args.document_tokens,
+            data=self.find_data(config),
         )
+
+    def find_data(self, config: Config) -> LengthData | None:
+        """Finds the rows of the length of a config."""
+        return None if self.data is None else self.data.get(config.data.max_row_tokens)
 
     def print_plan(self, plan: Plan) -> None:
         """Prints the report of a plan."""
@@ -81,22 +130,25 @@ class PlanRequest:
 
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
-    plan = request.plan(request.config)
+    (row_tokens,) = request.row_lengths
+    config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
+    plan = request.plan(config)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
-    _draw_lengths(request, plan, [plan], _PLOT_FACTORS)
+    _draw_lengths(request, config, plan, [plan], _PLOT_FACTORS)
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     plans = []
     refusals = []
-    progress = Progress(len(clusters) * len(request.config.data.row_lengths))
+    progress = Progress(len(clusters) * len(request.row_lengths))
     for cluster in clusters:
-        for row_tokens in request.config.data.row_lengths:
+        config = request.resolve_config(cluster)
+        for row_tokens in request.row_lengths:
             label = f"{cluster.num_devices} x {cluster.device_type}, rows of {row_tokens:,} tokens"
             try:
-                plan = request.plan(request.config.with_row_tokens(row_tokens), cluster)
+                plan = request.plan(config.with_row_tokens(row_tokens), cluster)
             except UserError as error:
                 refusals.append(f"{label}: {str(error).splitlines()[0]}")
                 request.console.print(f"{label}: refused [{progress.advance()}]")
@@ -109,7 +161,28 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
-    request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
+    totals = {} if request.data is None or refusals else _sum_epochs(request, plans, clusters)
+    request.write_json(
+        {"plans": [dataclasses.asdict(plan) for plan in plans], "tokens_per_s_of_epoch": totals}
+    )
+
+
+def _sum_epochs(
+    request: PlanRequest, plans: Sequence[Plan], clusters: Sequence[Cluster]
+) -> dict[str, float]:
+    """Prints the data, and the estimated tokens/s of an epoch on each kind of GPU."""
+    for plan in plans[: len(request.row_lengths)]:
+        request.console.print(report.format_row_counts(plan))
+    totals = {}
+    for cluster in clusters:
+        of_cluster = [plan for plan in plans if plan.device_type == cluster.device_type]
+        if all(plan.step_s_estimate for plan in of_cluster):
+            totals[cluster.device_type], _ = degree_sweep.sum_tokens_per_s(of_cluster)
+            request.console.print(
+                f"an epoch on {cluster.num_devices} x {cluster.device_type}: "
+                f"{totals[cluster.device_type]:,.0f} tokens/s without padding, an estimate"
+            )
+    return totals
 
 
 def find_longest(request: PlanRequest) -> None:
@@ -140,16 +213,24 @@ def find_longest(request: PlanRequest) -> None:
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan) | result)
     plans = [length.plan for length in longest.tried if length.plan is not None]
-    _draw_lengths(request, plan, plans, _LONGEST_PLOT_FACTORS)
+    config = request.config.with_row_tokens(request.config.data.max_row_tokens)
+    _draw_lengths(request, config, plan, plans, _LONGEST_PLOT_FACTORS)
 
 
 def _draw_lengths(
-    request: PlanRequest, center: Plan, plans: Sequence[Plan], factors: Sequence[float]
+    request: PlanRequest,
+    config: Config,
+    center: Plan,
+    plans: Sequence[Plan],
+    factors: Sequence[float],
 ) -> None:
-    """Draws plans, and more of them for rows of other lengths, if --plot is given."""
+    """Draws plans, and more of them for rows of other lengths, if --plot is given.
+
+    Args: config: the config of one row length.
+    """
     if not request.args.plot:
         return
-    unit = 128 * request.config.mesh.seq
+    unit = 128 * config.mesh.degree
     by_length = {plan.row_tokens: plan for plan in plans}
     lengths = {round(factor * center.row_tokens / unit) * unit for factor in factors} - {0}
     missing = sorted(lengths - by_length.keys())
@@ -157,7 +238,7 @@ def _draw_lengths(
     for row_tokens in missing:
         verdict = "planned"
         try:
-            by_length[row_tokens] = request.plan(search.with_row_tokens(request.config, row_tokens))
+            by_length[row_tokens] = request.plan(search.with_row_tokens(config, row_tokens))
         except UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
         request.console.print(
@@ -175,7 +256,10 @@ def _draw_lengths(
 
 def plan_meshes(request: PlanRequest) -> None:
     """Plans every mesh."""
-    config = request.config
+    (row_tokens,) = request.row_lengths
+    # each mesh replaces the degree
+    config = request.config.with_degrees(dict.fromkeys(request.config.data.row_lengths, 1))
+    config = config.with_row_tokens(row_tokens)
     model = request.sizes.model
     cluster = request.cluster
     console = request.console
@@ -191,6 +275,7 @@ def plan_meshes(request: PlanRequest) -> None:
         model=model,
         cluster=cluster,
         document_tokens=request.args.document_tokens,
+        data=request.find_data(config),
         on_result=print_mesh,
     )
     rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
@@ -205,3 +290,55 @@ def plan_meshes(request: PlanRequest) -> None:
         }
         request.draw(plans, subject=workload)
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})
+
+
+def plan_meshes_per_length(request: PlanRequest) -> None:
+    """Plans every mesh for each row length, and compares one degree with one per length."""
+    config = request.config
+    cluster = request.cluster
+    console = request.console
+    lengths = request.row_lengths
+    count = itertools.count(1)
+
+    def print_result(result: LengthPlan) -> None:
+        label = f"{next(count)}: {result.row_tokens:,} tokens"
+        console.print(report.format_mesh_plan(result.mesh_plan, progress=label))
+
+    console.print(
+        "combinations of row length, mesh and attention strategy, the longest rows first:"
+    )
+    results = DegreeSweep(
+        config,
+        model=request.sizes.model,
+        cluster=cluster,
+        row_lengths=lengths,
+        document_tokens=request.args.document_tokens,
+        data=request.data,
+        on_result=print_result,
+    ).run()
+    ranked = {}
+    for row_tokens in lengths:
+        # different degrees of the longest rows may give the same step
+        of_length = {
+            id(result.mesh_plan): result.mesh_plan
+            for result in results
+            if result.row_tokens == row_tokens
+        }
+        ranked[row_tokens] = mesh_sweep.sort_by_rank(list(of_length.values()))
+        console.print(
+            f"{row_tokens:,} tokens per row on {cluster.num_devices} x {cluster.device_type}"
+        )
+        console.print(tables.format_ranking(ranked[row_tokens]))
+    one = degree_sweep.choose_one_degree(results, lengths)
+    several = degree_sweep.choose_degrees(results, lengths)
+    console.print(degree_report.format_choices(one, several, config=config, data=request.data))
+    request.write_json(
+        {
+            "meshes": {
+                row_tokens: [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]
+                for row_tokens, mesh_plans in ranked.items()
+            },
+            "one_degree": one and dataclasses.asdict(one),
+            "degree_per_length": several and dataclasses.asdict(several),
+        }
+    )

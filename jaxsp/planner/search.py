@@ -72,7 +72,8 @@ def find_longest_row(
     Args: on_result: called with each length.
     Raises: UserError if planning fails for another reason than the length.
     """
-    unit = LENGTH_UNIT * config.mesh.seq
+    config = config.with_row_tokens(config.data.max_row_tokens)
+    unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
     row_tokens = max(unit, config.data.max_row_tokens // unit * unit)
     while True:

@@ -36,7 +36,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     reported = []
     tried = []
 
-    def plan_step(config, *, model, cluster, document_tokens):
+    def plan_step(config, *, model, cluster, document_tokens, data):
         seq = config.mesh.seq
         tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:

@@ -1,5 +1,6 @@
 """Plans as text."""
 
+import dataclasses
 import re
 
 import pytest
@@ -276,3 +277,15 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     head, first, *_ = text.splitlines()
     assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
     assert_names(note, "5 %", "seq")
+
+
+def test_real_data_has_a_part_of_its_own_and_a_ring_the_hops_that_it_leaves_out():
+    data = example_plans.make_data(needed_hops=0.25, made_hops=0.5, unsent_bytes=3e9)
+    plan = example_plans.make_plan(document_tokens=None, data=data)
+    text = " ".join(report.format_plan(plan, model="a model").split())
+    assert_names(text, "52,428,800 tokens", "800 rows of 131,072", "100 steps", "50.00 % padding")
+    assert_names(text, "7.0 segments per row", "1.25 times the mean", "64 steps")
+    assert_names(text, "25 %", "needed", "50 % made", "3.000 GB less")
+    assert "fill the rows" not in text
+    without_ring = dataclasses.replace(plan, data=example_plans.make_data())
+    assert "hops" not in report.format_plan(without_ring, model="a model")
