@@ -3,8 +3,9 @@
 The gathers take a few heads at a time.
 
 Chunks are dealt back and forth (core/layout.py), so that those of every device together have about
-equally many tokens before them. While the gathered heads are attended to, the next ones travel, so
-memory grows with the heads of one gather, not with all heads.
+equally many tokens before them; chunk_calls.py divides the attention to these into calls. While the
+gathered heads are attended to, the next ones travel, so memory grows with the heads of one gather,
+not with all heads.
 
 Source: Meta's Llama 3, arXiv:2407.21783, sec. 3.3.2; `heads_k_stride` of
 zhuzilin/ring-flash-attention. Differs: packed segments, chunks dealt back and forth, gradients
@@ -19,11 +20,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention import partial_attention
-from jaxsp.attention.kernels import segments
+from jaxsp.attention import chunk_calls, partial_attention
+from jaxsp.attention.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
-from jaxsp.attention.kernels.segments import Chunks, OffDiagonalBlock
-from jaxsp.attention.partial_attention import PartialAttention
+from jaxsp.attention.partial_attention import LocalSegments
 from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.attention.zigzag import ZigzagStrategy, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
@@ -111,33 +111,19 @@ class AllGather(ZigzagStrategy):
         """Output and log-sum-exp of this device's queries. Moves: all-gathers of k and v."""
         B, l, H, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        chunk_tokens = l // self.chunks_per_device
-        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, chunk_tokens)
-        local_segments = self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
-        q_SBkChK, k_SBkCgK, v_SBkCgK = (self._split_heads(x, num_gathers) for x in (q, k, v))
+        calls, local_segments = self._find_work(starts_BM, lengths_BM, l)
+        q_SBlhK, k_SBlgK, v_SBlgK = (_split_heads(x, num_gathers) for x in (q, k, v))
 
         def attend_heads(
             q: Array, kv: list[Array], gathered_kv: list[Array]
         ) -> tuple[Array, Array]:
             """Output and log-sum-exp of the heads of one gather."""
-            diagonal = partial_attention.diagonal_forward(
-                kernel, local_segments, *(_flatten_chunks(x) for x in (q, *kv))
-            )
-
-            def attend_chunk(inputs: tuple[Array, OffDiagonalBlock]) -> PartialAttention:
-                q_BChK, block = inputs
-                return partial_attention.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
-
-            earlier = jax.lax.map(attend_chunk, (q.swapaxes(0, 1), earlier_blocks))
-            earlier = PartialAttention(*(_flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
-            out, lse = partial_attention.merge(diagonal, earlier)
+            diagonal = partial_attention.diagonal_forward(kernel, local_segments, q, *kv)
+            out, lse = partial_attention.add_calls_forward(kernel, calls, q, gathered_kv, diagonal)
             return out.astype(q.dtype), lse
 
-        out_SRChK, lse_SRCh = _scan_gathers(self, attend_heads, [q_SBkChK], [k_SBkCgK, v_SBkCgK])
-        out = _join_heads(out_SRChK.reshape(q_SBkChK.shape))
-        lse_SBlh = lse_SRCh.reshape(num_gathers, B, l, -1)
-        lse = lse_SBlh.transpose(1, 0, 3, 2).reshape(B, H, l)
-        return out, lse
+        out_SBlhK, lse_SBlh = _scan_gathers(self, attend_heads, [q_SBlhK], [k_SBlgK, v_SBlgK])
+        return _join_heads(out_SBlhK), lse_SBlh.transpose(1, 0, 3, 2).reshape(B, H, l)
 
     def backward(
         self,
@@ -155,69 +141,42 @@ class AllGather(ZigzagStrategy):
         """dq, dk and dv. Moves: all-gathers of k and v, and reduce-scatters of their gradients."""
         B, l, _, _ = q.shape
         num_gathers = k.shape[2] // self.kv_heads_per_gather
-        chunk_tokens = l // self.chunks_per_device
-        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, chunk_tokens)
-        local_segments = self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
-        q_S, k_S, v_S, out_S, dout_S = (
-            self._split_heads(x, num_gathers) for x in (q, k, v, out, dout)
-        )
-        lse_SBhkC = lse.reshape(B, num_gathers, -1, self.chunks_per_device, chunk_tokens)
-        lse_SBkhC = lse_SBhkC.transpose(1, 0, 3, 2, 4)
+        calls, local_segments = self._find_work(starts_BM, lengths_BM, l)
+        q_S, k_S, v_S, out_S, dout_S = (_split_heads(x, num_gathers) for x in (q, k, v, out, dout))
+        lse_SBlh = lse.reshape(B, num_gathers, -1, l).transpose(1, 0, 3, 2)
 
         def heads_backward(
             q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], gathered_kv: list[Array]
         ) -> tuple[Array, ...]:
             """dq, dk and dv of the heads of one gather."""
-            chunk_inputs = [x.swapaxes(0, 1) for x in (q, out, lse, dout)]
-
-            def chunk_backward(
-                sums: list[Array], inputs: tuple[list[Array], OffDiagonalBlock]
-            ) -> tuple[list[Array], Array]:
-                (q, *forward_results), block = inputs
-                dq, *dkv = partial_attention.off_diagonal_backward(
-                    kernel, block, q, *gathered_kv, *forward_results
-                )
-                return [x + y for x, y in zip(sums, dkv, strict=True)], dq
-
-            zeros = [jnp.zeros(x.shape, jnp.float32) for x in gathered_kv]
-            gathered_dkv, dq_kBChK = jax.lax.scan(
-                chunk_backward, zeros, (chunk_inputs, earlier_blocks)
+            results = (out, lse, dout)
+            zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, *gathered_kv)]
+            dq, gathered_dkv = partial_attention.add_calls_backward(
+                kernel, calls, q, gathered_kv, results, (zeros[0], zeros[1:])
             )
             scattered = _reduce_scatter_dkv(self, gathered_dkv)
             # While the gradients travel
-            dq, *dkv = partial_attention.diagonal_backward(
-                kernel,
-                local_segments,
-                *(_flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
+            own_dq, own_dkv = partial_attention.diagonal_backward(
+                kernel, local_segments, q, kv, results
             )
-            dq = dq.reshape(q.shape) + dq_kBChK.swapaxes(0, 1)
-            dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
-            return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+            dk, dv = (x + y.reshape(x.shape) for x, y in zip(own_dkv, scattered, strict=True))
+            return (dq + own_dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-        inputs = [q_S, out_S, lse_SBkhC, dout_S]
+        inputs = [q_S, out_S, lse_SBlh, dout_S]
         dq, dk, dv = _scan_gathers(self, heads_backward, inputs, [k_S, v_S])
         return _join_heads(dq), _join_heads(dk), _join_heads(dv)
 
-    def _find_earlier_blocks(
-        self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
-    ) -> OffDiagonalBlock:
-        """For each of this device's chunks, [k, B]: the block over all tokens before it."""
-
-        def find(first_token: Array) -> OffDiagonalBlock:
-            return segments.find_off_diagonal_block(
-                starts_BM,
-                lengths_BM,
-                queries=Chunks(first_token[None], chunk_tokens),
-                keys=Chunks(jnp.zeros(1, jnp.int32), first_token),
-            )
-
-        return jax.vmap(find)(self.chunk_numbers(self.index) * chunk_tokens)
-
-    def _split_heads(self, x_BlXK: Array, num_gathers: int) -> Array:
-        """Splits the heads by gather, and the tokens by chunk: [S, B, k, C, X / S, K]."""
-        B, _, X, K = x_BlXK.shape
-        x_BkCSxK = x_BlXK.reshape(B, self.chunks_per_device, -1, num_gathers, X // num_gathers, K)
-        return x_BkCSxK.transpose(3, 0, 1, 2, 4, 5)
+    def _find_work(
+        self, starts_BM: Array, lengths_BM: Array, num_tokens: int
+    ) -> tuple[list[Call], LocalSegments]:
+        """Calls of the keys of all devices, and the segments of this device's chunks."""
+        chunk_tokens = num_tokens // self.chunks_per_device
+        calls = chunk_calls.find_gathered_calls(
+            ChunkTokens(starts_BM, lengths_BM, chunk_tokens),
+            self.chunk_numbers(self.index),
+            num_devices=self.seq,
+        )
+        return calls, self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
 
 
 def _scan_gathers(
@@ -237,21 +196,24 @@ def _scan_gathers(
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), results, last_result)
 
 
-def _flatten_chunks(x_Bk: Array) -> Array:
-    """Makes chunks rows of their own: [B, k, ...] to [R, ...]."""
-    return x_Bk.reshape(-1, *x_Bk.shape[2:])
+def _split_heads(x_BlXK: Array, num_gathers: int) -> Array:
+    """Splits the heads by gather: [S, B, l, X / S, K]."""
+    B, l, X, K = x_BlXK.shape
+    return x_BlXK.reshape(B, l, num_gathers, X // num_gathers, K).transpose(2, 0, 1, 3, 4)
 
 
-def _join_heads(x_SBkCxK: Array) -> Array:
+def _join_heads(x_SBlxK: Array) -> Array:
     """Undoes `_split_heads`."""
-    S, B, k, C, x, K = x_SBkCxK.shape
-    return x_SBkCxK.transpose(1, 2, 3, 0, 4, 5).reshape(B, k * C, S * x, K)
+    S, B, l, x, K = x_SBlxK.shape
+    return x_SBlxK.transpose(1, 2, 0, 3, 4).reshape(B, l, S * x, K)
 
 
-def _all_gather_kv(group: AllGather, kv_BkCgK: list[Array]) -> list[Float[Array, "B L g K"]]:
+def _all_gather_kv(group: AllGather, kv_BlgK: list[Array]) -> list[Float[Array, "B L g K"]]:
     """Whole rows, in token order, of all devices' chunks. Keys and values travel in one message, as
     in `Ring.shift`."""
-    kv_2BkCgK = jnp.stack(kv_BkCgK)
+    kv_2BlgK = jnp.stack(kv_BlgK)
+    B, l, g, K = kv_2BlgK.shape[1:]
+    kv_2BkCgK = kv_2BlgK.reshape(2, B, group.chunks_per_device, -1, g, K)
     if group.seq > 1:
         kv_P2BkCgK = jax.lax.all_gather(
             kv_2BkCgK, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
@@ -261,8 +223,7 @@ def _all_gather_kv(group: AllGather, kv_BkCgK: list[Array]) -> list[Float[Array,
     rows = []
     for x_PBkCgK in (kv_P2BkCgK[:, 0], kv_P2BkCgK[:, 1]):
         x_BkPCgK = _reverse_odd_rounds(x_PBkCgK.transpose(1, 2, 0, 3, 4, 5))
-        B, k, P, C, g, K = x_BkPCgK.shape
-        rows.append(x_BkPCgK.reshape(B, k * P * C, g, K))
+        rows.append(x_BkPCgK.reshape(B, group.seq * l, g, K))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Attention of a device's chunks to the chunks of the same or another device, in few large calls.
+"""Attention of a device's chunks to earlier chunks, of one device or of all, in few large calls.
 
 A device's chunk i is after the chunks 0 to i - 1 of every device, and before the chunks from i + 1
 on. So the pairs of chunks to compute form a triangle, and it is divided into squares. With 4 chunks
@@ -14,6 +14,10 @@ Only one segment of a row can reach from the keys of a square to its queries, so
 off-diagonal block: the first queries and the last keys. Squares of one size are rows of one call of
 the kernel, in which each token occurs once: no gradient is written twice. k chunks need log2(k)
 calls, because squares b and d share one.
+
+If keys are those of all devices, `a` is 2 chunks x the whole first 2 rounds of dealing. For each
+pair of rounds, one call has the first and one the second chunk of the device, with the keys of the
+pair before it. So gradients of keys are written log2(k) / 2 + 1.5 times, and not k times.
 """
 
 import dataclasses
@@ -35,17 +39,22 @@ class ChunkTokens:
     chunk_tokens: int
 
     def find_blocks(self, queries_nw: Array, keys_nw: Array) -> OffDiagonalBlock:
-        """Finds n blocks of each row, [B n], from the numbers of the w chunks of each."""
+        """Finds n blocks of each row, [B n], from the numbers of the chunks of each."""
+        sizes_n = jnp.full(len(keys_nw), self.chunk_tokens)
+        return self.find_blocks_before(queries_nw, Chunks(keys_nw * self.chunk_tokens, sizes_n))
 
-        def find(queries_w: Array, keys_w: Array) -> OffDiagonalBlock:
+    def find_blocks_before(self, queries_nw: Array, keys: Chunks) -> OffDiagonalBlock:
+        """Finds n blocks of each row, [B n]. Args: keys: fields are [n, chunks] and [n]."""
+
+        def find(queries_w: Array, keys: Chunks) -> OffDiagonalBlock:
             return segments.find_off_diagonal_block(
                 self.starts_BM,
                 self.lengths_BM,
                 queries=Chunks(queries_w * self.chunk_tokens, self.chunk_tokens),
-                keys=Chunks(keys_w * self.chunk_tokens, self.chunk_tokens),
+                keys=keys,
             )
 
-        blocks = jax.vmap(find, out_axes=1)(queries_nw, keys_nw)
+        blocks = jax.vmap(find, out_axes=1)(queries_nw, keys)
         return OffDiagonalBlock(*(x_Bn.reshape(-1) for x_Bn in blocks))
 
 
@@ -60,18 +69,18 @@ class SquareCall:
     def make(
         cls, tokens: ChunkTokens, queries_k: Array, keys_k: Array, *, num_squares: int
     ) -> "SquareCall":
-        """Args: queries_k, keys_k: numbers of both devices' chunks."""
+        """Args: queries_k, keys_k: numbers of the chunks that queries and keys are from."""
         queries_n = queries_k.reshape(num_squares, 2, -1)[:, 1]
         keys_n = keys_k.reshape(num_squares, 2, -1)[:, 0]
         return cls(num_squares, tokens.find_blocks(queries_n, keys_n))
 
     def take_queries(self, x_Bl: Array) -> Array:
         """Selects the queries of the squares: rows of one call."""
-        return split_halves(x_Bl, self.num_squares)[:, 1]
+        return _split_halves(x_Bl, self.num_squares)[:, 1]
 
     def take_keys(self, x_Bl: Array) -> Array:
         """Selects the keys of the squares."""
-        return split_halves(x_Bl, self.num_squares)[:, 0]
+        return _split_halves(x_Bl, self.num_squares)[:, 0]
 
     def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
         """Values of all tokens from those of the queries: arrays to be merged one after another.
@@ -121,7 +130,7 @@ class PairCall:
         return self._take(x_Bl, 0)
 
     def _take(self, x_Bl: Array, half: int) -> Array:
-        x_P2 = split_halves(x_Bl, self.num_pairs)
+        x_P2 = _split_halves(x_Bl, self.num_pairs)
         either_P = jnp.where(self.is_earlier, x_P2[:, 0], x_P2[:, 1])
         x_P2 = jnp.stack([x_P2[:, half], either_P], axis=1)
         return x_P2.reshape(-1, *x_P2.shape[2:])
@@ -151,7 +160,54 @@ class PairCall:
         return always, first, second
 
 
-Call = SquareCall | PairCall
+@dataclasses.dataclass(frozen=True)
+class HalfCall:
+    """Single chunks, with the keys of all devices in two rounds: one row for each pair of chunks.
+
+    Rows have the queries of the pair's first or second chunk.
+    """
+
+    num_pairs: int
+    half: int
+    """0 for first chunks, 1 for second chunks."""
+    blocks: OffDiagonalBlock
+
+    @classmethod
+    def make(
+        cls, tokens: ChunkTokens, queries_k: Array, *, half: int, num_devices: int
+    ) -> "HalfCall":
+        """Args: queries_k: numbers of this device's chunks."""
+        num_pairs = len(queries_k) // 2
+        pair_tokens = 2 * num_devices * tokens.chunk_tokens
+        first_keys_n = jnp.arange(num_pairs, dtype=jnp.int32) * pair_tokens
+        queries_n = queries_k[half::2]
+        num_keys_n = queries_n * tokens.chunk_tokens - first_keys_n
+        keys = Chunks(first_keys_n[:, None], num_keys_n)
+        return cls(num_pairs, half, tokens.find_blocks_before(queries_n[:, None], keys))
+
+    def take_queries(self, x_Bl: Array) -> Array:
+        """Selects the queries: rows of one call."""
+        return _split_halves(x_Bl, self.num_pairs)[:, self.half]
+
+    def take_keys(self, x_BL: Array) -> Array:
+        """Selects the keys."""
+        return x_BL.reshape(len(x_BL) * self.num_pairs, -1, *x_BL.shape[2:])
+
+    def place_queries(self, x_R: Array, fill: float = 0.0) -> list[Array]:
+        """Values of all tokens from those of the queries: arrays to be merged one after another.
+
+        Args: fill: value of other tokens.
+        """
+        others = jnp.full_like(x_R, fill)
+        first, second = (others, x_R) if self.half else (x_R, others)
+        return [_join_halves(first, second, self.num_pairs)]
+
+    def place_keys(self, x_R: Array) -> Array:
+        """Values of all tokens from those of the keys."""
+        return x_R.reshape(len(x_R) // self.num_pairs, -1, *x_R.shape[2:])
+
+
+Call = SquareCall | PairCall | HalfCall
 
 
 def find_local_calls(tokens: ChunkTokens, chunks_k: Array) -> list[Call]:
@@ -173,17 +229,31 @@ def find_remote_calls(
     return [*squares, PairCall.make(tokens, queries_k, keys_k, is_earlier)]
 
 
+def find_gathered_calls(tokens: ChunkTokens, queries_k: Array, *, num_devices: int) -> list[Call]:
+    """Finds the calls of the keys of all devices, in the order of the row, except those of chunks
+    to themselves."""
+    keys_N = jnp.arange(num_devices * len(queries_k), dtype=jnp.int32)
+    squares: list[Call] = [
+        SquareCall.make(tokens, queries_k, keys_N, num_squares=number)
+        for number in _powers_below(len(queries_k) // 2)
+    ]
+    halves = [
+        HalfCall.make(tokens, queries_k, half=half, num_devices=num_devices) for half in (0, 1)
+    ]
+    return [*squares, *halves]
+
+
 def _powers_below(number: int) -> list[int]:
     return [2**exponent for exponent in range(number.bit_length() - 1)]
 
 
-def split_halves(x_Bl: Array, number: int) -> Array:
+def _split_halves(x_Bl: Array, number: int) -> Array:
     """Divides the tokens of each row into `number` parts, each of two halves: [B n, 2, ...]."""
     B, l = x_Bl.shape[:2]
     return x_Bl.reshape(B * number, 2, l // (2 * number), *x_Bl.shape[2:])
 
 
 def _join_halves(first: Array, second: Array, number: int) -> Array:
-    """Undoes `split_halves`."""
+    """Undoes `_split_halves`."""
     x = jnp.stack([first, second], axis=1)
     return x.reshape(len(x) // number, -1, *x.shape[3:])

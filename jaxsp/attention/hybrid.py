@@ -112,6 +112,10 @@ class Hybrid(Strategy):
         return self.outer.layout
 
     @property
+    def has_ring_steps(self) -> bool:
+        return self.outer.has_ring_steps
+
+    @property
     def all_to_all_size(self) -> int:
         return self.inner.seq
 

@@ -6,13 +6,14 @@ chunk_calls.py). Partial results are merged in float32 by their log-sum-exps. Th
 the merged log-sum-exp, so its partial results are only added.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsp.attention.chunk_calls import Call
 from jaxsp.attention.kernels.kernel import ChunkKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
@@ -35,54 +36,97 @@ class LocalSegments(NamedTuple):
     mask_RC: Bool[Array, "R C"]
     """True for tokens of a segment."""
 
-
-def to_chunk_rows(x_Bl: Array, chunks_per_device: int) -> Array:
-    """Makes chunks rows of their own: [B, l, ...] to [R, C, ...]."""
-    B, l = x_Bl.shape[:2]
-    return x_Bl.reshape(B * chunks_per_device, l // chunks_per_device, *x_Bl.shape[2:])
+    def to_chunk_rows(self, x_Bl: Array) -> Array:
+        """Makes chunks rows of their own: [B, l, ...] to [R, C, ...]."""
+        return x_Bl.reshape(*self.mask_RC.shape, *x_Bl.shape[2:])
 
 
-def from_chunk_rows(x_RC: Array, num_rows: int) -> Array:
-    """Undoes `to_chunk_rows`."""
-    return x_RC.reshape(num_rows, -1, *x_RC.shape[2:])
+Gradients = tuple[Array, list[Array]]
+"""dq, and dk and dv, in float32."""
+
+ForwardResults = tuple[Array, Array, Array]
+"""Output, log-sum-exp, and gradient of the output.
+
+Shapes: [B, l, H, K], [B, l, H] and [B, l, H, K].
+"""
 
 
 def diagonal_forward(
-    kernel: ChunkKernel, local_segments: LocalSegments, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array
+    kernel: ChunkKernel, local_segments: LocalSegments, q_BlHK: Array, k_BlGK: Array, v_BlGK: Array
 ) -> PartialAttention:
     """Attention of chunks to themselves."""
-    out, lse = kernel.forward(
-        q_RCHK, k_RCGK, v_RCGK, local_segments.starts_RM, local_segments.lengths_RM
-    )
-    return _make_partial(out, lse, local_segments.mask_RC)
+    q, k, v = (local_segments.to_chunk_rows(x) for x in (q_BlHK, k_BlGK, v_BlGK))
+    out, lse = kernel.forward(q, k, v, local_segments.starts_RM, local_segments.lengths_RM)
+    part = _make_partial(out, lse, local_segments.mask_RC)
+    return PartialAttention(*(x.reshape(*q_BlHK.shape[:2], *x.shape[2:]) for x in part))
 
 
 def diagonal_backward(
     kernel: ChunkKernel,
     local_segments: LocalSegments,
-    q_RCHK: Array,
-    k_RCGK: Array,
-    v_RCGK: Array,
-    out_RCHK: Array,
-    lse_RHC: Array,
-    dout_RCHK: Array,
-) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of the attention of chunks to themselves, in float32."""
+    q_BlHK: Array,
+    kv_BlGK: Sequence[Array],
+    forward_results: ForwardResults,
+) -> Gradients:
+    """dq, dk and dv of the attention of chunks to themselves."""
+    q, k, v, out, lse, dout = map(
+        local_segments.to_chunk_rows, (q_BlHK, *kv_BlGK, *forward_results)
+    )
     gradients = kernel.backward(
-        q_RCHK,
-        k_RCGK,
-        v_RCGK,
-        out_RCHK,
-        lse_RHC,
-        dout_RCHK,
+        q,
+        k,
+        v,
+        out,
+        lse.swapaxes(1, 2),
+        dout,
         local_segments.starts_RM,
         local_segments.lengths_RM,
     )
-    dq, dk, dv = (_zero_outside(x, local_segments.mask_RC) for x in gradients)
-    return dq, dk, dv
+    dq, *dkv = (
+        _zero_outside(x, local_segments.mask_RC).reshape(*q_BlHK.shape[:2], *x.shape[2:])
+        for x in gradients
+    )
+    return dq, dkv
 
 
-def off_diagonal_forward(
+def add_calls_forward(
+    kernel: ChunkKernel,
+    calls: Sequence[Call],
+    q: Array,
+    kv: Sequence[Array],
+    results: PartialAttention,
+) -> PartialAttention:
+    """Results so far, with the attention of some calls merged in."""
+    for call in calls:
+        k, v = map(call.take_keys, kv)
+        part = _off_diagonal_forward(kernel, call.blocks, call.take_queries(q), k, v)
+        outs = call.place_queries(part.out_BCHK)
+        lses = call.place_queries(part.lse_BCH, EMPTY_LSE)
+        for out, lse in zip(outs, lses, strict=True):
+            results = merge(results, PartialAttention(out, lse))
+    return results
+
+
+def add_calls_backward(
+    kernel: ChunkKernel,
+    calls: Sequence[Call],
+    q: Array,
+    kv: Sequence[Array],
+    forward_results: ForwardResults,
+    gradients: Gradients,
+) -> Gradients:
+    """Gradients so far, with those of some calls added."""
+    dq, dkv = gradients
+    for call in calls:
+        queries = map(call.take_queries, (q, *forward_results))
+        dq_R, *dkv_R = _off_diagonal_backward(kernel, call.blocks, queries, map(call.take_keys, kv))
+        for term in call.place_queries(dq_R):
+            dq = dq + term
+        dkv = [x + call.place_keys(term) for x, term in zip(dkv, dkv_R, strict=True)]
+    return dq, dkv
+
+
+def _off_diagonal_forward(
     kernel: ChunkKernel, block: OffDiagonalBlock, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array
 ) -> PartialAttention:
     """Attention of chunks to keys before them. Nothing is computed if no segment spans both."""
@@ -90,17 +134,19 @@ def off_diagonal_forward(
     return _make_partial(out, lse, block.query_mask(q_RCHK.shape[1]))
 
 
-def off_diagonal_backward(
+def _off_diagonal_backward(
     kernel: ChunkKernel,
     block: OffDiagonalBlock,
-    q_RCHK: Array,
-    k_RDGK: Array,
-    v_RDGK: Array,
-    out_RCHK: Array,
-    lse_RHC: Array,
-    dout_RCHK: Array,
+    queries: Iterable[Array],
+    kv: Iterable[Array],
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of the attention of chunks to keys before them, in float32."""
+    """dq, dk and dv of the attention of chunks to keys before them, in float32.
+
+    Args: queries: q, and the results of the forward pass.
+    """
+    q_RCHK, out_RCHK, lse_RCH, dout_RCHK = queries
+    k_RDGK, v_RDGK = kv
+    lse_RHC = lse_RCH.swapaxes(1, 2)
     inputs = q_RCHK, k_RDGK, v_RDGK, out_RCHK, lse_RHC, dout_RCHK
     dq, dk, dv = _compute_if_any(block, kernel.off_diagonal_backward, *inputs)
     query_mask = block.query_mask(q_RCHK.shape[1])

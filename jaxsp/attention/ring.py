@@ -28,14 +28,11 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxsp.attention import chunk_calls, partial_attention, ring_hops
 from jaxsp.attention.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.kernels.kernel import ChunkKernel
-from jaxsp.attention.partial_attention import EMPTY_LSE, LocalSegments, PartialAttention
+from jaxsp.attention.partial_attention import Gradients, LocalSegments, PartialAttention
 from jaxsp.attention.ring_hops import RingHops
 from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.core import axes
-
-Gradients = tuple[Array, list[Array]]
-"""dq, and dk and dv, in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +40,10 @@ class Ring(ZigzagStrategy):
     """Each device keeps its queries; keys and values travel around the ring."""
 
     name = "ring"
+
+    @property
+    def has_ring_steps(self) -> bool:
+        return True
 
     def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         if self.seq == 1:
@@ -77,7 +78,8 @@ class Ring(ZigzagStrategy):
 
         def visit(results: PartialAttention, kv: list[Array], hop: Array | int) -> PartialAttention:
             """Merges in the attention to the keys that arrive after `hop` hops."""
-            return _forward_calls(kernel, work.remote_calls(hop), q, kv, results)
+            calls = work.remote_calls(hop)
+            return partial_attention.add_calls_forward(kernel, calls, q, kv, results)
 
         def next_step(
             carry: tuple[PartialAttention, list[Array]], hop: Array
@@ -94,7 +96,10 @@ class Ring(ZigzagStrategy):
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.seq))[index])
 
-        results = self._visit_needed(tables, visit_all, visit_near, work.forward(kernel, q, k, v))
+        results = partial_attention.diagonal_forward(kernel, work.segments, q, k, v)
+        calls = work.local_calls()
+        results = partial_attention.add_calls_forward(kernel, calls, q, [k, v], results)
+        results = self._visit_needed(tables, visit_all, visit_near, results)
         return results.out_BCHK.astype(q.dtype), results.lse_BCH.swapaxes(1, 2)
 
     def backward(
@@ -119,7 +124,8 @@ class Ring(ZigzagStrategy):
 
         def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Gradients:
             """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
-            return _backward_calls(kernel, work.remote_calls(hop), q, kv, results, (dq, dkv))
+            calls = work.remote_calls(hop)
+            return partial_attention.add_calls_backward(kernel, calls, q, kv, results, (dq, dkv))
 
         def next_step(
             carry: tuple[Array, list[Array], list[Array]], hop: Array
@@ -147,7 +153,10 @@ class Ring(ZigzagStrategy):
             terms = jax.lax.switch(index, self._shifts(back=True), terms)
             return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
 
-        gradients = work.backward(kernel, q, k, v, results)
+        gradients = partial_attention.diagonal_backward(kernel, work.segments, q, [k, v], results)
+        gradients = partial_attention.add_calls_backward(
+            kernel, work.local_calls(), q, [k, v], results, gradients
+        )
         dq, (dk, dv) = self._visit_needed(tables, visit_all, visit_near, gradients)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -226,40 +235,13 @@ class _LocalWork:
     def tokens(self) -> ChunkTokens:
         return ChunkTokens(self.starts_BM, self.lengths_BM, self.chunk_tokens)
 
-    def forward(
-        self, kernel: ChunkKernel, q_BlHK: Array, k_BlGK: Array, v_BlGK: Array
-    ) -> PartialAttention:
-        """Attention of this device's queries to its own keys."""
-        num_chunks = self.ring.chunks_per_device
-        inputs = (partial_attention.to_chunk_rows(x, num_chunks) for x in (q_BlHK, k_BlGK, v_BlGK))
-        diagonal = partial_attention.diagonal_forward(kernel, self._find_local_segments(), *inputs)
-        results = PartialAttention(
-            *(partial_attention.from_chunk_rows(x, len(q_BlHK)) for x in diagonal)
-        )
-        return _forward_calls(kernel, self._local_calls(), q_BlHK, [k_BlGK, v_BlGK], results)
-
-    def backward(
-        self,
-        kernel: ChunkKernel,
-        q_BlHK: Array,
-        k_BlGK: Array,
-        v_BlGK: Array,
-        forward_results: tuple[Array, Array, Array],
-    ) -> Gradients:
-        """dq, dk and dv of the attention of this device's queries to its own keys."""
-        arrays = (q_BlHK, k_BlGK, v_BlGK, *forward_results)
-        rows = [partial_attention.to_chunk_rows(x, self.ring.chunks_per_device) for x in arrays]
-        rows[4] = rows[4].swapaxes(1, 2)
-        diagonal = partial_attention.diagonal_backward(kernel, self._find_local_segments(), *rows)
-        dq, *dkv = (partial_attention.from_chunk_rows(x, len(q_BlHK)) for x in diagonal)
-        kv = [k_BlGK, v_BlGK]
-        calls = self._local_calls()
-        return _backward_calls(kernel, calls, q_BlHK, kv, forward_results, (dq, dkv))
-
-    def _find_local_segments(self) -> LocalSegments:
+    @property
+    def segments(self) -> LocalSegments:
+        """Segments of this device's chunks."""
         return self.ring.find_local_segments(self.starts_BM, self.lengths_BM, self.chunk_tokens)
 
-    def _local_calls(self) -> list[Call]:
+    def local_calls(self) -> list[Call]:
+        """Calls of this device's own keys."""
         return chunk_calls.find_local_calls(self.tokens, self.ring.chunk_numbers(self.ring.index))
 
     def remote_calls(self, hop: Array | int) -> list[Call]:
@@ -269,55 +251,3 @@ class _LocalWork:
         chunks_k = self.ring.chunk_numbers(here)
         chunks_there_k = self.ring.chunk_numbers(there)
         return chunk_calls.find_remote_calls(self.tokens, chunks_k, chunks_there_k, there < here)
-
-
-def _forward_calls(
-    kernel: ChunkKernel,
-    calls: list[Call],
-    q: Array,
-    kv: list[Array],
-    results: PartialAttention,
-) -> PartialAttention:
-    """Results so far, with the attention of some calls merged in."""
-    for call in calls:
-        k, v = map(call.take_keys, kv)
-        part = partial_attention.off_diagonal_forward(
-            kernel, call.blocks, call.take_queries(q), k, v
-        )
-        outs = call.place_queries(part.out_BCHK)
-        lses = call.place_queries(part.lse_BCH, EMPTY_LSE)
-        for out, lse in zip(outs, lses, strict=True):
-            results = partial_attention.merge(results, PartialAttention(out, lse))
-    return results
-
-
-def _backward_calls(
-    kernel: ChunkKernel,
-    calls: list[Call],
-    q: Array,
-    kv: list[Array],
-    forward_results: tuple[Array, Array, Array],
-    gradients: Gradients,
-) -> Gradients:
-    """Gradients so far, with those of some calls added.
-
-    Args: forward_results: output, log-sum-exp, and gradient of the output.
-    """
-    dq, dkv = gradients
-    for call in calls:
-        out, lse, dout = (call.take_queries(x) for x in forward_results)
-        k, v = map(call.take_keys, kv)
-        dq_R, *dkv_R = partial_attention.off_diagonal_backward(
-            kernel,
-            call.blocks,
-            call.take_queries(q),
-            k,
-            v,
-            out,
-            lse.swapaxes(1, 2),
-            dout,
-        )
-        for term in call.place_queries(dq_R):
-            dq = dq + term
-        dkv = [x + call.place_keys(term) for x, term in zip(dkv, dkv_R, strict=True)]
-    return dq, dkv

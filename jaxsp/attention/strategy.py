@@ -224,6 +224,11 @@ class Strategy(Protocol):
         return KEPT_ORDER
 
     @property
+    def has_ring_steps(self) -> bool:
+        """True if the devices of a group wait for each other at each hop of a ring."""
+        return False
+
+    @property
     def all_to_all_size(self) -> int:
         """Number of devices in an all-to-all; 1 if there is none."""
         return 1

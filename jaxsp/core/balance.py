@@ -47,13 +47,16 @@ def _count_earlier_keys(
     return np.tril(2 * queries_N[:, None] * keys_NN, -1)
 
 
-def compute_imbalance(work: np.ndarray) -> float:
+def compute_imbalance(work: np.ndarray, *, has_ring_steps: bool) -> float:
     """Work of the slowest devices relative to the mean: 1 is balanced.
 
-    The devices of a group wait for each other in each ring step, and groups in each microbatch.
+    The devices of a group wait for each other in each ring step, or in each layer if there is no
+    ring, and groups wait in each microbatch.
 
     Args: work: [microbatches, groups, steps, devices].
     """
+    if not has_ring_steps:
+        work = work.sum(2, keepdims=True)
     slowest = work.max(3).sum(2).max(1).sum()
     mean = work.mean(3).sum(2).mean(1).sum()
     return float(slowest / mean) if mean else 1.0

@@ -62,7 +62,9 @@ class OffloadedStack:
 
         Args:
             slots: arrays that the layers are differentiated with respect to, in the shape, dtype
-                and memory of their gradients, which replace them.
+                and memory of their gradients. Values on the device are the gradients of earlier
+                microbatches: the backward pass adds to them in place, and returns the sums. Values
+                in host memory are replaced.
             values: the rest of the layers' shards, without gradients.
         """
         run = jax.custom_vjp(self._run_without_gradient)
@@ -115,13 +117,13 @@ class OffloadedStack:
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
-            dx, gradients = state
+            dx, gradients, waiting = state
             first = group * self.group_size
             inputs = kept, jnp.asarray(group)
             if size > 1:
                 if self.offloads_during_attention:
                     dx, group = jax.lax.optimization_barrier((to_host(dx), jnp.asarray(group)))
-                waiting = self._compute_inputs(kept, group, stacked, batch, size=size)
+                waiting = self._compute_inputs(waiting, kept, group, stacked, batch, size=size)
                 # Without the barrier, XLA makes a copy of the inputs in host memory
                 dx, waiting = jax.lax.optimization_barrier((dx, waiting))
                 dx = to_device(dx)
@@ -131,27 +133,30 @@ class OffloadedStack:
                 dx, gradients = state
                 index = size - 1 - i
                 layer_inputs = _read(stacked, first + index)
-                waiting, offset = inputs
+                stored, offset = inputs
                 dx, new = self._differentiate_layer(
-                    layer_inputs, batch, dx, (waiting, offset + index)
+                    layer_inputs, batch, dx, (stored, offset + index)
                 )
-                write = functools.partial(_write, index=first + index)
-                return dx, jax.tree.map(write, gradients, new)
+                add = functools.partial(_add_gradient, index=first + index)
+                return dx, jax.tree.map(add, gradients, new)
 
-            return jax.lax.fori_loop(0, size, run_layer, (dx, gradients))
+            return *jax.lax.fori_loop(0, size, run_layer, (dx, gradients)), waiting
 
-        state = dx, slots
+        # One array for all groups: XLA runs the last one after the loop, with an array of its own
+        waiting = _empty_on_host(self.group_size, dx) if self.group_size > 1 else None
+        state = dx, slots, waiting
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
         run_whole_group = functools.partial(run_group, size=self.group_size)
         state = jax.lax.fori_loop(
             0, num_groups, lambda i, state: run_whole_group(num_groups - 1 - i, state), state
         )
-        dx, gradients = state
+        dx, gradients, _ = state
         return dx, gradients, None, None, None
 
     def _compute_inputs(
         self,
+        waiting: Array,
         kept: Array,
         group: Array | int,
         stacked: Any,
@@ -159,7 +164,7 @@ class OffloadedStack:
         *,
         size: int,
     ) -> Array:
-        """Inputs of a group's layers, in host memory."""
+        """Inputs of a group's layers, in host memory. Args: waiting: array that they replace."""
         x = to_device(_read(kept, group))
 
         def run_layer(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -168,7 +173,7 @@ class OffloadedStack:
             x = self._apply_layer(layer_inputs, x, batch)
             return x, _write(waiting, to_host(x), i + 1)
 
-        waiting = _write(_empty_on_host(size, x), to_host(x), 0)
+        waiting = _write(waiting, to_host(x), 0)
         return jax.lax.fori_loop(0, size - 1, run_layer, (x, waiting))[1]
 
     def _differentiate_layer(
@@ -248,3 +253,10 @@ def _read(stacked: Any, index: Array | int) -> Any:
 def _write(stacked: Array, layer: Array, index: Array | int) -> Array:
     """Replaces one layer's array."""
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
+
+
+def _add_gradient(sums: Array, gradient: Array, index: Array | int) -> Array:
+    """Adds one layer's gradient to the sums; replaces it in host memory, where nothing is added."""
+    if jax.typeof(sums).memory_space != jax.memory.Space.Host:
+        gradient = gradient + _read(sums, index)
+    return _write(sums, gradient, index)

@@ -108,17 +108,16 @@ def _segment_lengths(rows: Sequence[data_rows.PackedRow]) -> np.ndarray:
 def _find_work(step: PlannedStep, rows: DataRows) -> list[StepWork]:
     """Finds the work of each sampled step, with the step's mesh and layout."""
     program = step.program
-    batch = program.config.batch
     return [
         StepWork(
             forward_flops=flops.attention_flops(program.model, _segment_lengths(step_rows)),
             balance=data_rows.compute_balance(
                 step_rows,
                 row_tokens=rows.row_tokens,
-                rows_per_step=batch.rows_per_step,
-                rows_per_microbatch=batch.rows_per_microbatch,
+                config=program.config.batch,
                 num_groups=device_mesh.num_groups(program.mesh),
                 layout=step.choice.strategy.layout,
+                has_ring_steps=step.choice.strategy.has_ring_steps,
             ),
         )
         for step_rows in rows.steps

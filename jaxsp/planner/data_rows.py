@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxsp.attention import ring_hops
+from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import balance, batch
+from jaxsp.core import balance
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import packing
+from jaxsp.data.packing import loader, packing
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRow
@@ -171,41 +172,27 @@ def compute_balance(
     rows: Sequence[PackedRow],
     *,
     row_tokens: int,
-    rows_per_step: int,
-    rows_per_microbatch: int,
+    config: BatchConfig,
     num_groups: int,
     layout: Layout,
+    has_ring_steps: bool,
 ) -> StepBalance:
     """Computes the balance of a step whose rows are dealt to groups as the loader deals them."""
-    ordered = sorted(rows, key=lambda row: -int(np.sum(row.length.astype(np.int64) ** 2)))
-    ordered += [packing.EMPTY_ROW] * (rows_per_step - len(ordered))
-    num_slots = num_groups * rows_per_microbatch
-    num_microbatches = batch.num_microbatches(
-        rows_per_step=rows_per_step, global_microbatch_rows=num_slots
-    )
-    places = np.array(
-        [
-            batch.step_row_index(
-                microbatch,
-                slot,
-                num_groups=num_groups,
-                rows_per_microbatch=rows_per_microbatch,
-            )
-            for microbatch, slot in np.ndindex(num_microbatches, num_slots)
-        ]
-    )
+    places = loader.find_places(config, num_groups)
+    ordered = sorted(rows, key=lambda row: -loader.attention_work(row))
+    ordered += [packing.EMPTY_ROW] * (places.size - len(ordered))
     work = np.array(
         [
             balance.count_row_work(row.starts, row.length, row_tokens=row_tokens, layout=layout)
             for row in ordered
         ]
-    )[places]
-    work = work.reshape(num_microbatches, num_groups, rows_per_microbatch, *work.shape[1:]).sum(2)
+    )
+    work = loader.split_by_group(work[places], num_groups).sum(2)
     needed = [balance.count_needed_hops(microbatch) for microbatch in work]
     made = [_count_made_hops(microbatch, layout) for microbatch in work]
     max_hops = max(1, layout.degree - 1)
     return StepBalance(
-        imbalance=balance.compute_imbalance(work),
+        imbalance=balance.compute_imbalance(work, has_ring_steps=has_ring_steps),
         needed_hops=float(np.mean(needed)) / max_hops,
         made_hops=float(np.mean(made)) / max_hops,
     )

@@ -61,8 +61,8 @@ class MetricsLine:
     """Fraction of the step's token slots that no segment fills."""
     attention_imbalance: float
     """Attention work of the slowest devices relative to the mean over devices: 1 is balanced.
-    Groups wait for each other in each microbatch and, where devices keep their queries, devices of
-    a group in each ring step. The work of a row is the sum of its squared segment lengths."""
+    Groups wait for each other in each microbatch, and devices of a group in each layer, or with a
+    ring in each of its steps. The work of a row is the sum of its squared segment lengths."""
     step_s: float
     """Seconds from the end of the previous step to the end of this one, without evaluations and
     checkpoints between them."""

@@ -410,10 +410,13 @@ def compile_offload_gradients(
             num_layers=len(weights_NDD),
             group_size=policy.offload_every,
             offloads_during_attention=policy.offloads_during_attention,
-            merge_slots=lambda slots, _: slots,
+            merge_slots=lambda slots, weights: jax.tree.map(jnp.add, slots, weights),
         )
-        slots = {"pre_attention": weights_NDD, "post_attention": ()}
-        return stack(x_LD, slots, {"pre_attention": (), "post_attention": ()}, (), ())
+        zeros_NDD = weights_NDD - jax.lax.stop_gradient(weights_NDD)
+        slots, weights = (
+            {"pre_attention": x, "post_attention": ()} for x in (zeros_NDD, weights_NDD)
+        )
+        return stack(x_LD, slots, weights, (), ())
 
     def layer(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
         x_LD = remat.name_layer_input(x_LD)

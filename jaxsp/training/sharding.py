@@ -113,9 +113,10 @@ class Shard:
     value: Any
     """Shard of the weight, in any float dtype or quantized."""
     grad_slot: Any
-    """Float32 zeros, never read, which the loss is differentiated with respect to.
+    """Float32 array that the loss is differentiated with respect to, but does not depend on.
 
-    The gradient has their shape, dtype and memory. None for a frozen weight.
+    The gradient has its shape, dtype and memory. Zeros, or sums of gradients to which
+    `layer_stack.OffloadedStack` adds. None for a frozen weight.
     """
 
 

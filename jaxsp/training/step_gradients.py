@@ -9,7 +9,7 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +21,7 @@ from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
 from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
+from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, loss, sharding
 from jaxsp.training.program import Program
@@ -70,60 +71,76 @@ def _local_gradients(
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
     gather = program.gather
     table = program.table
-    is_on_host = program.has_offloaded_gradients
-    values = master if is_on_host else gather.make_working_copy(table, master)
-    slots = gather.make_grad_slots(table, values)
-    # The backward pass adds the gradient of a layer to these references at once. Added after the
-    # backward pass, the gradients of all layers would be on the device twice (8B on 8 GPUs: 3.5 GiB
-    # more). References to host memory do not exist.
-    targets = jax.tree.map(
-        lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
-        slots,
-    )
-    host_params = list(filter(gather.is_gradient_on_host, jax.tree.leaves(table)))
-    host_slots = list(filter(host_offload.is_on_host, jax.tree.leaves(slots)))
+    values = master
+    if not program.has_offloaded_gradients:
+        values = gather.make_working_copy(table, master)
+    slots, structure = jax.tree.flatten(gather.make_grad_slots(table, values))
+    params = [param for param in jax.tree.leaves(table) if param.is_trainable]
+    returned_slots = _select_returned(program, params, slots)
+    targets = [
+        _RETURN_GRADIENT() if number in returned_slots else jax.new_ref(slot)
+        for number, slot in enumerate(slots)
+    ]
 
-    def run_microbatch(batch: Batch, index: Array | int) -> tuple[tuple[Array, Array], list[Array]]:
-        """Sums of losses and of correct tokens, and the gradients in host memory."""
+    def run_microbatch(
+        batch: Batch, index: Array | int, totals: dict[int, Array]
+    ) -> tuple[tuple[Array, Array], dict[int, Array]]:
+        """Sums of losses and correct tokens, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(program, batch, step, index)
-        loss_sum, backward, num_correct = jax.vjp(
-            lambda slots: _sum_microbatch_loss(program, values, slots, batch, keys),
-            slots,
-            has_aux=True,
-        )
+        inputs = [
+            slot if host_offload.is_on_host(slot) else totals.get(number, slot)
+            for number, slot in enumerate(slots)
+        ]
+
+        def sum_loss(slots: list[Array]) -> tuple[Array, Array]:
+            tree = jax.tree.unflatten(structure, slots)
+            return _sum_microbatch_loss(program, values, tree, batch, keys)
+
+        loss_sum, backward, num_correct = jax.vjp(sum_loss, inputs, has_aux=True)
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
-        # Gradients that were added to references are placeholders here
-        leaves = jax.tree.leaves(gradients)
-        return (loss_sum, num_correct), [leaf for leaf in leaves if isinstance(leaf, Array)]
+        return (loss_sum, num_correct), {number: gradients[number] for number in totals}
 
     def add_microbatch(carry: tuple, inputs: tuple[Batch, Array]) -> tuple[tuple, None]:
-        sums, host_gradients = carry
-        microbatch_sums, gradients = run_microbatch(*inputs)
-        # In place: devices hold one layer at a time
-        host_gradients = [
-            host_offload.update_each_layer(param, jnp.add, total, gradient)
-            for param, total, gradient in zip(host_params, host_gradients, gradients, strict=True)
-        ]
-        return (jax.tree.map(jnp.add, sums, microbatch_sums), host_gradients), None
+        sums, totals = carry
+        microbatch_sums, gradients = run_microbatch(*inputs, totals)
+        for number, total in totals.items():
+            if host_offload.is_on_host(total):  # in place: devices hold one layer at a time
+                gradients[number] = host_offload.update_each_layer(
+                    params[number], jnp.add, total, gradients[number]
+                )
+        return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
-        sums, host_gradients = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0)
+        sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_slots)
     else:
-        zeros = ((jnp.float32(0), jnp.int32(0)), host_slots)
+        zeros = ((jnp.float32(0), jnp.int32(0)), returned_slots)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
-        (sums, host_gradients), _ = jax.lax.scan(add_microbatch, zeros, (batch, indices))
-    remaining = iter(host_gradients)
-    gradients = jax.tree.map(
-        lambda slot, target: (
-            next(remaining) if host_offload.is_on_host(slot) else jax.freeze(target)
-        ),
-        slots,
-        targets,
-    )
+        (sums, returned), _ = jax.lax.scan(add_microbatch, zeros, (batch, indices))
+    leaves = [
+        returned[number] if number in returned else jax.freeze(target)
+        for number, target in enumerate(targets)
+    ]
     totals = _sum_over_mesh(*sums, batch)
     divisor = _loss_divisor(totals)
-    loss = totals["loss"] / divisor
-    return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+    gradients = gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor)
+    return totals | {"loss": totals["loss"] / divisor, "gradients": gradients}
+
+
+def _select_returned(
+    program: Program, params: Sequence[Parameter], slots: Sequence[Array]
+) -> dict[int, Array]:
+    """Slots, by number, whose gradients the backward pass returns. It adds others to references.
+
+    Added after the backward pass, the gradients of all layers would be on the device twice (8B on 8
+    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its slots, and JAX's to
+    references, which host memory does not have.
+    """
+    has_sums_in_slots = program.remat_policy.has_own_backward_pass
+    return {
+        number: slot
+        for number, (param, slot) in enumerate(zip(params, slots, strict=True))
+        if host_offload.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
+    }
 
 
 def _loss_divisor(totals: dict[str, Array]) -> Array:

@@ -107,7 +107,7 @@ def compute_ratios(work: np.ndarray) -> dict[str, float]:
     total = work.sum(1)
     return {
         "total": float(total.max(1).sum() / total.mean(1).sum()),
-        "per_ring_step": balance.compute_imbalance(work[:, None]),
+        "per_ring_step": balance.compute_imbalance(work[:, None], has_ring_steps=True),
     }
 
 

@@ -83,7 +83,7 @@ def cases():
     by_name = {}
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
         strategies = [Ring(seq=seq), chosen(seq, H, G)]
-        for chunks in (4, 8):
+        for chunks in (4, 8, 16):
             if L % (chunks * seq) == 0 and (H, G) in ((6, 2), (5, 1)):
                 strategies.append(Ring(seq=seq, chunks_per_device=chunks))
                 strategies.append(AllGather(seq=seq, chunks_per_device=chunks))

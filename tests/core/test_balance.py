@@ -62,9 +62,13 @@ def test_only_hops_between_devices_with_work_are_needed():
 def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
     for layout in LAYOUTS:
         work = balance.count_row_work(*arrays([(0, 96)]), row_tokens=96, layout=layout)
-        assert balance.compute_imbalance(work[None, None]) == pytest.approx(1, abs=0.1)
+        assert balance.compute_imbalance(work[None, None], has_ring_steps=True) == pytest.approx(
+            1, abs=0.1
+        )
     work = np.array([[[[4, 2], [1, 3]], [[1, 1], [1, 1]]]])
-    assert balance.compute_imbalance(work) == pytest.approx((4 + 3) / ((5 + 2) / 2))
-    assert balance.compute_imbalance(np.zeros((1, 1, 1, 1))) == 1
+    for has_ring_steps, slowest in ((True, 4 + 3), (False, 5)):
+        imbalance = balance.compute_imbalance(work, has_ring_steps=has_ring_steps)
+        assert imbalance == pytest.approx(slowest / ((5 + 2) / 2))
+    assert balance.compute_imbalance(np.zeros((1, 1, 1, 1)), has_ring_steps=True) == 1
     ones = balance.count_row_work(*arrays([(0, 3), (5, 4)]), row_tokens=96, layout=KEPT_ORDER)
     assert ones.tolist() == [[25]]

@@ -58,25 +58,35 @@ def run_plain(x, slots, indices, batch):
     return jnp.sum(x**2)
 
 
-def run_stack(x, slots, indices, batch, *, group_size, during_attention, parts):
+def merge_slots(slots, values):
+    """Weights whose gradients are those of their slots, and which do not depend on them."""
+    return jax.tree.map(lambda s, v: v + (s - jax.lax.stop_gradient(s)), slots, values)
+
+
+def run_stack(x, slots, values, indices, batch, *, group_size, during_attention, parts):
     stack = OffloadedStack(
         parts=parts,
         num_layers=NUM_LAYERS,
         group_size=group_size,
         offloads_during_attention=during_attention,
-        merge_slots=lambda slots, values: slots,
+        merge_slots=merge_slots,
     )
-    return jnp.sum(stack(x, slots, dict.fromkeys(slots, ()), indices, batch) ** 2)
+    return jnp.sum(stack(x, slots, values, indices, batch) ** 2)
 
 
 def differentiate(group_size, during_attention, on_attend=lambda: None):
+    """The loss and its gradients, which the backward pass adds to the values of the slots."""
     run = functools.partial(
         run_stack,
         group_size=group_size,
         during_attention=during_attention,
         parts=make_parts(on_attend),
     )
-    return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*draw())
+    x, weights, indices, batch = draw()
+    slots = jax.tree.map(lambda w: 2 * w, weights)
+    differentiate = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
+    loss, (dx, sums) = differentiate(x, slots, weights, indices, batch)
+    return loss, (dx, jax.tree.map(jnp.subtract, sums, slots))
 
 
 @pytest.mark.parametrize(("group_size", "during_attention"), GROUPS)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention import ring_hops
+from jaxsp.config.data_schema import BatchConfig
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.packing import PackedRow
@@ -71,15 +72,17 @@ def test_long_data_is_sampled_at_equal_distances(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rows_per_microbatch", "layout"),
+    ("mesh", "rows_per_microbatch", "layout", "has_ring_steps"),
     [
-        ((1, 2, 4), 2, Layout(degree=4, chunks_per_device=2)),
-        ((2, 2, 2), 1, Layout(degree=2, chunks_per_device=4)),
-        ((1, 4, 2), 1, Layout()),
+        ((1, 2, 4), 2, Layout(degree=4, chunks_per_device=2), True),
+        ((2, 2, 2), 1, Layout(degree=2, chunks_per_device=4), False),
+        ((1, 4, 2), 1, Layout(), False),
     ],
-    ids=["ring", "replicas", "whole rows"],
+    ids=["ring", "all-gather with replicas", "whole rows"],
 )
-def test_the_imbalance_is_the_one_that_training_logs(mesh, rows_per_microbatch, layout):
+def test_the_imbalance_is_the_one_that_training_logs(
+    mesh, rows_per_microbatch, layout, has_ring_steps
+):
     lengths = np.random.default_rng(0).integers(1, 60, 80).tolist()
     config = test_loader.settings_of(
         row_tokens=64, rows_per_step=8, rows_per_microbatch=rows_per_microbatch, max_segments=8
@@ -87,17 +90,19 @@ def test_the_imbalance_is_the_one_that_training_logs(mesh, rows_per_microbatch, 
     documents = test_loader.documents_of(lengths)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
     schedule = data.make_schedule(config, epochs=1)
-    loader = data.make_loader(config, schedule, test_loader.rows_on(*mesh, layout=layout))
+    loader = data.make_loader(
+        config, schedule, test_loader.rows_on(*mesh, layout=layout, has_ring_steps=has_ring_steps)
+    )
     packed = data_rows.read_rows(data, config)[64].packed
     assert len(packed.steps) == len(schedule) > 2
     for step, rows in enumerate(packed.steps):
         balance = data_rows.compute_balance(
             rows,
             row_tokens=64,
-            rows_per_step=8,
-            rows_per_microbatch=rows_per_microbatch,
+            config=config.batch,
             num_groups=mesh[0] * mesh[1],
             layout=layout,
+            has_ring_steps=has_ring_steps,
         )
         assert balance.imbalance == loader.read_step(step).counts.imbalance
 
@@ -125,10 +130,10 @@ def test_hops_are_those_of_the_ring(lengths, needed, made):
     balance = data_rows.compute_balance(
         [row],
         row_tokens=1024,
-        rows_per_step=1,
-        rows_per_microbatch=1,
+        config=BatchConfig(rows_per_step=1),
         num_groups=1,
         layout=layout,
+        has_ring_steps=True,
     )
     slots = (jnp.asarray(x[None], jnp.int32) for x in (row.starts, row.length))
     is_needed = ring_hops.needs_hop(layout, *slots, row_tokens=1024)

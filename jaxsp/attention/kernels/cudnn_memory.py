@@ -99,13 +99,12 @@ def workspace_bytes(workload: KernelWorkload, split: CallSplit) -> int:
         for n, tokens in _call_slots(workload, split)
     ]
     if workload.chunks_per_row > 1:
-        # All chunks of a row at once, each over its own keys, or one after another over the same
+        # All chunks of a row at once over their own keys, half of them over half of the earlier
+        # keys, or each second one over those of two chunks: see attention/chunk_calls.py
         num_rows, _ = workload.whole_row_shape
         queries = workload.num_tokens
         keys = max(queries, num_rows * workload.num_earlier_keys)
-        # Or half of a device's chunks over half of another's: see attention/chunk_calls.py
-        half_tokens = queries // num_rows // 2
-        scores = max(keys * workload.row_tokens, num_rows * half_tokens**2)
+        scores = max(keys * workload.row_tokens, queries // num_rows * keys // 4)
         calls.append(backward_bytes(queries=queries, keys=keys, scores=scores))
     return max(calls)
 

@@ -100,7 +100,7 @@ def find_off_diagonal_block(
     queries: Chunks,
     keys: Chunks,
 ) -> OffDiagonalBlock:
-    """Finds the block of queries and keys in chunks, all keys before the queries.
+    """Finds the block of queries and keys in chunks, all keys, if any, before the queries.
 
     Queries and keys are counted within their chunks together.
     Example: for a segment of tokens 3 to 11, queries 8 to 15 and keys 0 to 7, the block has the
@@ -114,7 +114,8 @@ def find_off_diagonal_block(
     queries_B = jnp.where(spans_BM, _count_tokens_before(ends_BM, queries), 0).sum(1)
     first_B = jnp.where(spans_BM, _count_tokens_before(starts_BM, keys), 0).sum(1)
     num_keys = len(keys.first_tokens_n) * keys.tokens_per_chunk
-    return OffDiagonalBlock(queries_B, first_B, jnp.where(spans_BM.any(1), num_keys - first_B, 0))
+    num_keys_B = jnp.where(spans_BM.any(1), num_keys - first_B, 0)
+    return OffDiagonalBlock(jnp.where(num_keys_B > 0, queries_B, 0), first_B, num_keys_B)
 
 
 def _count_tokens_before(token_BM: Array, chunks: Chunks) -> Int32[Array, "B M"]:

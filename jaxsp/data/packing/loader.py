@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import balance
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
@@ -33,6 +34,8 @@ class RowPlacement(NamedTuple):
 
     mesh: jax.sharding.Mesh
     layout: Layout
+    has_ring_steps: bool = False
+    """True if the devices of a group wait for each other in each ring step."""
 
     @property
     def num_groups(self) -> int:
@@ -82,7 +85,7 @@ class BatchLoader:
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
         self._places = [
-            _find_places(config.with_row_tokens(stream.row_tokens), placement.num_groups)
+            find_places(config.with_row_tokens(stream.row_tokens).batch, placement.num_groups)
             for stream, placement in zip(streams, self._placements, strict=True)
         ]
         self.num_steps = len(schedule)
@@ -137,7 +140,7 @@ class BatchLoader:
         sorted_rows = self._sort_rows(step)
         num_groups = sorted_rows.placement.num_groups
         devices_of_group = sorted_rows.placement.mesh.devices.reshape(num_groups, -1)
-        by_group = _split_by_group(sorted_rows.places, num_groups)
+        by_group = split_by_group(sorted_rows.places, num_groups)
         assignments = []
         for microbatch, group in np.ndindex(by_group.shape[:2]):
             places = by_group[microbatch, group]
@@ -209,7 +212,7 @@ class BatchLoader:
         places = self._places[stream_index]
         pairs: list[tuple[PackedRow, int | None]]
         pairs = [(stream.row(index), index) for index in range(first_row, first_row + num_rows)]
-        pairs.sort(key=lambda pair: -_attention_work(pair[0]))
+        pairs.sort(key=lambda pair: -attention_work(pair[0]))
         pairs += [(packing.EMPTY_ROW, None)] * (places.size - num_rows)
         rows, indices = np.array(pairs, object).T
         placement = self._placements[stream_index]
@@ -227,8 +230,10 @@ class BatchLoader:
                 for row in sorted_rows.rows
             ]
         )
-        by_group = _split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
-        return balance.compute_imbalance(by_group.sum(2))
+        by_group = split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
+        return balance.compute_imbalance(
+            by_group.sum(2), has_ring_steps=sorted_rows.placement.has_ring_steps
+        )
 
     def _read_blocks(
         self,
@@ -281,12 +286,12 @@ class _StepDataset(grain.MapDataset[HostBatch]):
         return self._loader.read_step(index)
 
 
-def _find_places(config: Config, num_groups: int) -> np.ndarray:
+def find_places(config: BatchConfig, num_groups: int) -> np.ndarray:
     """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-    rows_per_microbatch = config.batch.rows_per_microbatch
+    rows_per_microbatch = config.rows_per_microbatch
     num_slots = num_groups * rows_per_microbatch
     microbatches = num_microbatches(
-        rows_per_step=config.batch.rows_per_step, global_microbatch_rows=num_slots
+        rows_per_step=config.rows_per_step, global_microbatch_rows=num_slots
     )
     groups = {"num_groups": num_groups, "rows_per_microbatch": rows_per_microbatch}
     return np.array(
@@ -297,7 +302,7 @@ def _find_places(config: Config, num_groups: int) -> np.ndarray:
     )
 
 
-def _split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:
+def split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:
     """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
     return slots.reshape(len(slots), num_groups, slots.shape[1] // num_groups, *slots.shape[2:])
 
@@ -313,5 +318,6 @@ def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSp
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _attention_work(row: PackedRow) -> int:
+def attention_work(row: PackedRow) -> int:
+    """Attention work of a row, by which rows are sorted: the squared lengths of its segments."""
     return int(np.sum(row.length.astype(np.int64) ** 2))

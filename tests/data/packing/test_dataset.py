@@ -466,7 +466,9 @@ def test_the_imbalance_of_a_ring_is_that_of_its_steps():
     data = data_of([[8, 24]], config)
     layout = Layout(degree=2, chunks_per_device=2)
     schedule = data.make_schedule(config, epochs=1)
-    loader = data.make_loader(config, schedule, test_loader.rows_on(1, 1, 2, layout=layout))
+    loader = data.make_loader(
+        config, schedule, test_loader.rows_on(1, 1, 2, layout=layout, has_ring_steps=True)
+    )
     ((_, counts),) = list(loader.batches())
     # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.
     # Own keys: 64 + 64 and 64 + 64 + 2 * 64; others': 0 and 2 * (64 + 64)

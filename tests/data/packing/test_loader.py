@@ -25,9 +25,9 @@ def mesh_of(replica, data, seq):
     return device_mesh.make_mesh(sizes, devices=jax.devices()[: replica * data * seq])
 
 
-def rows_on(*mesh, layout=KEPT_ORDER):
+def rows_on(*mesh, layout=KEPT_ORDER, has_ring_steps=False):
     """Places rows of every length on this mesh."""
-    placement = RowPlacement(mesh_of(*mesh), layout)
+    placement = RowPlacement(mesh_of(*mesh), layout, has_ring_steps)
     return lambda row_tokens: placement
 
 
