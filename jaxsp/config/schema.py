@@ -64,8 +64,8 @@ class MeshConfig(ConfigSection):
     """Number of devices that share each row (degree of sequence parallelism). With several row
     lengths, a list with the number for each length of data.row_tokens is possible, such as [1, 8]:
     short rows then need no communication for attention. It requires mesh.data=-1. auto: for each
-    length, the smallest number with which a step fits by formula without recomputing attention, or
-    else with memory.remat=full."""
+    length, the number with which a step recomputes least (memory.remat) by the memory formula, of
+    several the smallest; groups larger than a node of 8 only to save attention."""
     virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
     with an accelerator."""

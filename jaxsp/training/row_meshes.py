@@ -16,7 +16,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.model.config import ModelConfig
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import available_memory, memory_fit, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.program import Program, RowMesh
@@ -140,9 +140,10 @@ def resolve_degrees(
 ) -> Config:
     """Replaces `mesh.seq: auto` by a number of devices for each row length.
 
-    It is the smallest number with which a step fits by formula without recomputing attention, or
-    else with it, or else the largest that is possible: smaller groups communicate less. The longest
-    rows come first, because the microbatches of the others follow from them.
+    Numbers are compared by the memory formula: attention is recomputed only if it is with all of
+    them, groups stay inside a node if possible, and then least is recomputed. Of equal numbers it
+    is the smallest, because smaller groups communicate less. The longest rows come first, because
+    the microbatches of the others follow from them.
 
     Args:
         limits: memory of a device and the host; None: what the devices report.
@@ -189,17 +190,18 @@ def _list_degrees(config: Config, num_devices: int) -> list[int]:
 def _choose_degree(
     programs: Mapping[int, Program], workspaces: Mapping[int, int], limits: MemoryLimit
 ) -> int:
-    """The smallest degree whose step fits without recomputing attention, or else with it, or else
-    the largest."""
-    fitting = []
+    """The degree that recomputes attention only if all do, stays inside a node if possible, and
+    then recomputes least: the smallest of those, or the largest if nothing fits."""
+    costs = {}
     for seq, program in programs.items():
         limit = available_memory.subtract_reserves(program, limits).device
+        remats = memory_fit.list_remats(program, is_memory_known=True)
         for candidate in memory_fit.list_candidates(program, is_memory_known=True):
             needed = memory_formula.predict_bytes(candidate, workspace_bytes=workspaces[seq])
-            if needed > limit:
-                continue
-            if candidate.remat_policy.is_attention_saved:
-                return seq
-            fitting.append(seq)
-            break
-    return fitting[0] if fitting else max(programs)
+            if needed <= limit:
+                policy = candidate.remat_policy
+                leaves_node = seq > memory_limits.DEVICES_PER_NODE
+                rank = remats.index(policy.remat)
+                costs[seq] = (not policy.is_attention_saved, leaves_node, rank, seq)
+                break
+    return min(costs, key=lambda seq: costs[seq]) if costs else max(programs)

@@ -9,12 +9,14 @@ import pytest
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
+from jaxsp.runtime import memory_limits
 from jaxsp.training import available_memory, memory_fit, memory_formula, row_meshes, train_state
 from jaxsp.training.available_memory import MemoryLimit
 from tests import batches, messages
 
 FIELDS = batches.SMALL_LLAMA | {
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 48,
+    "intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 32,
@@ -71,36 +73,49 @@ def test_programs_of_all_lengths_have_the_same_devices_and_place_the_state_alike
             assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
 
 
-def needed(config, seq):
+def needed(config, seq, remat):
     """Memory of the step of the longest rows with the fewest tokens at a time, by formula."""
     program = program_of(config.with_degrees({1024: 1, 8192: seq})).with_row_tokens(8192)
-    candidates = memory_fit.list_candidates(program, is_memory_known=True)
     return min(
         memory_formula.predict_bytes(candidate)
-        for candidate in candidates
-        if candidate.remat_policy.remat != "full" or config.memory.remat == "full"
+        for candidate in memory_fit.list_candidates(program, is_memory_known=True)
+        if candidate.remat_policy.remat == remat
     )
 
 
-@pytest.mark.parametrize("remat", ["auto", "full"])
-def test_auto_takes_the_smallest_groups_that_fit_and_recompute_attention_only_if_told(
-    remat, monkeypatch
-):
+@pytest.fixture
+def whole_limits(monkeypatch):
+    """The step may use all memory of the limits."""
     monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
-    config = settings(f"memory.remat={remat}", rows_per_step=8)
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_auto_takes_the_smallest_groups_that_fit():
+    config = settings("memory.remat=full", rows_per_step=8)
     assert resolve(config).degrees == {1024: 1, 8192: 1}
-    assert resolve(config, limit=needed(config, 2)).degrees[8192] == 2
-    assert resolve(config, limit=needed(config, 2) - 1).degrees[8192] == 4
+    limit = needed(config, 2, "full")
+    assert resolve(config, limit=limit).degrees[8192] == 2
+    assert resolve(config, limit=limit - 1).degrees[8192] == 4
     assert resolve(config, limit=1).degrees[8192] == 8
 
 
-def test_auto_recomputes_attention_if_nothing_else_fits(monkeypatch):
-    monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
+@pytest.mark.usefixtures("whole_limits")
+def test_auto_prefers_groups_inside_a_node_that_recompute_less(monkeypatch):
     config = settings(rows_per_step=8)
-    full = settings("memory.remat=full", rows_per_step=8)
-    limit = (needed(config, 8) + needed(full, 4)) // 2
-    assert needed(full, 4) < limit < needed(config, 8)
+    limit = needed(config, 4, "save_attention_and_mlp")
+    assert needed(config, 2, "save_attention") < limit < needed(config, 2, "save_attention_and_mlp")
     assert resolve(config, limit=limit).degrees[8192] == 4
+    monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 2)
+    assert resolve(config, limit=limit).degrees[8192] == 2
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_auto_recomputes_attention_if_nothing_else_fits():
+    config = settings(rows_per_step=8)
+    full = needed(config, 4, "full")
+    saved = needed(config, 8, "save_attention")
+    assert full < saved
+    assert resolve(config, limit=(full + saved) // 2).degrees[8192] == 4
 
 
 def test_auto_divides_a_step_of_one_row_among_all_devices():
