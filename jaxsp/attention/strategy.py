@@ -150,12 +150,10 @@ def count_workloads(
 
     Args: remat: replaces memory.remat of the config.
     """
-    return dict(
-        collections.Counter(
-            LayerWorkload.from_config(config, model, score, remat=remat)
-            for score in model.layer_scores
-        )
-    )
+    counts: collections.Counter[LayerWorkload] = collections.Counter()
+    for score, num_layers in collections.Counter(model.layer_scores).items():
+        counts[LayerWorkload.from_config(config, model, score, remat=remat)] += num_layers
+    return dict(counts)
 
 
 def drop_long_windows(scores: Sequence[ScoreConfig], *, row_tokens: int) -> tuple[ScoreConfig, ...]:
