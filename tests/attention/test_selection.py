@@ -1,6 +1,5 @@
 """Choice of the kernel, its settings, and the errors for kernels that cannot run."""
 
-import dataclasses
 import re
 import types
 
@@ -659,15 +658,6 @@ def test_recomputation_does_not_change_the_strategy(remat):
     """A run that recomputes more keeps the planned strategy. With `full` it would be 8 x 2."""
     fields = {"seq": 16, "heads": (40, 10, 128)}
     assert choose(**fields, remat=remat).strategy == choose(**fields).strategy
-
-
-def test_all_row_lengths_use_one_kernel_and_the_longest_is_described():
-    """cuDNN needs multiples of 128 tokens: the shorter rows make all of them use blockwise."""
-    choice = choose(seq=8, row_tokens=[1000, 128000])
-    assert choice.kernel.name == "blockwise"
-    assert_names(choice.fallback_reason, "128", "1000")
-    longest = choose(seq=8, row_tokens=128000, kernel="blockwise")
-    assert choice == dataclasses.replace(longest, fallback_reason=choice.fallback_reason)
 
 
 def test_a_suggested_row_length_is_a_multiple_of_the_devices():
