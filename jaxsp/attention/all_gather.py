@@ -119,7 +119,9 @@ class AllGather(ZigzagStrategy):
         ) -> tuple[Array, Array]:
             """Output and log-sum-exp of the heads of one gather."""
             diagonal = partial_attention.diagonal_forward(kernel, local_segments, q, *kv)
-            out, lse = partial_attention.add_calls_forward(kernel, calls, q, gathered_kv, diagonal)
+            out, lse = partial_attention.add_calls_forward(
+                kernel, calls, q, gathered_kv, diagonal, in_order=False
+            )
             return out.astype(q.dtype), lse
 
         out_SBlhK, lse_SBlh = _scan_gathers(self, attend_heads, [q_SBlhK], [k_SBlgK, v_SBlgK])
@@ -152,7 +154,7 @@ class AllGather(ZigzagStrategy):
             results = (out, lse, dout)
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, *gathered_kv)]
             dq, gathered_dkv = partial_attention.add_calls_backward(
-                kernel, calls, q, gathered_kv, results, (zeros[0], zeros[1:])
+                kernel, calls, q, gathered_kv, results, (zeros[0], zeros[1:]), in_order=False
             )
             scattered = _reduce_scatter_dkv(self, gathered_dkv)
             # While the gradients travel

@@ -79,7 +79,7 @@ class Ring(ZigzagStrategy):
         def visit(results: PartialAttention, kv: list[Array], hop: Array | int) -> PartialAttention:
             """Merges in the attention to the keys that arrive after `hop` hops."""
             calls = work.remote_calls(hop)
-            return partial_attention.add_calls_forward(kernel, calls, q, kv, results)
+            return partial_attention.add_calls_forward(kernel, calls, q, kv, results, in_order=True)
 
         def next_step(
             carry: tuple[PartialAttention, list[Array]], hop: Array
@@ -98,7 +98,9 @@ class Ring(ZigzagStrategy):
 
         results = partial_attention.diagonal_forward(kernel, work.segments, q, k, v)
         calls = work.local_calls()
-        results = partial_attention.add_calls_forward(kernel, calls, q, [k, v], results)
+        results = partial_attention.add_calls_forward(
+            kernel, calls, q, [k, v], results, in_order=True
+        )
         results = self._visit_needed(tables, visit_all, visit_near, results)
         return results.out_BCHK.astype(q.dtype), results.lse_BCH.swapaxes(1, 2)
 
@@ -125,7 +127,9 @@ class Ring(ZigzagStrategy):
         def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Gradients:
             """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
             calls = work.remote_calls(hop)
-            return partial_attention.add_calls_backward(kernel, calls, q, kv, results, (dq, dkv))
+            return partial_attention.add_calls_backward(
+                kernel, calls, q, kv, results, (dq, dkv), in_order=True
+            )
 
         def next_step(
             carry: tuple[Array, list[Array], list[Array]], hop: Array
@@ -155,7 +159,7 @@ class Ring(ZigzagStrategy):
 
         gradients = partial_attention.diagonal_backward(kernel, work.segments, q, [k, v], results)
         gradients = partial_attention.add_calls_backward(
-            kernel, work.local_calls(), q, [k, v], results, gradients
+            kernel, work.local_calls(), q, [k, v], results, gradients, in_order=True
         )
         dq, (dk, dv) = self._visit_needed(tables, visit_all, visit_near, gradients)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
