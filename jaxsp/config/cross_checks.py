@@ -146,8 +146,11 @@ def _check_degrees(sections: Sections) -> Iterator[str]:
             yield f"{written}: needs a mesh.data that follows from it. Use mesh.data=-1."
         return
     row_tokens = sections["data"].get("row_tokens")
-    lengths = row_tokens if isinstance(row_tokens, list | tuple) else [row_tokens]
-    if seq and len(seq) != len(lengths):
+    if row_tokens is None:
+        return  # reported as missing
+    is_list = isinstance(row_tokens, list | tuple)
+    lengths = row_tokens if is_list else [row_tokens]
+    if seq and (not is_list or len(seq) != len(lengths)):
         example = [1] * (len(lengths) - 1) + [
             max((n for n in seq if isinstance(n, int)), default=8)
         ]

@@ -116,7 +116,12 @@ def raise_if_no_plan(mesh_plans: Sequence[MeshPlan]) -> None:
 def list_combinations(
     config: Config, model: HasHeads, *, num_devices: int
 ) -> list[tuple[dict[str, int], StrategyOption]]:
-    """Lists every mesh of `num_devices` devices with each of its strategies."""
+    """Lists every mesh of `num_devices` devices with each of its strategies, for the longest rows.
+
+    Each mesh replaces the config's mesh.seq.
+    """
+    config = config.with_degrees(dict.fromkeys(config.data.row_lengths, 1))
+    config = config.with_row_tokens(config.data.max_row_tokens)
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -212,7 +213,9 @@ def resolve_config(
     choices = None
     if files.config is not None:
         with problems.collect():
-            config = row_meshes.resolve_degrees(config, files.config, devices=devices)
+            config = row_meshes.resolve_degrees(
+                config, files.config, devices=devices, with_training=for_training
+            )
     if config.mesh.seq != "auto":
         if files.config is not None:
             with problems.collect():
@@ -261,10 +264,10 @@ def _check_step(
     for_training: bool,
 ) -> None:
     """Checks meshes, memory options, batch and groups."""
-    for row_tokens in config.data.row_lengths:
-        problems += memory_options.find_problems(
-            config.with_row_tokens(row_tokens), platform=devices[0].platform
-        )
+    platform = devices[0].platform
+    row_configs = map(config.with_row_tokens, config.data.row_lengths)
+    memory_problems = [memory_options.find_problems(c, platform=platform) for c in row_configs]
+    problems += dict.fromkeys(itertools.chain(*memory_problems))
     problems += row_meshes.find_division_problems(
         config, len(devices), choices, with_training=for_training
     )

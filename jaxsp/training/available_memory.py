@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,12 +50,14 @@ class MemoryLimit(NamedTuple):
         return float(min(self.host, self.pool))
 
 
-def find_limits(program: Program) -> MemoryLimit:
+def find_limits(devices: Iterable[Any]) -> MemoryLimit:
     """Memory that JAX may use on this run's devices and on the host.
 
-    The minimum over all processes, so that all choose the same memory options.
+    The minimum over all processes, so that all choose the same memory options. All must call it
+    together.
     """
-    local = _find_local_limits(tuple(program.mesh.local_devices))
+    index = jax.process_index()
+    local = _find_local_limits(tuple(device for device in devices if device.process_index == index))
     if jax.process_count() == 1:
         return local  # exact, not rounded to float32
     gathered = multihost_utils.process_allgather(np.array(local, np.float32))

@@ -99,7 +99,7 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
             )
         )
 
-    limits = available_memory.find_limits(program)
+    limits = available_memory.find_limits(program.mesh.devices.flat)
     usable = available_memory.subtract_reserves(program, limits)
     step = memory_fit.fit(
         program,

@@ -5,6 +5,7 @@ sharded over data x seq together, so every mesh places them alike, and nothing m
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,15 +66,18 @@ def find_division_problems(
         with_training: False: leaves out batch.rows_per_step.
     """
     problems = ProblemCollector()
+    longest = config.data.max_row_tokens
     for row_tokens in config.data.row_lengths:
+        # with equal degrees, a step of any length divides if one of the longest rows does
+        is_divided_alike = row_tokens != longest and isinstance(config.mesh.seq, int)
         with _collect(problems, config, row_tokens):
             row_config = config.with_row_tokens(row_tokens)
             found = device_mesh.find_division_problems(
                 row_config,
                 device_mesh.resolve_axis_sizes(row_config.mesh, num_devices),
                 layout=None if choices is None else choices[row_tokens].strategy.layout,
-                num_per_longest=config.data.max_row_tokens // row_tokens,
-                with_training=with_training,
+                num_per_longest=longest // row_tokens,
+                with_training=with_training and not is_divided_alike,
             )
             if found:
                 raise UserError(found)
@@ -86,8 +90,8 @@ def _collect(problems: ProblemCollector, config: Config, row_tokens: int) -> Ite
     found = ProblemCollector()
     with found.collect():
         yield
-    rows = f" (rows of {row_tokens:,} tokens)" if isinstance(config.mesh.seq, tuple) else ""
-    problems += [f"{problem}{rows}" for problem in found]
+    rows = f" (rows of {row_tokens:,} tokens):" if isinstance(config.mesh.seq, tuple) else ":"
+    problems += [problem.replace(":", rows, 1) for problem in found]
 
 
 def make_program(
@@ -137,6 +141,7 @@ def resolve_degrees(
     devices: Sequence[Any],
     limits: MemoryLimit | None = None,
     device_bytes: int | None = None,
+    with_training: bool = True,
 ) -> Config:
     """Replaces `mesh.seq: auto` by a number of devices for each row length.
 
@@ -148,12 +153,16 @@ def resolve_degrees(
     Args:
         limits: memory of a device and the host; None: what the devices report.
         device_bytes: see `choose_attention`.
+        with_training: False: batch.rows_per_step does not matter.
     Raises: UserError if rows of a length cannot be divided among any number of devices.
     """
     if config.mesh.seq != "auto":
         return config
+    if limits is None:
+        limits = available_memory.find_limits(devices)
     lengths = config.data.row_lengths
     degrees: dict[int, int] = {}
+    row_meshes: dict[int, RowMesh] = {}
     for row_tokens in reversed(lengths):
         possible: dict[int, Program] = {}
         workspaces = {}
@@ -165,25 +174,27 @@ def resolve_degrees(
                 choices = choose_attention(
                     candidate, model, devices=devices, device_bytes=device_bytes
                 )
-                found = find_division_problems(candidate, len(devices), choices)
+                found = find_division_problems(
+                    candidate, len(devices), choices, with_training=with_training
+                )
                 if found:
                     raise UserError(found)
-                possible[seq] = make_program(candidate, model, choices, devices=devices)
+                program = make_program(candidate, model, choices, devices=devices)
+                own_mesh = {row_tokens: RowMesh(program.mesh, program.attend)}
+                possible[seq] = dataclasses.replace(program, row_meshes=row_meshes | own_mesh)
                 workspaces[seq] = choices[row_tokens].settings.workspace_bytes
         if not possible:
             raise UserError(
-                f"mesh.seq = auto: rows of {row_tokens:,} tokens cannot be divided among any "
-                f"number of {len(devices)} devices: {problems[-1]}"
+                problems[0].replace(":", f" (mesh.seq = auto, rows of {row_tokens:,} tokens):", 1)
             )
-        if limits is None:
-            limits = available_memory.find_limits(next(iter(possible.values())))
         degrees[row_tokens] = _choose_degree(possible, workspaces, limits)
+        row_meshes |= possible[degrees[row_tokens]].row_meshes
     return config.with_degrees(degrees)
 
 
 def _list_degrees(config: Config, num_devices: int) -> list[int]:
     """Numbers of devices that a row can be divided among, the smallest first."""
-    per_replica = num_devices // config.mesh.replica
+    per_replica = max(1, num_devices // config.mesh.replica)
     return [seq for seq in range(1, per_replica + 1) if per_replica % seq == 0]
 
 
@@ -194,11 +205,12 @@ def _choose_degree(
     then recomputes least: the smallest of those, or the largest if nothing fits."""
     costs = {}
     for seq, program in programs.items():
-        limit = available_memory.subtract_reserves(program, limits).device
+        usable = available_memory.subtract_reserves(program, limits)
         remats = memory_fit.list_remats(program, is_memory_known=True)
         for candidate in memory_fit.list_candidates(program, is_memory_known=True):
             needed = memory_formula.predict_bytes(candidate, workspace_bytes=workspaces[seq])
-            if needed <= limit:
+            offloaded = memory_formula.program_offloaded_bytes(candidate).total
+            if needed <= usable.device and offloaded <= usable.pinned:
                 policy = candidate.remat_policy
                 leaves_node = seq > memory_limits.DEVICES_PER_NODE
                 rank = remats.index(policy.remat)

@@ -218,6 +218,7 @@ MESSAGES = {
     "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
     "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
     "mesh.seq=[]": "mesh.seq = .*: .*integer.* list .*auto.*mesh.seq=4.",
+    "mesh.seq=[8]": "mesh.seq = [8]: .*one number.*row_tokens = 128.*mesh.seq=8, or auto.",
     "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*one number.*row_tokens = 128.*mesh.seq=2, or auto.",
     "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
     "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",

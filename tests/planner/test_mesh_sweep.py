@@ -17,6 +17,17 @@ from tests.planner import example_plans, programs
 MESH = {"replica": 1, "data": 1, "seq": 8}
 
 
+def test_a_mesh_replaces_numbers_of_devices_by_row_length():
+    words = ["data.row_tokens=[8192,16384]", "mesh.data=-1"]
+    model = model_config.parse_model_config(programs.LLAMA, field="model.config")
+    expected = mesh_sweep.list_combinations(
+        programs.settings("data.row_tokens=16384"), model, num_devices=4
+    )
+    for seq in ("[1,4]", "auto"):
+        config = programs.settings(*words, f"mesh.seq={seq}")
+        assert mesh_sweep.list_combinations(config, model, num_devices=4) == expected
+
+
 def test_every_mesh_is_listed_once():
     meshes = [tuple(mesh.values()) for mesh in mesh_sweep.list_meshes(8)]
     expected = {

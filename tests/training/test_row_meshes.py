@@ -122,6 +122,18 @@ def test_auto_divides_a_step_of_one_row_among_all_devices():
     assert resolve(settings(rows_per_step=1)).degrees == {1024: 1, 8192: 8}
 
 
+@pytest.mark.usefixtures("whole_limits")
+def test_auto_offloads_no_more_than_the_host_holds():
+    """More tokens per device, as with the smallest groups, need more host memory."""
+    config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
+    program = program_of(config.with_degrees({1024: 1, 8192: 4})).with_row_tokens(8192)
+    host = memory_formula.program_offloaded_bytes(program).total
+    degrees = row_meshes.resolve_degrees(
+        config, model(), devices=jax.devices(), limits=MemoryLimit(math.inf, host)
+    ).degrees
+    assert degrees[8192] == 4
+
+
 def test_auto_refuses_rows_that_cannot_be_divided():
     with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 3, 8)):
         resolve(settings(row_tokens=(3,), rows_per_step=1))
