@@ -149,15 +149,11 @@ def _check_degrees(sections: Sections) -> Iterator[str]:
     if row_tokens is None:
         return  # reported as missing
     is_list = isinstance(row_tokens, list | tuple)
-    lengths = row_tokens if is_list else [row_tokens]
-    if seq and (not is_list or len(seq) != len(lengths)):
-        example = [1] * (len(lengths) - 1) + [
-            max((n for n in seq if isinstance(n, int)), default=8)
-        ]
+    if seq and (not is_list or len(seq) != len(row_tokens)):
+        largest = max((number for number in seq if isinstance(number, int)), default=8)
         yield (
             f"{written}: must have one number for each of data.row_tokens = "
-            f"{yaml_io.format_value(row_tokens)}. Use mesh.seq="
-            f"{yaml_io.format_value(example if len(lengths) > 1 else example[0])}, or auto."
+            f"{yaml_io.format_value(row_tokens)}. Use mesh.seq={largest}, or auto."
         )
     if data != -1:
         yield (

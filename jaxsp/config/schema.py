@@ -242,7 +242,10 @@ class Config(ConfigSection):
         return dict(zip(self.data.row_tokens, seq, strict=True))
 
     def with_degrees(self, degrees: Mapping[int, int]) -> "Config":
-        """Returns the config with a number of devices that share a row for each row length."""
+        """Returns the config with a number of devices that share a row for each row length.
+
+        Equal numbers become one.
+        """
         seq: int | tuple[int, ...] = degrees[self.data.max_row_tokens]
         if isinstance(self.data.row_tokens, tuple) and len(set(degrees.values())) > 1:
             seq = tuple(degrees[row_tokens] for row_tokens in self.data.row_tokens)

@@ -51,7 +51,7 @@ def compute_imbalance(work: np.ndarray, *, has_ring_steps: bool) -> float:
     """Work of the slowest devices relative to the mean: 1 is balanced.
 
     The devices of a group wait for each other in each ring step, or in each layer if there is no
-    ring, and groups wait in each microbatch.
+    ring, and groups wait for each other in each microbatch.
 
     Args: work: [microbatches, groups, steps, devices].
     """

@@ -144,9 +144,14 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     refusals = []
     progress = Progress(len(clusters) * len(request.row_lengths))
     for cluster in clusters:
-        config = request.resolve_config(cluster)
+        devices = f"{cluster.num_devices} x {cluster.device_type}"
+        try:
+            config = request.resolve_config(cluster)
+        except UserError as error:
+            refusals.append(f"{devices}: {str(error).splitlines()[0]}")
+            continue
         for row_tokens in request.row_lengths:
-            label = f"{cluster.num_devices} x {cluster.device_type}, rows of {row_tokens:,} tokens"
+            label = f"{devices}, rows of {row_tokens:,} tokens"
             try:
                 plan = request.plan(config.with_row_tokens(row_tokens), cluster)
             except UserError as error:

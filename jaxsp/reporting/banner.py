@@ -39,7 +39,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
         *_describe_attention(program, inputs),
-        *_fold("memory", memory_options.describe(program.for_longest_rows)),
+        *_describe_memory(program),
         *_fold("XLA", program.compile_options.description),
         *_fold("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
@@ -79,6 +79,15 @@ def _describe_attention(program: Program, inputs: RunInputs) -> list[tuple[str, 
     return _describe_by_length(
         "attention",
         {length: attention.describe(choice, program.model) for length, choice in choices},
+    )
+
+
+def _describe_memory(program: Program) -> list[tuple[str, str]]:
+    """Memory options, or those of each row length, the longest first."""
+    lengths = reversed(program.config.data.row_lengths)
+    return _describe_by_length(
+        "memory",
+        {length: memory_options.describe(program.with_row_tokens(length)) for length in lengths},
     )
 
 
@@ -161,8 +170,8 @@ def _describe_batch(program: Program) -> str:
     tokens = f"per step ({config.batch.rows_per_step * config.data.max_row_tokens:,} tokens)"
     if len(set(parts)) == 1:
         return f"{' or '.join(rows)} {tokens}, in {parts[0]}"
-    each = ", or ".join(f"{row} in {part}" for row, part in zip(rows, parts, strict=True))
-    return f"{each}, {tokens}"
+    options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
+    return f"{tokens}: {', or '.join(options)}"
 
 
 def _describe_microbatches(program: Program) -> str:

@@ -1,6 +1,7 @@
 """Uploads the files of a run to its object store while training continues."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -154,6 +155,10 @@ class Mirror:
         return is_done
 
     def _sync(self, *, everything: bool) -> bool:
+        config = self._folder / run_paths.CONFIG_FILE
+        if self._part == 0 and config.exists():
+            # the file that marks a run first: without it, others would be a stranger's
+            self._upload_file(config, everything=everything)
         checkpoints = self._folder / run_paths.CHECKPOINTS_DIR
         local = run_paths.list_steps(checkpoints)
         # one of which only the metadata was downloaded has no arrays
@@ -170,18 +175,19 @@ class Mirror:
     def _upload_files(self, *, everything: bool) -> None:
         """Uploads files that have changed. Args: everything: also those that changed recently."""
         for path in _walk(self._folder):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue
-            state = (stat.st_size, stat.st_mtime_ns)
-            before, uploaded_at = self._uploaded.get(path, (None, -float("inf")))
-            interval_s = max(_MIN_INTERVAL_S, stat.st_size / _MAX_RATE)
-            is_due = everything or time.monotonic() - uploaded_at > interval_s
-            if state == before or not is_due:
-                continue
-            self._store.upload(path, path.relative_to(self._folder).as_posix())
-            self._uploaded[path] = (state, time.monotonic())
+            with contextlib.suppress(FileNotFoundError):
+                self._upload_file(path, everything=everything)
+
+    def _upload_file(self, path: pathlib.Path, *, everything: bool) -> None:
+        stat = path.stat()
+        state = (stat.st_size, stat.st_mtime_ns)
+        before, uploaded_at = self._uploaded.get(path, (None, -float("inf")))
+        interval_s = max(_MIN_INTERVAL_S, stat.st_size / _MAX_RATE)
+        is_due = everything or time.monotonic() - uploaded_at > interval_s
+        if state == before or not is_due:
+            return
+        self._store.upload(path, path.relative_to(self._folder).as_posix())
+        self._uploaded[path] = (state, time.monotonic())
 
     def _upload_checkpoint(self, step: int) -> bool:
         """Uploads what the store lacks of a checkpoint.
@@ -285,8 +291,7 @@ class Mirror:
 
 def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Files to upload besides checkpoints."""
-    # the file that marks a run first: without it, others would be a stranger's
-    for path in sorted(folder.iterdir(), key=lambda path: path.name != run_paths.CONFIG_FILE):
+    for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in _SKIPPED_DIRS:
             yield from (file for file in sorted(path.rglob("*")) if file.is_file())
         elif path.is_file() and path.name not in run_dir.BOOKKEEPING_FILES:

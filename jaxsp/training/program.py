@@ -67,7 +67,7 @@ class Program:
 
     def row_mesh(self, row_tokens: int) -> RowMesh:
         """Mesh and attention for rows of one of the config's lengths."""
-        return self.row_meshes.get(row_tokens, RowMesh(self.mesh, self.attend))
+        return self.row_meshes[row_tokens] if self.row_meshes else RowMesh(self.mesh, self.attend)
 
     def place_rows(self, row_tokens: int) -> RowPlacement:
         """Devices for rows of one of the config's lengths, and the order of their tokens."""

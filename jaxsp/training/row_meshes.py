@@ -104,6 +104,9 @@ def make_program(
 ) -> Program:
     """Makes the program of a config whose mesh.seq is no longer `auto`.
 
+    Args:
+        choices: from `choose_attention`.
+        num_steps: number of steps of the run.
     Raises: UserError for a mesh that does not fit the devices.
     """
     longest = config.data.max_row_tokens

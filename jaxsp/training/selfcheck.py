@@ -77,14 +77,17 @@ def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[s
     if device.platform == "cpu":
         return []
     passed = []
-    kernels = [choice.kernel for choice in choices if choice.kernel.needs_selfcheck]
-    if kernels:
+    checks = dict.fromkeys(
+        itertools.chain.from_iterable(_list_checks(program, choice) for choice in choices)
+    )
+    if checks:
         start_s = time.perf_counter()
-        for check in dict.fromkeys(itertools.chain(*(_list_checks(program, c) for c in choices))):
+        for check in checks:
             _check_attention(program, check, device)
+        kernels = " and ".join(dict.fromkeys(check.kernel.describe() for check in checks))
         passed.append(
-            f"self-check: {kernels[0].describe()} attention agrees with the blockwise kernel "
-            f"on this device ({_format_elapsed(start_s)})"
+            f"self-check: {kernels} attention agrees with the blockwise kernel on this device "
+            f"({_format_elapsed(start_s)})"
         )
     if program.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()

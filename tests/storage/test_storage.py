@@ -119,7 +119,7 @@ def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(server, 
     assert capfd.readouterr().err.count("Trying again") == 2
 
 
-def test_a_checkpoint_has_its_metadata_last_and_after_the_metrics(store, tmp_path, monkeypatch):
+def test_the_config_is_first_and_metadata_are_after_the_metrics(store, tmp_path, monkeypatch):
     names = []
     upload = store.upload
     write = store.write
@@ -134,8 +134,8 @@ def test_a_checkpoint_has_its_metadata_last_and_after_the_metrics(store, tmp_pat
     (tmp_path / "run/lock").touch()
     uploads._try_sync(everything=False)
     assert names == [
-        "checkpoints/3/master/manifest.ocdbt",
         "config.yaml",
+        "checkpoints/3/master/manifest.ocdbt",
         "metrics.jsonl",
         "checkpoints/3/meta/metadata",
     ]

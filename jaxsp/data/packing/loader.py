@@ -75,7 +75,7 @@ class BatchLoader:
         config: Config,
         place_rows: Callable[[int], RowPlacement],
     ):
-        """Args: place_rows: returns the placement of rows of a length."""
+        """Prepares the loader. Args: place_rows: returns the placement of rows of a length."""
         self._documents = documents
         self._streams = streams
         self._schedule = schedule

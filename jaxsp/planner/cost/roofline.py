@@ -130,7 +130,7 @@ class StepEstimator:
     def estimate(
         self, forward_flops: float, *, imbalance: float = 1.0, hops_fraction: float = 1.0
     ) -> TimeEstimate:
-        """Estimates the step.
+        """Estimates the step, in seconds.
 
         Args:
             forward_flops: operations of one forward pass of attention, of all devices.
@@ -192,7 +192,7 @@ class StepEstimator:
 
 
 def average_estimates(estimates: Sequence[TimeEstimate], weights: Sequence[int]) -> TimeEstimate:
-    """Averages estimates of a step."""
+    """Averages estimates of a step. Args: weights: number of steps that each stands for."""
     factors = [weight / sum(weights) for weight in weights]
     pairs = list(zip(factors, estimates, strict=True))
     causes = list(dict.fromkeys(cause for estimate in estimates for cause in estimate.seconds))
