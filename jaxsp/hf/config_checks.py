@@ -173,6 +173,7 @@ _RULES: dict[str, _Rule] = {
     ),
     **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window"), _SWITCH),
     **dict.fromkeys(TOKEN_ID_FIELDS, (_is_token_id, "a token id, a list of them, or null")),
+    "pad_token_id": (json_values.is_integer, "a token id, or null"),
     "sliding_window": (lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
     "max_window_layers": (json_values.is_integer, "a whole number"),
     **dict.fromkeys(
@@ -272,6 +273,13 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
         problems.append(
             f"{path}.head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."
+        )
+    vocab_size = fields["vocab_size"]
+    padding_id = fields.get("pad_token_id", 0)
+    if not -vocab_size <= padding_id < vocab_size:
+        problems.append(
+            f"{path}.pad_token_id = {padding_id}: must be below vocab_size, which is {vocab_size}; "
+            "transformers cannot load such a model. Use null."
         )
     no_rope_layers = fields.get("no_rope_layers")
     num_layers = fields["num_hidden_layers"]

@@ -91,13 +91,14 @@ def make_config_json(
 
     Args:
         fields: the fields that `parse_model_config` was called with.
-        token_ids: result of `choose_token_ids`.
+        token_ids: result of `choose_token_ids`. pad_token_id stays the model's own.
     """
     _, resolved = _parse_fields(fields, "config.json")
     family = FAMILIES[fields["model_type"]]
     return {
         **resolved.to_diff_dict(),
         **token_ids,
+        "pad_token_id": read_padding_id(fields),
         "architectures": [family.architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -112,7 +113,8 @@ def choose_token_ids(
     """Returns the ids of special tokens: from the tokenizer, else from the config, else null.
 
     A list in the config that contains the tokenizer's id is kept whole. The default of the model
-    family is never used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer.
+    family is never used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer. These
+    are the ids of generation_config.json; see `add_token_ids` for config.json.
     """
     token_ids = {}
     for name in config_checks.TOKEN_ID_FIELDS:
@@ -123,6 +125,38 @@ def choose_token_ids(
     return token_ids
 
 
+def add_token_ids(
+    fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
+    """Returns the fields of a config.json with the ids of `choose_token_ids`.
+
+    pad_token_id stays the model's own, because it is more than a name of a token: see
+    `read_padding_id`. Another one, for example the tokenizer's, would change how the model trains
+    when it is loaded again.
+    """
+    padding = {"pad_token_id": read_padding_id(fields)}
+    return fields | choose_token_ids(fields, tokenizer) | padding
+
+
+def read_padding_id(fields: dict[str, Any]) -> int | None:
+    """Returns the token whose embedding gets no gradient from inputs, as in transformers.
+
+    Its models create `nn.Embedding(..., padding_idx=config.pad_token_id)`. A field that is missing
+    has the default of its family (Gemma 2, 3 and Cohere 2: 0; Phi-3: 32000), unless the vocabulary
+    is smaller; null is no token, and a negative id counts from the end.
+    """
+    import transformers
+
+    vocab_size = fields["vocab_size"]
+    if "pad_token_id" in fields:
+        padding_id = fields["pad_token_id"]
+    else:
+        padding_id = transformers.AutoConfig.for_model(fields["model_type"]).pad_token_id
+    if padding_id is None or padding_id >= vocab_size:
+        return None
+    return padding_id % vocab_size
+
+
 def _parse_fields(
     fields: dict[str, Any], path: str, row_tokens: int | None = None
 ) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
@@ -131,6 +165,7 @@ def _parse_fields(
     import transformers
 
     has_null_window = fields.get("sliding_window", 0) is None
+    given_fields = fields
     fields = _drop_nulls(fields)
     family = _find_family(fields, path)
     if has_null_window and family.window_fields:
@@ -163,6 +198,7 @@ def _parse_fields(
         "qkv_bias": has_bias,
         "output_bias": has_bias and family.has_output_bias,
         "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
+        "padding_id": read_padding_id(given_fields | {"vocab_size": given["vocab_size"]}),
         "tie_embeddings": given["tie_word_embeddings"],
         "initializer_range": float(given["initializer_range"]),
     }

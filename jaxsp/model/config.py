@@ -117,6 +117,9 @@ class ModelConfig:
     """Factor on logits (Cohere, Granite)."""
     logit_softcap: float | None = None
     """Limit c of logits, c * tanh(logit / c); None: no limit (Gemma 2: 30)."""
+    padding_id: int | None = None
+    """Token whose embedding gets no gradient from inputs (torch's `padding_idx`); None: no such
+    token. If the embedding is also the head, it gets the head's gradient."""
     tie_embeddings: bool
     """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float

@@ -78,7 +78,14 @@ def hidden_states(
         token_keys: random keys for dropout; None: no dropout.
     """
     params = param_table(config)
-    x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
+    x_BlD = embed_tokens(
+        gather,
+        params["embedding"],
+        shards["embedding"],
+        batch.tokens_BL,
+        dtype=dtype,
+        padding_id=config.padding_id,
+    )
     x_BlD = layers.scale(x_BlD, config.embedding_scale)
     parts = _layer_parts(config, attend=attend, gather=gather, tile_tokens=tile_tokens)
     tables = attend.make_segment_tables(
@@ -198,11 +205,19 @@ def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) ->
 
 
 def embed_tokens(
-    gather: Gather, param: Parameter, shard: Any, tokens_Bl: Int32[Array, "B l"], dtype: jnp.dtype
+    gather: Gather,
+    param: Parameter,
+    shard: Any,
+    tokens_Bl: Int32[Array, "B l"],
+    *,
+    dtype: jnp.dtype,
+    padding_id: int | None,
 ) -> Float[Array, "B l D"]:
     """Embeddings of tokens; the gradient of the table is summed over tokens in float32.
 
     In bfloat16, 256 + 1 is 256: a token that occurs 39,643 times would get gradient 256.
+
+    Args: padding_id: see `ModelConfig.padding_id`.
     """
 
     @jax.custom_vjp
@@ -215,6 +230,8 @@ def embed_tokens(
         zero, dx_BlD = jax.lax.optimization_barrier((jnp.float32(0), dx_BlD))
         zeros_VD = jnp.broadcast_to(zero, param.shape)
         gradient_VD = zeros_VD.at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
+        if padding_id is not None:
+            gradient_VD = gradient_VD.at[padding_id].set(0)
         return (gather.reduce_scatter(param, gradient_VD),)
 
     embed.defvjp(lambda shard: (embed(shard), None), backward)

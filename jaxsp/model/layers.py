@@ -210,7 +210,11 @@ class LoraAdapter(nnx.Module):
         if self.magnitude is None:
             return y
         norm_o = jax.lax.stop_gradient(self._row_norms(weight_oi, a_ri, b_or))
-        factor_o = self.magnitude[...].astype(jnp.float32) / norm_o
+        # A row of zeros has no direction: it stays zero
+        is_zero_o = norm_o == 0
+        divisor_o = jnp.where(is_zero_o, 1, norm_o)
+        factor_o = self.magnitude[...].astype(jnp.float32) / divisor_o
+        factor_o = jnp.where(is_zero_o, 0, factor_o)
         # In float32 and broadcast, so that the gradient is summed over tokens in float32
         return (y.astype(jnp.float32) * jnp.broadcast_to(factor_o, y.shape)).astype(y.dtype)
 
@@ -222,7 +226,8 @@ class LoraAdapter(nnx.Module):
         mixed_or = product("oi,ri->or", weight_oi, a_ri)
         a_squares_rs = product("ri,si->rs", a_ri, a_ri)
         rest_o = jnp.sum(b_or * (2 * mixed_or + b_or @ a_squares_rs), axis=-1)
-        return jnp.sqrt(weight_squares_o + rest_o)
+        # Rounding makes the sum slightly negative where W + scale * B A nearly cancels
+        return jnp.sqrt(jnp.maximum(weight_squares_o + rest_o, 0))
 
 
 class Norm(nnx.Module):

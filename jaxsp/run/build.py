@@ -238,7 +238,7 @@ def resolve_config(
     )
     return ResolvedConfig(
         program=program,
-        hf_config=files.hf_config | model_config.choose_token_ids(files.hf_config, tokenizer),
+        hf_config=model_config.add_token_ids(files.hf_config, tokenizer),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
         tokenizer=tokenizer,

@@ -136,5 +136,7 @@ def merge_matrix(
     merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
     if magnitude_o is not None:
         norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
-        merged_oi *= (magnitude_o / norms_o).astype(np.float32)[:, None]
+        # A row of zeros stays zero, as in training
+        factors_o = np.divide(magnitude_o, norms_o, out=np.zeros_like(norms_o), where=norms_o > 0)
+        merged_oi *= factors_o.astype(np.float32)[:, None]
     return merged_oi

@@ -154,13 +154,18 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
 
 
 def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """Checks that attention communicates if rows are sharded, and returns the compiled program.
+    """Checks that attention communicates if it has to, and returns the compiled program.
+
+    It does not have to on a mesh with seq = 1, nor if each token sees only itself (windows of 1).
 
     Raises: RuntimeError if it does not. Each device would attend to its own shard only, with
         plausible losses. (A user of another system trained 20,000 steps that way.)
     """
     seq = program.mesh.shape[axes.SEQ]
-    if seq > 1 and not attention.find_collectives(compiled.as_text() or ""):
+    strategy = program.attend.strategy
+    workloads = attention.count_workloads(program.config, program.model)
+    must_send = strategy.seq != seq or any(map(strategy.sent_bytes, workloads))
+    if must_send and not attention.find_collectives(compiled.as_text() or ""):
         raise RuntimeError(
             f"mesh.seq = {seq}, but the compiled step has no attention collective: rows would be "
             f"cut into {seq} unrelated parts. This is a bug in attention. As a workaround, use "

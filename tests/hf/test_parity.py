@@ -20,14 +20,18 @@ SEGMENTS = {
 
 
 def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Loss, logits and gradients of jaxsp and of transformers."""
+    """Loss, logits and gradients of jaxsp and of transformers.
+
+    A token of the documents is the model's padding, whose embedding is not trained by inputs.
+    """
     fields = oracle.MODELS[name]
     rows = SEGMENTS[layout]
+    arrays = oracle.packed_rows(rows, vocab_size=fields["vocab_size"])
+    fields = fields | {"pad_token_id": int(arrays["tokens_BL"][0, 3])}
     config = model_config.parse_model_config(fields, field="model.config")
     table = decoder.param_table(config)
     model = oracle.torch_model(fields)
     weights = oracle.stacked(dict(model.named_parameters()), table)
-    arrays = oracle.packed_rows(rows, vocab_size=config.vocab_size)
     places = [
         (row, slice(start, start + length))
         for row, segments in enumerate(rows)

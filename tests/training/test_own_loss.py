@@ -31,7 +31,9 @@ MESHES = {(1, 1, 4): 2, (1, 2, 2): 1, (2, 2, 2): 2}
 def embeddings(shards, rows, *, config, gather, dtype, **_):
     """Hidden states of a model without layers, which compiles in a second."""
     row = decoder.param_table(config)["embedding"]
-    return decoder.embed_tokens(gather, row, shards["embedding"], rows.tokens_BL, dtype)
+    return decoder.embed_tokens(
+        gather, row, shards["embedding"], rows.tokens_BL, dtype=dtype, padding_id=None
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """The update of a step: clipping, the optimizer, the guard against NaN, memory."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import optax
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, train_step
-from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
@@ -162,14 +166,33 @@ def test_the_state_is_updated_in_place(adamw):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.e2e
-def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
-    program = Program(
-        config=runs.SGD,
-        model=runs.MODEL,
-        mesh=batches.mesh(1, 1, 4),
-        attend=attention.make_attend(seq=1, kernel="blockwise"),
-        num_steps=runs.NUM_STEPS,
-    )
+@pytest.fixture(scope="module")
+def without_collectives():
+    return jax.jit(lambda x: x + 1).lower(1.0).compile()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "window"),
+    [(Ulysses(seq=1), None), (Ulysses(seq=4), 1), (Ring(seq=4), 2), (Ring(seq=4), None)],
+)
+def test_a_step_whose_attention_must_communicate_but_does_not_is_refused(
+    without_collectives, strategy, window
+):
     with pytest.raises(RuntimeError, match=messages.containing("mesh.seq = 4", "mesh.seq=1")):
-        train_step.compile(program)
+        train_step.check_collectives(make_windowed(strategy, window), without_collectives)
+
+
+def test_tokens_that_see_only_themselves_need_no_communication(without_collectives):
+    for strategy in (Ring(seq=4), AllGather(seq=4), AllGather(seq=4, chunks_per_device=4)):
+        program = make_windowed(strategy, 1)
+        assert train_step.check_collectives(program, without_collectives) is without_collectives
+
+
+def make_windowed(strategy, window):
+    """Program on four devices of a model whose layers have a window."""
+    layers = [dataclasses.replace(layer, window=window) for layer in runs.MODEL.layers]
+    model = dataclasses.replace(runs.MODEL, layers=tuple(layers))
+    attend = attention.make_attend(
+        kernel="blockwise", strategy=strategy, layer_scores=model.layer_scores
+    )
+    return dataclasses.replace(runs.program({}, model=model), attend=attend)
