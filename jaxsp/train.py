@@ -48,7 +48,12 @@ def main(arguments: list[str]) -> None:
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
-            Watchdog(config.run, status, has_heartbeat=process.index == 0),
+            Watchdog(
+                config.run,
+                status,
+                has_heartbeat=process.index == 0,
+                has_cpu_devices=hardware.count_gpus(os.environ) == 0,
+            ),
         ):
             damaged: list[pathlib.Path] = []
             while True:

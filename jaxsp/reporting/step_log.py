@@ -23,6 +23,9 @@ from jaxsp.training.inputs import RunInputs
 from jaxsp.training.program import Program
 from jaxsp.training.train_step import StepMetrics
 
+SLOW_MFU = 0.1
+"""MFU of a slow step, for an upper estimate of a step's duration."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchedStep:
@@ -182,6 +185,22 @@ class StepLog:
         """Number of tokens in the recorded steps since step 0."""
         return self._num_tokens
 
+    def estimate_step_s(self, counts: StepCounts) -> float | None:
+        """Upper estimate of a step's duration; None for devices of unknown speed."""
+        peak = self._peak_tflops
+        if peak is None:
+            return None
+        step_flops = self._count_flops(counts)
+        return step_flops / (SLOW_MFU * peak * 1e12 * self._program.mesh.devices.size)
+
+    def _count_flops(self, counts: StepCounts) -> float:
+        program = self._program
+        return flops.step_flops(program.model, counts.segment_lengths, program.table)
+
+    @property
+    def _peak_tflops(self) -> float | None:
+        return flops.peak_tflops(self._program.mesh.devices.flat[0].device_kind)
+
     def _build_line(
         self, step: DispatchedStep, results: StepMetrics, *, step_s: float, data_wait_s: float
     ) -> MetricsLine:
@@ -195,11 +214,8 @@ class StepLog:
         num_slots = config.batch.rows_per_step * config.data.max_row_tokens
         has_loss = bool(results.num_loss_tokens)
         has_accuracy = has_loss and bool(results.is_finite)
-        step_flops = flops.step_flops(
-            self._program.model, counts.segment_lengths, self._program.table
-        )
-        tflops = step_flops / step_s / num_devices / 1e12
-        peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
+        tflops = self._count_flops(counts) / step_s / num_devices / 1e12
+        peak = self._peak_tflops
         return MetricsLine(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,

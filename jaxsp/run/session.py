@@ -207,7 +207,8 @@ class Session:
         if self._trace.should_start(step):
             self._log.record_dispatched_step()
             self._trace.start()
-        self._status.dispatched(step, counts.row_tokens)
+        estimated_s = self._log.estimate_step_s(counts)
+        self._status.dispatched(step, counts.row_tokens, estimated_s=estimated_s)
 
     def after_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
         """Records the previous step, and reads the next batch, while this step runs."""

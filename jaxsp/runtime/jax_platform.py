@@ -18,9 +18,10 @@ COLLECTIVE_TIMEOUTS = (
 the process, 20 s until it prints a warning, and 30 minutes between processes. jaxlib 0.10.1 to
 0.12.0.1 have all three."""
 
-COLLECTIVE_TIMEOUT_S = 86_400
+COLLECTIVE_TIMEOUT_S = 3_600
 """Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
-on slow cores. The watchdog ends a step that hangs, and prints the stacks of all threads."""
+on slow cores. In jaxsp.train, the watchdog ends a step that hangs earlier, and prints the stacks of
+all threads. Elsewhere, for example in the library, XLA ends the process."""
 
 
 def choose_platform(

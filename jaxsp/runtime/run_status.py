@@ -27,6 +27,9 @@ class Activity:
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
     """Expected seconds from one sign of progress to the next; None if unknown."""
+    estimated_s: float | None = None
+    """Upper estimate of these seconds by arithmetic, where they are unknown; None if there is none.
+    """
     is_writing: bool = False
     """True if bytes written to files are progress."""
     expected_end: float | None = None
@@ -104,13 +107,18 @@ class RunStatus:
         step = num_finished + 1
         self.begin(f"step {step}", expected_s=self._expected_step_s(step))
 
-    def dispatched(self, step: int, row_tokens: int) -> None:
-        """Records the dispatch of a step, which starts when the step before it is finished."""
+    def dispatched(self, step: int, row_tokens: int, *, estimated_s: float | None = None) -> None:
+        """Records the dispatch of a step, which starts when the step before it is finished.
+
+        Args: estimated_s: upper estimate of its duration; None if there is none.
+        """
         self._running[step] = row_tokens
         if len(self._running) == 1:  # it has started already
             with self._lock:
                 expected_s = self._expected_step_s(step)
-                self.activity = dataclasses.replace(self.activity, expected_s=expected_s)
+                self.activity = dataclasses.replace(
+                    self.activity, expected_s=expected_s, estimated_s=estimated_s
+                )
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""

@@ -24,6 +24,16 @@ MIN_TIMEOUT_S = 600.0
 TIMEOUT_FACTOR = 10
 """Multiple of the expected time that counts as a hang, unless run.step_timeout is set."""
 
+MAX_TIMEOUT_S = 86_400.0
+"""Time without progress that counts as a hang of a step whose duration is unknown."""
+
+MIN_PROCESSOR_USE = 0.05
+"""Processors that a process uses at least, on average, while its CPU devices compute.
+
+A step on virtual CPU devices whose threads all wait for each other uses none. XLA may run
+independent collectives in different orders on different devices.
+"""
+
 _MIN_WRITTEN_BYTES = 2**20
 """Bytes written between two checks that count as progress of a write; heartbeats are smaller."""
 
@@ -34,11 +44,23 @@ class Watchdog:
     Without progress in time, it prints the stacks of all threads and ends all processes with exit
     code 75. It needs the GIL for that. If code hangs while it holds the GIL, the other processes
     detect it, and the heartbeat stops.
+
+    Args:
+        has_cpu_devices: JAX's devices are CPUs. A step of unknown duration, such as the first, then
+            makes progress as long as this process uses a processor.
     """
 
-    def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):
+    def __init__(
+        self,
+        config: RunConfig,
+        status: RunStatus,
+        *,
+        has_heartbeat: bool,
+        has_cpu_devices: bool = False,
+    ):
         self._config = config
         self._status = status
+        self._has_cpu_devices = has_cpu_devices
         self._has_heartbeat = has_heartbeat
         self._path = run_paths.local_dir(config) / run_dir.HEARTBEAT_FILE
         self._interval_s = HEARTBEAT_INTERVAL_S
@@ -51,6 +73,7 @@ class Watchdog:
             heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
             self._threads.append(heartbeat)
         self._bytes_written = 0
+        self._processor_s = time.process_time()
         self._is_broken = False
 
     def __enter__(self) -> "Watchdog":
@@ -69,9 +92,14 @@ class Watchdog:
         """Seconds without progress that count as a hang."""
         if activity.is_watched and self._config.step_timeout is not None:
             return self._config.step_timeout.total_seconds()
-        if not activity.is_watched or activity.expected_s is None:
+        if not activity.is_watched:
             return math.inf
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
+        expected_s = activity.expected_s
+        if expected_s is None:
+            expected_s = 0.0 if self._has_cpu_devices else activity.estimated_s
+        if expected_s is None:
+            return MAX_TIMEOUT_S
+        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected_s)
 
     def _watch(self) -> None:
         last_check = time.monotonic()
@@ -94,6 +122,9 @@ class Watchdog:
         if activity.is_writing and self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES:
             self._status.heartbeat()
             return
+        if self._is_computing(activity):
+            self._status.heartbeat()
+            return
         idle_s = time.monotonic() - activity.last_progress
         limit_s = self.timeout_s(activity)
         if idle_s <= limit_s:
@@ -101,6 +132,10 @@ class Watchdog:
         rule = f"{TIMEOUT_FACTOR} times the expected time"
         if self._config.step_timeout is not None:
             rule = "run.step_timeout"
+        elif activity.expected_s is None:
+            rule = "no step has finished"
+            if self._has_cpu_devices:
+                rule += ", and no processor is used"
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
@@ -112,6 +147,14 @@ class Watchdog:
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
         distributed.abort_job(exit_codes.HUNG)
+
+    def _is_computing(self, activity: Activity) -> bool:
+        """True if CPU devices have computed since the last call, in a step of unknown duration."""
+        used_s = time.process_time() - self._processor_s
+        self._processor_s += used_s
+        has_no_other_limit = activity.expected_s is None and self._config.step_timeout is None
+        is_used = used_s > MIN_PROCESSOR_USE * self._interval_s
+        return self._has_cpu_devices and has_no_other_limit and is_used
 
     def _write_heartbeat(self) -> None:
         """Writes the heartbeat file. A full disk must not end a run with nothing to save yet."""

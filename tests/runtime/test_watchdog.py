@@ -43,7 +43,8 @@ def activity(**fields):
     [
         (None, activity(expected_s=1.0), 600),
         (None, activity(expected_s=200.0), 2000),
-        (None, activity(), math.inf),  # the first step, whose duration is unknown
+        (None, activity(), 86_400),  # the first step, whose duration is unknown
+        (None, activity(estimated_s=90.0), 900),
         ("30m", activity(), 1800),
         ("30m", activity(expected_s=1.0), 1800),
         ("30m", activity(is_watched=False), math.inf),  # compiling
@@ -55,6 +56,29 @@ def test_the_limit_is_10_times_the_expected_time_and_10_minutes_or_that_of_the_c
     config = RunConfig(directory=str(tmp_path), step_timeout=step_timeout)
     dog = Watchdog(config, RunStatus(), has_heartbeat=False)
     assert dog.timeout_s(activity) == seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "used_s", "is_hung"),
+    [({}, 0.1, True), ({}, 9.0, False), ({"expected_s": 1.0}, 9.0, True)],
+)
+def test_a_first_step_on_cpus_hangs_if_no_processor_is_used(
+    tmp_path, monkeypatch, fields, used_s, is_hung
+):
+    """A step whose duration is known hangs also if it computes, for example in a loop."""
+    aborted = []
+    monkeypatch.setattr(watchdog.distributed, "abort_job", aborted.append)
+    monkeypatch.setattr(watchdog.distributed, "log", lambda *_: None)
+    monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda: None)
+    processor_s = time.process_time()
+    monkeypatch.setattr(watchdog.time, "process_time", lambda: processor_s)
+    status = RunStatus()
+    config = RunConfig(directory=str(tmp_path))
+    dog = Watchdog(config, status, has_heartbeat=False, has_cpu_devices=True)
+    status.activity = activity(last_progress=time.monotonic() - 700, **fields)
+    processor_s += used_s
+    dog._check_activity()
+    assert aborted == ([exit_codes.HUNG] if is_hung else [])
 
 
 @pytest.mark.e2e

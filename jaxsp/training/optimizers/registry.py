@@ -53,6 +53,9 @@ def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
 def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     """Adafactor of transformers (`--optim adafactor`): its learning rate is that of the config.
 
+    Parts of a fused tensor (q, k and v, or gate and up, of Phi-3 and GLM-4) are matrices of their
+    own, while transformers takes the statistics of the whole tensor.
+
     Averages of squared gradients are by row and column in matrices of at least 128 x 128. Updates
     are clipped at a root mean square of 1. Source: arXiv:1804.04235, sections 3, 6 and 7.2.
     """
