@@ -66,10 +66,10 @@ class RunConfig(ConfigSection):
     resume. restart: start at the first of the new rows. continue: skip as many new rows as were
     already consumed; row_tokens must be unchanged."""
     shutdown_grace: Annotated[Duration, with_examples("25s")] = timedelta(seconds=25)
-    """Time that a run may take to stop after SIGTERM or SIGINT. The run finishes the current step
-    and writes a checkpoint if it expects both to fit. Otherwise it exits immediately and prints
-    what is lost. A second signal always exits immediately. SLURM and Kubernetes kill a process 30 s
-    after the signal by default."""
+    """Time that a run may take to stop after SIGTERM, SIGINT or SIGHUP (a closed terminal, unless
+    nohup is used). The run finishes the current step and writes a checkpoint if it expects both to
+    fit. Otherwise it exits immediately and prints what is lost. A second SIGTERM or SIGINT always
+    exits immediately. SLURM and Kubernetes kill a process 30 s after the signal by default."""
     stop_after: Annotated[PositiveDuration | None, with_examples("110m")] = None
     """Time from the start of the process after which the run stops, for queues with a time limit.
     It stops as after a signal, but always finishes the step and writes a checkpoint. A restart by
