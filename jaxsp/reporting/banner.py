@@ -259,7 +259,7 @@ def describe_rope(program: Program) -> str:
 
 
 def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
-    """Reports documents longer than the model's range; they are trained on nevertheless."""
+    """Reports rows and documents longer than the model's range; all are trained on."""
     return context_range.describe_excess(
         inputs.hf_config,
         row_tokens=program.config.data.max_row_tokens,
