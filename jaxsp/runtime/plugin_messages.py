@@ -22,6 +22,8 @@ _PLUGINS = (
     "jax_plugins.xla_cuda13",
 )
 
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
 _NO_GPU = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR\n"
     rb"|I\d{4} .*cudart_stub\.cc:\d+\] Could not find cuda drivers .*\n"
@@ -38,10 +40,15 @@ def load_quietly() -> None:
     paths = [*_list_libraries()]
     if not paths:
         return
+    level = os.environ.get(_LOG_LEVEL)
+    # They read it when they are loaded. Without GPUs only jaxsp.plan uses them, which sets it too
+    os.environ.setdefault(_LOG_LEVEL, "3")
     with _filter_stderr():
         for path in paths:
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(path))
+    if level is None:
+        del os.environ[_LOG_LEVEL]
 
 
 def _list_libraries() -> Iterator[pathlib.Path]:
