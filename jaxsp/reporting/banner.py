@@ -304,8 +304,12 @@ def summarize_run(
     *,
     recent_losses: Sequence[float],
     seconds: float,
+    steps_s: float,
 ) -> list[tuple[str, str]]:
-    """Returns the summary of a finished run, with the command to run next."""
+    """Returns the summary of a finished run, with the command to run next.
+
+    Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
+    """
     directory = program.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
@@ -317,7 +321,7 @@ def summarize_run(
     return [
         ("trained", f"{num_steps}, {format_count(num_tokens, 'token')} in {duration}"),
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
-        ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
+        ("speed", f"{num_tokens / steps_s:,.0f} tokens/s, mean of the steps"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
         ("next", f"python -m jaxsp.export {directory} {out}"),
     ]

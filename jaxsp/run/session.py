@@ -283,6 +283,7 @@ class Session:
             self._log.last_line,
             recent_losses=self._log.recent_losses,
             seconds=self._log.elapsed_s,
+            steps_s=self._log.steps_s,
         )
         output.print_pairs(self._console, summary_pairs)
 
