@@ -5,6 +5,7 @@ the lines that training wrote; use --out to keep them apart.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 from typing import Any
@@ -76,10 +77,7 @@ def main(arguments: list[str]) -> None:
             program, resolved.model_folder, resolved.adapter_folder
         ).make()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-
-    def print_line(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    print_line = functools.partial(output.print_line, console)
     step = 0 if meta is None else meta.step
     name = args.what if meta is None else f"{args.what}, step {step}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())

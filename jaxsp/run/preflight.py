@@ -14,6 +14,7 @@ from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.reporting import console as output
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
 from jaxsp.training import evaluator, memory_causes, memory_options, selfcheck, train_state
@@ -129,7 +130,7 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
         )
         lines.append(warning)
     for line in filter(None, lines):
-        console.print(line, soft_wrap=True, highlight=False)
+        output.print_line(console, line)
 
 
 def compile_steps(
@@ -158,10 +159,8 @@ def compile_steps(
             )
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))
-        console.print(
-            f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}",
-            soft_wrap=True,
-            highlight=False,
+        output.print_line(
+            console, f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}"
         )
         functions[row_tokens] = step.executable
         memory.append(memory_causes.find_causes(step))

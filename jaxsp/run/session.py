@@ -284,6 +284,7 @@ class Session:
             recent_losses=self._log.recent_losses,
             seconds=self._log.elapsed_s,
             steps_s=self._log.steps_s,
+            has_eval_sets=bool(self._inputs.eval_sets),
         )
         output.print_pairs(self._console, summary_pairs)
 

@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished, r
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
     assert run_paths.find_latest(run / "run").name == "6"
     start = messages.containing("step 2", f"{run}/run/checkpoints/2")
-    assert re.search(start, (run / "run/banner.txt").read_text())
+    assert re.search(start, messages.read_banner(run / "run"))
 
 
 @pytest.mark.slow
