@@ -25,7 +25,14 @@ from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, initial_weights, resume
-from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
+from jaxsp.runtime import (
+    cluster,
+    compilation_cache,
+    distributed,
+    jax_platform,
+    jsonl,
+    run_paths,
+)
 from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
@@ -61,6 +68,7 @@ def main(arguments: list[str]) -> None:
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),
     )
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     if checkpoint is not None:
         copies.fetch(checkpoint)

@@ -99,6 +99,14 @@ class RunConfig(ConfigSection):
     """XLA options for compiling the step. They are added to those in the banner or replace them,
     and take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
 
+    compilation_cache: Annotated[str | None, with_examples("/scratch/programs", min_length=1)] = (
+        "auto"
+    )
+    """Folder of compiled programs that later runs reuse, up to 5 GiB. auto:
+    ~/.cache/jaxsp/programs, or below XDG_CACHE_HOME, for a single process on GPUs, or on CPUs with
+    jax 0.12. Earlier releases print long lines about the processor when they read a program for
+    CPUs. Several processes need a folder that all nodes share. null: none."""
+
     _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 
     @pydantic.field_validator("save_every", mode="before")
@@ -160,7 +168,7 @@ class CheckpointConfig(ConfigSection):
 
 
 class LoggingConfig(ConfigSection):
-    """Logs in addition to metrics.jsonl, and the compilation cache."""
+    """Logs in addition to metrics.jsonl."""
 
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
@@ -181,9 +189,6 @@ class LoggingConfig(ConfigSection):
     ] = None
     """First and last step to trace with JAX's profiler. The trace is in run.directory/profile, for
     XProf or Perfetto."""
-    compilation_cache: Annotated[str | None, with_examples("~/.cache/jaxsp", min_length=1)] = None
-    """Folder of compiled programs that later runs reuse. On CPUs, XLA prints long lines about the
-    processor's features when it finds a program there."""
 
     @pydantic.field_validator("trackers", mode="before")
     @classmethod
