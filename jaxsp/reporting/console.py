@@ -35,8 +35,10 @@ def print_line(console: rich.console.Console, text: str) -> None:
 
 
 def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tuple[str, str]]:
-    """Labels and lines of at most so many columns. Commands stay whole, so that they can be copied;
-    so do words."""
+    """Wraps texts at words. Commands stay whole, so that they can be copied.
+
+    Args: columns: most columns of a line, with its label.
+    """
     for label, text in pairs:
         lines = [text]
         if not text.startswith("python -m"):

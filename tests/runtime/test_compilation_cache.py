@@ -15,7 +15,7 @@ NEW = (0, 12, 0)
 
 @pytest.fixture
 def updates(monkeypatch, tmp_path):
-    """What is set in JAX's config."""
+    """Values that are set in JAX's config."""
     values = {}
     monkeypatch.setattr(jax.config, "update", values.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
