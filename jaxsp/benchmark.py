@@ -13,7 +13,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.hf.published import ModelSizes
 from jaxsp.run import benchmark, mesh_benchmark
-from jaxsp.runtime import jax_platform
+from jaxsp.runtime import compilation_cache, jax_platform
 
 
 def main(arguments: list[str]) -> None:
@@ -67,6 +67,7 @@ def _benchmark_one(
     """Times the config's own mesh."""
     config = config_file.load(given.config, changes)
     jax_platform.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
+    compilation_cache.enable(config.run.compilation_cache)
     result = benchmark.benchmark_steps(config, num_steps=given.steps)
     mesh = " x ".join(f"{axis} {size}" for axis, size in result.mesh.items())
     peak = "" if result.peak_gib is None else f", peak memory {result.peak_gib:.2f} GiB"

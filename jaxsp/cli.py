@@ -13,7 +13,7 @@ from typing import NoReturn
 from jaxsp.config import config_errors
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import cluster, distributed, standard_streams
 from jaxsp.runtime.cluster import Process
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
@@ -126,6 +126,7 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     Invalid input is one line per problem, without a traceback unless --verbose is given. If one of
     several processes fails, it ends all of them; its lines carry its index, except for process 0.
     """
+    standard_streams.protect()
     code = exit_codes.OK
     try:
         main(sys.argv[1:])
@@ -137,13 +138,8 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         message = message or traceback.format_exc().rstrip()
         if (index := distributed.this_process().index) > 0:
             message = textwrap.indent(message, distributed.line_prefix(index))
-        with distributed.ignore_broken_pipe():
-            print(message, file=sys.stderr, flush=True)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # Python would flush again at exit, and exit with 120
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
     if code != exit_codes.OK and distributed.this_process().num_processes > 1:
         distributed.abort_job(code)
     sys.exit(code)

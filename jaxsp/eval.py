@@ -5,6 +5,7 @@ the lines that training wrote; use --out to keep them apart.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 from typing import Any
@@ -24,7 +25,14 @@ from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, initial_weights, resume
-from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
+from jaxsp.runtime import (
+    cluster,
+    compilation_cache,
+    distributed,
+    jax_platform,
+    jsonl,
+    run_paths,
+)
 from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
@@ -60,6 +68,7 @@ def main(arguments: list[str]) -> None:
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),
     )
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     if checkpoint is not None:
         copies.fetch(checkpoint)
@@ -76,10 +85,7 @@ def main(arguments: list[str]) -> None:
             program, resolved.model_folder, resolved.adapter_folder
         ).make()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-
-    def print_line(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    print_line = functools.partial(output.print_line, console)
     step = 0 if meta is None else meta.step
     name = args.what if meta is None else f"{args.what}, step {step}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())

@@ -17,6 +17,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
+from jaxsp.reporting import console as output
 from jaxsp.run import merging, resume
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.storage import copies
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> None:
     is_adapter = model.lora is not None and not args.merge
     export = _export_adapter if is_adapter else _export_model
     for line in export(args, checkpoint, meta, config, model):
-        console.print(line, highlight=False, soft_wrap=True)
+        output.print_line(console, line)
 
 
 def _export_adapter(
@@ -81,6 +82,11 @@ def _export_adapter(
     lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
     if config.model.source is None:
         return [*lines, "it belongs to random weights (model.config), which are in no file"]
+    if (quantization := config.adapter.quantization) != "none":
+        lines.append(
+            f"it belongs to the base in {quantization}, as in training: on the unquantized base "
+            "its outputs differ; --merge keeps them"
+        )
     loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
     return [
         *lines,

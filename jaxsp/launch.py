@@ -1,8 +1,8 @@
 """Trains with one process per GPU of this node, and starts a job that hangs again.
 
 `python -m jaxsp.launch [--processes N] CONFIG.yaml [key.path=value ...]`. A job that fails, or that
-loses a process, is not started again. The first SIGTERM or SIGINT is forwarded to the processes,
-which write a checkpoint if there is time; a second one kills them.
+loses a process, is not started again. The first SIGTERM, SIGINT or SIGHUP is forwarded to the
+processes, which write a checkpoint if there is time; a second one kills them.
 """
 
 import argparse

@@ -43,7 +43,7 @@ from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import build, initial_weights, merging
-from jaxsp.runtime import jax_platform
+from jaxsp.runtime import compilation_cache, jax_platform
 from jaxsp.training import host_offload, row_meshes, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
@@ -73,7 +73,7 @@ def load_model(
         config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging.trackers) have no effect.
+            checkpoint, logging.trackers) have no effect. run.compilation_cache: only a folder has.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
@@ -92,6 +92,8 @@ def load_model(
             f"mesh.virtual_cpu_devices = {num_cpu_devices}: {error}. "
             "Call load_model before anything uses JAX's devices."
         ) from None
+    if full_config.run.compilation_cache not in (compilation_cache.AUTO, None):
+        compilation_cache.enable(full_config.run.compilation_cache)
     problems = ProblemCollector()
     resolved = build.resolve_config(
         full_config, devices=jax.devices(), problems=problems, for_training=False

@@ -15,7 +15,15 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
 from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, preview, resume, trainer
-from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir, run_paths
+from jaxsp.runtime import (
+    cluster,
+    compilation_cache,
+    distributed,
+    hardware,
+    jax_platform,
+    run_dir,
+    run_paths,
+)
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -40,6 +48,7 @@ def main(arguments: list[str]) -> None:
         num_local_processes=cluster.count_local_processes(process, os.environ),
         max_pool_bytes=_pinned_pool_bytes(config, process),
     )
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
     folder = run_paths.local_dir(config.run)
     with Preemption(config.run, status) as preemption:

@@ -32,6 +32,7 @@ os.environ["HF_HOME"] = _caches.name
 os.environ["HF_HUB_CACHE"] = f"{_caches.name}/hub"
 os.environ["HF_DATASETS_CACHE"] = f"{_caches.name}/datasets"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["XDG_CACHE_HOME"] = f"{_caches.name}/cache"  # of compiled programs
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402 - reads the environment that is set above

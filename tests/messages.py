@@ -1,6 +1,12 @@
 """Checks of messages in tests: fields, values, numbers, names and suggestions, in any wording."""
 
+import pathlib
 import re
+
+
+def read_banner(directory: pathlib.Path) -> str:
+    """Returns the banner of a run in one line, however it is wrapped."""
+    return " ".join((directory / "banner.txt").read_text(encoding="utf-8").split())
 
 
 def containing(*parts: object) -> str:

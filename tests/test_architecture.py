@@ -35,7 +35,7 @@ not know each other. `commands` are the modules directly in jaxsp/."""
 PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.runtime.distributed")
 """The only modules that may use `jax._src`: cuDNN's calls, and the key-value store of processes."""
 
-NON_EMPTY_INIT = ("jaxsp/attention/__init__.py",)
+NON_EMPTY_INIT = ("jaxsp/__init__.py", "jaxsp/attention/__init__.py")
 """The only `__init__.py` files with code."""
 
 TOP_LEVEL = "pyproject.toml README.md LICENSE configs scripts tests jaxsp .ci .git*".split()

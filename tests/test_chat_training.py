@@ -66,7 +66,7 @@ def chat_run(tmp_path_factory):
 def test_only_assistant_messages_have_loss(chat_run):
     lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
-    banner = (chat_run / "run/banner.txt").read_text()
+    banner = messages.read_banner(chat_run / "run")
     assert re.search(messages.containing(f"{10 * ANSWERS:,}"), banner)
 
 

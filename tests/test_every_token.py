@@ -167,7 +167,7 @@ def straight(request, tmp_path_factory):
     check_labels(steps)
     dropped = 4 if "long_documents" in data else 0
     says = messages.containing(f"{dropped} documents", "drop")
-    assert bool(re.search(says, (folder / "run/banner.txt").read_text())) == bool(dropped)
+    assert bool(re.search(says, messages.read_banner(folder / "run"))) == bool(dropped)
     return folder, data, steps
 
 

@@ -78,9 +78,12 @@ def test_the_loss_falls_below_the_entropy_of_byte_pairs(quickstart):
 def test_the_output_names_the_mesh_and_the_next_command(quickstart):
     directory, printed = quickstart
     for text in (
+        "400 steps of 1,024 tokens; 0.0871 epochs of",
+        "learning rate 0.004",
         "data 2 x seq 4",
         "Ulysses",
         "400/400",
+        f"python -m jaxsp.report {directory} python -m jaxsp.eval {directory}",
         f"python -m jaxsp.export {directory}",
         "AutoModelForCausalLM.from_pretrained",
     ):

@@ -160,7 +160,7 @@ def test_one_long_document_counts_once_on_one_device_and_on_four(tmp_path):
         (line,) = commands.read_lines(directory / "metrics.jsonl")
         assert (line["step"], line["num_tokens"], line["num_loss_tokens"]) == (1, 15_922, 15_921)
         losses[seq] = line["loss"]
-        banner = (directory / "banner.txt").read_text()
+        banner = messages.read_banner(directory)
         assert re.search(messages.containing(f"seq {seq}"), banner)
     assert losses[4] == pytest.approx(losses[1], rel=1e-6)
 

@@ -358,7 +358,7 @@ not offered: comet_* use_comet swanlab_* trackio_* (logging.trackers is a list o
     wandb and mlflow)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start
     profile_step_end profile_freq (the first and last step, such as [3, 5])
-logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir
+run.compilation_cache: jax_cache_dir jax_compilation_cache_dir logging.compilation_cache
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
 not offered: relora_* bnb_* quantization_config quant_method (quantization of frozen weights is

@@ -66,10 +66,10 @@ class RunConfig(ConfigSection):
     resume. restart: start at the first of the new rows. continue: skip as many new rows as were
     already consumed; row_tokens must be unchanged."""
     shutdown_grace: Annotated[Duration, with_examples("25s")] = timedelta(seconds=25)
-    """Time that a run may take to stop after SIGTERM or SIGINT. The run finishes the current step
-    and writes a checkpoint if it expects both to fit. Otherwise it exits immediately and prints
-    what is lost. A second signal always exits immediately. SLURM and Kubernetes kill a process 30 s
-    after the signal by default."""
+    """Time that a run may take to stop after SIGTERM, SIGINT or SIGHUP (a closed terminal, unless
+    nohup is used). The run finishes the current step and writes a checkpoint if it expects both to
+    fit. Otherwise it exits immediately and prints what is lost. A second SIGTERM or SIGINT always
+    exits immediately. SLURM and Kubernetes kill a process 30 s after the signal by default."""
     stop_after: Annotated[PositiveDuration | None, with_examples("110m")] = None
     """Time from the start of the process after which the run stops, for queues with a time limit.
     It stops as after a signal, but always finishes the step and writes a checkpoint. A restart by
@@ -99,6 +99,14 @@ class RunConfig(ConfigSection):
     ] = {}  # noqa: RUF012 - pydantic copies it
     """XLA options for compiling the step. They are added to those in the banner or replace them,
     and take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
+
+    compilation_cache: Annotated[str | None, with_examples("/scratch/programs", min_length=1)] = (
+        "auto"
+    )
+    """Folder of compiled programs that later runs reuse, up to 5 GiB. auto:
+    ~/.cache/jaxsp/programs, or below XDG_CACHE_HOME, for a single process on GPUs, or on CPUs with
+    jax 0.12. Earlier releases print long lines about the processor when they read a program for
+    CPUs. Several processes need a folder that all nodes share. null: none."""
 
     _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 
@@ -161,7 +169,7 @@ class CheckpointConfig(ConfigSection):
 
 
 class LoggingConfig(ConfigSection):
-    """Logs in addition to metrics.jsonl, and the compilation cache."""
+    """Logs in addition to metrics.jsonl."""
 
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
@@ -182,9 +190,6 @@ class LoggingConfig(ConfigSection):
     ] = None
     """First and last step to trace with JAX's profiler. The trace is in run.directory/profile, for
     XProf or Perfetto."""
-    compilation_cache: Annotated[str | None, with_examples("~/.cache/jaxsp", min_length=1)] = None
-    """Folder of compiled programs that later runs reuse. On CPUs, XLA prints long lines about the
-    processor's features when it finds a program there."""
 
     @pydantic.field_validator("trackers", mode="before")
     @classmethod

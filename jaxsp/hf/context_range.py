@@ -1,4 +1,4 @@
-"""Comparison of a run's documents with the number of positions that its model was trained for."""
+"""Comparison of a run's rows and documents with the number of positions that its model has."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ from jaxsp.hf.rope_forms import FULL_ATTENTION
 def describe_excess(
     fields: dict[str, Any], *, row_tokens: int, longest_document: int | None = None
 ) -> str:
-    """Describes rows that are longer than the model's range; empty if there are none.
+    """Describes rows and documents that are longer than the model's range; empty if none is.
+
+    RoPE is relative. What counts is the longest distance between two tokens that see each other:
+    they are in one row and in one document.
 
     Args:
         fields: fields of the model's config.json, with the changes of model.rope.
@@ -17,17 +20,23 @@ def describe_excess(
         longest_document: its number of tokens, before it is split into rows; None if unknown.
     """
     positions = fields.get("max_position_embeddings")
-    needed = max(row_tokens, longest_document or 0)
-    if positions is None or needed <= positions:
+    longest = row_tokens if longest_document is None else longest_document
+    if positions is None or max(row_tokens, longest) <= positions:
         return ""
-    subject = f"rows of {row_tokens:,} tokens are"
-    if row_tokens <= positions:
-        subject = f"the longest document has {needed:,} tokens, which is"
-    text = f"{subject} longer than the {positions:,} positions that the model was trained for"
-    if longest_document is not None and longest_document <= positions:
-        return f"{text}; no document is, so no token has an untrained position"
-    suggestion = _suggest_extension(fields, needed, positions)
-    return f"{text}: documents beyond that have untrained positions.{suggestion}"
+    limit = f"the {positions:,} positions of the model"
+    distance = min(row_tokens, longest)
+    if distance > positions:
+        suggestion = _suggest_extension(fields, distance, positions)
+        return (
+            f"rows of {row_tokens:,} tokens are longer than {limit}: tokens of a document that are "
+            f"farther apart have an untrained distance.{suggestion}"
+        )
+    if row_tokens > positions:
+        return f"rows of {row_tokens:,} tokens are longer than {limit}; no document is"
+    return (
+        f"the longest document has {longest:,} tokens, more than {limit}. It is cut into rows of "
+        f"{row_tokens:,}, and no token sees another row, so no distance is untrained."
+    )
 
 
 def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:

@@ -3,7 +3,6 @@
 import collections
 import platform
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -28,33 +27,26 @@ from jaxsp.training.program import Program
 def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     """Returns the banner: pairs of a label and a text. Entries without text are left out."""
     entries = [
-        ("devices", _describe_devices(program)),
-        *_describe_meshes(program, inputs),
-        *_fold("model", _describe_model(program, inputs)),
-        *_fold("rope", describe_rope(program)),
-        ("weights", _describe_placement(program)),
+        ("training", _describe_steps(program, inputs)),
+        ("optimizer", _describe_optimizer(program)),
+        ("batch", _describe_batch(program)),
+        ("model", _describe_model(program, inputs)),
+        ("rope", describe_rope(program)),
         ("start", inputs.weights_origin),
         ("changed", ", ".join(inputs.start.config_changes)),
-        *_fold("batch", _describe_batch(program)),
-        ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
+        ("note", _describe_long_documents(program, inputs)),
+        ("evaluation", _describe_evaluation(program, inputs)),
+        ("devices", _describe_devices(program)),
+        *_describe_meshes(program, inputs),
+        ("weights", _describe_placement(program)),
         *_describe_attention(program, inputs),
         *_describe_memory(program),
-        *_fold("XLA", program.compile_options.description),
-        *_fold("optimizer", _describe_optimizer(program)),
-        ("evaluation", _describe_evaluation(program, inputs)),
-        *_fold("note", _describe_long_documents(program, inputs)),
+        ("XLA", program.compile_options.description),
         ("output", _describe_output(program, inputs)),
         ("trackers", _describe_trackers(program)),
     ]
     return [(label, text) for label, text in entries if text]
-
-
-def _fold(label: str, text: str) -> list[tuple[str, str]]:
-    """Splits a long text into lines of at most 100 columns; only the first has the label."""
-    lines = textwrap.wrap(text, width=89, break_on_hyphens=False, break_long_words=False)
-    first, *others = lines or [""]
-    return [(label, first), *(("", line) for line in others)]
 
 
 def _describe_devices(program: Program) -> str:
@@ -94,11 +86,9 @@ def _describe_memory(program: Program) -> list[tuple[str, str]]:
 def _describe_by_length(label: str, texts: Mapping[int, str]) -> list[tuple[str, str]]:
     """Entries with the text of each row length, or a single one if all are equal."""
     if len(set(texts.values())) == 1:
-        return _fold(label, next(iter(texts.values())))
-    entries: list[tuple[str, str]] = []
-    for length, text in texts.items():
-        entries += _fold("" if entries else label, f"rows of {length:,} tokens: {text}")
-    return entries
+        return [(label, next(iter(texts.values())))]
+    lines = [f"rows of {length:,} tokens: {text}" for length, text in texts.items()]
+    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
 def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
@@ -167,11 +157,10 @@ def _describe_batch(program: Program) -> str:
         for each in by_length
     ]
     parts = [_describe_microbatches(each) for each in by_length]
-    tokens = f"per step ({config.batch.rows_per_step * config.data.max_row_tokens:,} tokens)"
     if len(set(parts)) == 1:
-        return f"{' or '.join(rows)} {tokens}, in {parts[0]}"
+        return f"{' or '.join(rows)} per step, in {parts[0]}"
     options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
-    return f"{tokens}: {', or '.join(options)}"
+    return f"per step {', or '.join(options)}"
 
 
 def _describe_microbatches(program: Program) -> str:
@@ -184,23 +173,27 @@ def _describe_microbatches(program: Program) -> str:
 
 
 def _describe_steps(program: Program, inputs: RunInputs) -> str:
-    schedule = inputs.schedule
+    """Describes the length of the run, with the learning rate: what a user checks first."""
+    config = program.config
+    num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
     text = format_count(program.num_steps, "step")
     if inputs.start.step:
-        text += f", {len(schedule):,} of them remaining"
-    text += f" ({format_count(schedule.num_rows, 'row')})"
-    steps_per_epoch = summary.num_steps_per_epoch(inputs.train_set, program.config)
+        text += f", {len(inputs.schedule):,} of them remaining,"
+    text += f" of {format_count(num_tokens, 'token')}"
+    steps_per_epoch = summary.num_steps_per_epoch(inputs.train_set, config)
     if steps_per_epoch is not None:
-        text += f"; one epoch is {format_count(steps_per_epoch, 'step')}"
-    return text
+        epochs = f"{program.num_steps / steps_per_epoch:.3g} epochs"
+        if config.run.epochs is not None:
+            epochs = format_count(config.run.epochs, "epoch")
+        text += f"; {epochs} of {format_count(steps_per_epoch, 'step')}"
+    return f"{text}; learning rate {config.optimizer.learning_rate:g}"
 
 
 def _describe_optimizer(program: Program) -> str:
     config = program.config.optimizer
     num_warmup_steps = config.num_warmup_steps(program.num_steps)
     text = (
-        f"{config.name}, learning rate {config.learning_rate:g}, "
-        f"{schedules.describe(config, program.num_steps)}, "
+        f"{config.name}, {schedules.describe(config, program.num_steps)}, "
         f"{format_count(num_warmup_steps, 'warmup step')}"
     )
     if num_warmup_steps >= program.num_steps:
@@ -259,7 +252,7 @@ def describe_rope(program: Program) -> str:
 
 
 def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
-    """Reports documents longer than the model's range; they are trained on nevertheless."""
+    """Reports rows and documents longer than the model's range; all are trained on."""
     return context_range.describe_excess(
         inputs.hf_config,
         row_tokens=program.config.data.max_row_tokens,
@@ -304,8 +297,13 @@ def summarize_run(
     *,
     recent_losses: Sequence[float],
     seconds: float,
+    steps_s: float,
+    has_eval_sets: bool,
 ) -> list[tuple[str, str]]:
-    """Returns the summary of a finished run, with the command to run next."""
+    """Returns the summary of a finished run, with the commands to run next.
+
+    Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
+    """
     directory = program.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
@@ -314,10 +312,15 @@ def summarize_run(
     mean_loss = f"{statistics.mean(recent_losses):.4f}" if recent_losses else "none"
     recent_steps = format_count(len(recent_losses), "step")
     duration = durations.describe(seconds)
+    commands = [f"report {directory}", f"export {directory} {out}"]
+    if has_eval_sets:
+        commands.insert(1, f"eval {directory}")
     return [
         ("trained", f"{num_steps}, {format_count(num_tokens, 'token')} in {duration}"),
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
-        ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
+        ("speed", f"{num_tokens / steps_s:,.0f} tokens/s, mean of the steps"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        ("next", f"python -m jaxsp.export {directory} {out}"),
+        *zip(
+            ("next", "", ""), (f"python -m jaxsp.{command}" for command in commands), strict=False
+        ),
     ]

@@ -1,32 +1,55 @@
 """Output of the commands: labeled lines, and evaluation results."""
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
 
 import rich.console
-import rich.table
 import rich.text
 
 from jaxsp.core import durations
 from jaxsp.data.packing.summary import format_count
 from jaxsp.training.evaluator import EvalResult
 
+MAX_COLUMNS = 100
+"""Columns of labeled lines, in a file and on a wide terminal."""
+
+LABEL_COLUMNS = 10
+
 
 def format_pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    """Formats pairs of a label and a text as lines."""
-    return "".join(f"{label:<10} {text}\n" for label, text in pairs)
+    """Formats pairs of a label and a text as lines, which are wrapped at words."""
+    return "".join(f"{label} {line}\n" for label, line in _wrap_pairs(pairs, MAX_COLUMNS))
 
 
 def print_pairs(console: rich.console.Console, pairs: Iterable[tuple[str, str]]) -> None:
-    """Prints pairs of a label and a text; on a terminal, long texts are folded."""
-    if not console.is_terminal:  # a log: nothing is folded, so that commands can be copied
-        console.print(format_pairs(pairs), end="", soft_wrap=True, highlight=False, markup=False)
-        return
-    grid = rich.table.Table.grid(padding=(0, 2))
-    grid.add_column(style="bold cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
+    """Prints pairs of a label and a text, wrapped at words."""
+    columns = min(console.width, MAX_COLUMNS) if console.is_terminal else MAX_COLUMNS
+    for label, line in _wrap_pairs(pairs, columns):
+        text = rich.text.Text.assemble((label, "bold cyan"), " ", line)
+        console.print(text, soft_wrap=True, highlight=False)
+
+
+def print_line(console: rich.console.Console, text: str) -> None:
+    """Prints a text: wrapped at words on a terminal, as one line in a log."""
+    console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tuple[str, str]]:
+    """Wraps texts at words. Commands stay whole, so that they can be copied.
+
+    Args: columns: most columns of a line, with its label.
+    """
     for label, text in pairs:
-        grid.add_row(label, rich.text.Text(text))
-    console.print(grid)
+        lines = [text]
+        if not text.startswith("python -m"):
+            lines = textwrap.wrap(
+                text,
+                width=max(columns - LABEL_COLUMNS - 1, 1),
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+        for number, line in enumerate(lines):
+            yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
 
 
 def format_result(result: EvalResult) -> str:

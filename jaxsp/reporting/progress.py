@@ -6,8 +6,8 @@ import rich.console
 import rich.progress
 
 from jaxsp.core import durations
+from jaxsp.reporting import console as output
 from jaxsp.reporting.metrics import MetricsLine
-from jaxsp.runtime import distributed
 
 
 class Progress:
@@ -75,13 +75,9 @@ class Progress:
         self.print_line("  ".join(parts))
 
     def print_line(self, text: str) -> None:
-        """Prints a line: above the bar on a terminal, otherwise after the time of day.
-
-        A line is lost if it goes to a full disk.
-        """
+        """Prints a line: above the bar on a terminal, otherwise after the time of day."""
         time_of_day = "" if self._console.is_terminal else time.strftime("%H:%M:%S  ")
-        with distributed.ignore_broken_pipe():
-            self._console.print(time_of_day + text, highlight=False, soft_wrap=True)
+        output.print_line(self._console, time_of_day + text)
 
 
 def _format_number(value: float | None, form: str) -> str:

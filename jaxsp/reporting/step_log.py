@@ -26,6 +26,10 @@ from jaxsp.training.train_step import StepMetrics
 SLOW_MFU = 0.1
 """MFU of a slow step, for an upper estimate of a step's duration."""
 
+_SEEN_TOGETHER = 0.1
+"""Two ends count as seen together if the second follows within this fraction of the time of both
+steps."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchedStep:
@@ -47,6 +51,7 @@ class EndTime:
     """
 
     def __init__(self, results: Any):
+        self._results = results
         self._time = 0.0
         self._thread = threading.Thread(target=self._wait, args=(results,), daemon=True)
         self._thread.start()
@@ -61,6 +66,24 @@ class EndTime:
         """Waits for the results, and returns the time (time.perf_counter)."""
         self._thread.join()
         return self._time
+
+    @property
+    def is_over(self) -> bool:
+        """True if the results are ready; the thread may not have noticed it yet."""
+        return all(array.is_ready() for array in jax.tree.leaves(self._results))
+
+
+def split_time(began: float, ended: float, *, next_ended: float) -> float:
+    """Returns the time at which a step ended, after which the next one has ended already.
+
+    A busy host notices both ends late and together. The steps then share the time equally, because
+    the first would take all of it and the next one microseconds.
+    """
+    ended = max(began, ended)
+    next_ended = max(ended, next_ended)
+    if next_ended - ended < _SEEN_TOGETHER * (next_ended - began):
+        return (began + next_ended) / 2
+    return ended
 
 
 class StepLog:
@@ -88,6 +111,8 @@ class StepLog:
         self._num_tokens = inputs.start.num_tokens
         self._source_names = [source.name for source in inputs.train_set.documents.sources]
         self._checkpoint_wait_s = 0.0
+        self.steps_s = 0.0
+        """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
         self.nonfinite = NonfiniteTracker(program.config.run, writer)
         self.first_line: MetricsLine
@@ -119,23 +144,29 @@ class StepLog:
             batch_ready_at=self._batch_ready_at,
             end_time=EndTime(metrics),
         )
-        self.record_dispatched_step()
+        self.record_dispatched_step(following=dispatched)
         self._previous_step = dispatched
 
     def record_checkpoint_wait(self, seconds: float) -> None:
         """Adds to the time that the loop waited for checkpoints since the previous line."""
         self._checkpoint_wait_s += seconds
 
-    def record_dispatched_step(self) -> None:
-        """Waits for the step dispatched last, and records its results, unless they are recorded."""
+    def record_dispatched_step(self, following: DispatchedStep | None = None) -> None:
+        """Waits for the step dispatched last, and records its results, unless they are recorded.
+
+        Args: following: the step that was dispatched after it.
+        """
         if self._previous_step is None:
             return
         step = self._previous_step
         self._previous_step = None
         results = jax.device_get(step.metrics)
-        # Each step has its own thread for its end, so the next step's may be recorded first
-        ended = max(step.end_time.get(), self._ended + 1e-6)
+        ended = step.end_time.get()
+        if following is not None and following.end_time.is_over:
+            ended = split_time(self._ended, ended, next_ended=following.end_time.get())
+        ended = max(ended, self._ended + 1e-6)
         step_s = ended - self._ended
+        self.steps_s += step_s
         # Waiting for a batch costs nothing while the previous step still runs
         wait_began = max(step.batch_requested_at, self._ended)
         data_wait_s = max(0.0, step.batch_ready_at - wait_began)

@@ -14,7 +14,6 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
@@ -228,7 +227,6 @@ def resolve_config(
     config = config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
     assert choices is not None
-    _set_compilation_cache(config)
     tokenized = data_sets.tokenize_sources(
         opened, config, tokenizer=tokenizer, vocab_size=files.config.vocab_size
     )
@@ -246,12 +244,6 @@ def resolve_config(
         train=train,
         evals=evals,
     )
-
-
-def _set_compilation_cache(config: Config) -> None:
-    if cache := config.logging.compilation_cache:
-        path = paths.expand_user(cache, field="logging.compilation_cache")
-        jax.config.update("jax_compilation_cache_dir", str(path))
 
 
 def _check_step(

@@ -24,6 +24,7 @@ _NEUTRAL_FIELDS = (
     "batch.rows_per_microbatch",
     "data.eval.",
     "data.num_workers",
+    "run.compilation_cache",
     "run.deterministic",
     "run.early_stopping",
     "run.eval_at_start",

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 import rich.console
+import rich.status
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.reporting import console as output
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
 from jaxsp.training import evaluator, memory_causes, memory_options, selfcheck, train_state
@@ -129,7 +131,30 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
         )
         lines.append(warning)
     for line in filter(None, lines):
-        console.print(line, soft_wrap=True, highlight=False)
+        output.print_line(console, line)
+
+
+class _CandidatePrinter:
+    """Prints each candidate of memory options that are `auto`, before it is compiled.
+
+    On a GPU, XLA times kernels meanwhile, which may take minutes.
+    """
+
+    def __init__(self, title: str, console: rich.console.Console, status: rich.status.Status):
+        self._title = title
+        self._console = console
+        self._status = status
+        self._count = 0
+
+    def __call__(self, candidate: Program) -> None:
+        self._count += 1
+        text = f"{self._title}: remat {candidate.remat_policy.remat}"
+        if self._count > 1:
+            text += f", candidate {self._count}, because the one before does not fit"
+        if self._console.is_terminal:
+            self._status.update(text)
+        else:
+            output.print_line(self._console, text)
 
 
 def compile_steps(
@@ -151,17 +176,16 @@ def compile_steps(
             name += f" for rows of {row_tokens:,} tokens"
             progress = f", {number} of {len(lengths)}"
         began = time.perf_counter()
-        with console.status(f"compiling {name}{progress}"):
+        with console.status(f"compiling {name}{progress}") as status:
             step = memory_options.compile_fitting_step(
                 program.with_row_tokens(row_tokens),
                 workspace_bytes=inputs.attention_choices[row_tokens].settings.workspace_bytes,
+                on_candidate=_CandidatePrinter(f"compiling {name}{progress}", console, status),
             )
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))
-        console.print(
-            f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}",
-            soft_wrap=True,
-            highlight=False,
+        output.print_line(
+            console, f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}"
         )
         functions[row_tokens] = step.executable
         memory.append(memory_causes.find_causes(step))

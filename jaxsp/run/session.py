@@ -25,7 +25,7 @@ from jaxsp.reporting.step_log import StepLog
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
 from jaxsp.run import preflight
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.evaluator import Evaluator
@@ -284,9 +284,10 @@ class Session:
             self._log.last_line,
             recent_losses=self._log.recent_losses,
             seconds=self._log.elapsed_s,
+            steps_s=self._log.steps_s,
+            has_eval_sets=bool(self._inputs.eval_sets),
         )
-        with distributed.ignore_broken_pipe():
-            output.print_pairs(self._console, summary_pairs)
+        output.print_pairs(self._console, summary_pairs)
 
     def _find_outcome(self) -> Outcome:
         """Outcome of the run for its trackers, if no exception ended it."""

@@ -41,7 +41,7 @@ def train(
     preflight.check_agreement(program, inputs)
     early_stopping = preflight.make_early_stopping(program, inputs)
     if completion := preflight.describe_completion(program, inputs, early_stopping):
-        console.print(completion)
+        output.print_line(console, completion)
         return
     description = banner.describe_run(program, inputs)
     output.print_pairs(console, description)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core import exit_codes
-from jaxsp.runtime import distributed
+from jaxsp.runtime import stop_signals
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S, StderrMultiplexer
 
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class SignalForwarder:
-    """Context in which the first SIGTERM or SIGINT is forwarded to the child processes.
+    """Context in which the first SIGTERM, SIGINT or SIGHUP is forwarded to the child processes.
 
     The processes decide when to end. After a second signal, `run_processes` kills them.
     """
@@ -34,24 +34,18 @@ class SignalForwarder:
         self._first_time_s = 0.0
 
     def __enter__(self) -> "SignalForwarder":
-        self._old_handlers = {
-            number: signal.signal(number, self._handle_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-            # Ignored signals stay ignored: shells start background jobs with SIGINT ignored
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
+        self._old_handlers = stop_signals.install(self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        stop_signals.restore(self._old_handlers)
 
     def _handle_signal(self, number: int, _: Any) -> None:
         if self.first is None:
             self.first = signal.Signals(number)
             self._first_time_s = time.monotonic()
             self.send(self.first)
-        elif time.monotonic() - self._first_time_s > distributed.SAME_SIGNAL_S:
+        elif stop_signals.is_second(number, first_time_s=self._first_time_s):
             self.second = signal.Signals(number)
 
     def send(self, number: signal.Signals) -> None:

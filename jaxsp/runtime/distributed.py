@@ -7,12 +7,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster, hardware, join_timeout
+from jaxsp.runtime import cluster, hardware, join_timeout, standard_streams
 from jaxsp.runtime.cluster import Process
 
 # jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
@@ -34,10 +33,6 @@ SHUTDOWN_TIMEOUT_S = 300
 """Time that a finished process waits for the others, which may still be writing. JAX's default. It
 does not apply to a process that has failed, which reports it, or that has died, which is noticed.
 """
-
-SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
-processes, and the launcher forwards it."""
 
 POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
@@ -128,13 +123,7 @@ def _discard_gloo_output() -> None:
     global _stdout_fd
     sys.stdout.flush()
     _stdout_fd = os.dup(1)
-    sys.stdout = open(  # noqa: SIM115 - open until the process ends
-        _stdout_fd,
-        "w",
-        encoding=sys.stdout.encoding,
-        errors=sys.stdout.errors,
-        buffering=1 if os.isatty(_stdout_fd) else -1,
-    )
+    sys.stdout = standard_streams.open_output(_stdout_fd, sys.stdout)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -170,13 +159,6 @@ def line_prefix(index: int) -> str:
     return f"process {index}: "
 
 
-@contextlib.contextmanager
-def ignore_broken_pipe() -> Iterator[None]:
-    """Ignores failed output: a closed terminal or a log on a full disk must not end a run."""
-    with contextlib.suppress(OSError):
-        yield
-
-
 def log(text: str) -> None:
     """Prints lines to stderr; every process except 0 adds its prefix.
 
@@ -185,10 +167,10 @@ def log(text: str) -> None:
     text = text.rstrip()
     if _this_process.index > 0:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
-    with ignore_broken_pipe():
+    with contextlib.suppress(OSError):  # such as a terminal that is closed
         # On a terminal, replaces the progress bar and ^C, which have no line break
         begin = _ERASE_LINE if os.isatty(2) else ""
-        os.write(2, f"{begin}{text}\n".encode())
+        os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
 def log_stacks() -> None:

@@ -16,10 +16,8 @@ import jax
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
-from jaxsp.runtime import distributed, run_paths
+from jaxsp.runtime import distributed, run_paths, stop_signals
 from jaxsp.runtime.run_status import RunStatus
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _STOP_AFTER = "run.stop_after"
 
@@ -50,8 +48,8 @@ class ProcessProgress:
 class Preemption:
     """Context manager that handles stop requests.
 
-    They come from SIGTERM, SIGINT, run.stop_after or another process. Before the first step is
-    dispatched, a stop request ends the process immediately.
+    They come from a signal, run.stop_after or another process. Before the first step is dispatched,
+    a stop request ends the process immediately.
 
     Python runs signal handlers in the main thread only, between two bytecodes, and that thread may
     block for minutes until a step is finished. So another thread reads the signals from a pipe.
@@ -79,18 +77,12 @@ class Preemption:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._old_handlers = {
-            number: signal.signal(number, lambda *_: None)
-            for number in SIGNALS
-            # Ignored signals stay ignored: shells start background jobs with SIGINT ignored
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
+        self._old_handlers = stop_signals.install(lambda *_: None)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        stop_signals.restore(self._old_handlers)
         signal.set_wakeup_fd(self._old_fd)
         self._closed.set()
         os.write(self._pipe[1], b"\0")
@@ -124,7 +116,7 @@ class Preemption:
         while not self._closed.is_set():
             ready, _, _ = select.select([self._pipe[0]], [], [], distributed.POLL_INTERVAL_S)
             for number in os.read(self._pipe[0], 64) if ready else b"":
-                if number in SIGNALS:
+                if number in stop_signals.SIGNALS:
                     self._handle_signal(signal.Signals(number))
             stop_after = self._config.stop_after
             if self.reason is None and stop_after is not None:
@@ -144,7 +136,7 @@ class Preemption:
             return
         if self._signal_time is None:
             self._signal_time = time.monotonic()
-        elif time.monotonic() - self._signal_time > distributed.SAME_SIGNAL_S:
+        elif stop_signals.is_second(number, first_time_s=self._signal_time):
             distributed.log(f"ended by a second {number.name}")
             code = 128 + number
             if distributed.this_process().index == 0:
@@ -250,9 +242,11 @@ def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
         remaining_s: seconds until this step is finished and the checkpoint written.
     """
     prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
-    repeat = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
-    if not prefix:
-        repeat = "Ctrl-C again"
+    repeat = "Ctrl-C" if prefix else "Ctrl-C again"
+    if reason.startswith(signal.SIGTERM.name):
+        repeat = "a second SIGTERM"
+    elif reason.startswith(signal.SIGHUP.name):
+        repeat = "SIGTERM"
     about = f" (about {durations.describe(round(remaining_s))})" if remaining_s >= 1 else ""
     return (
         f"{prefix}stopping after step {stop_step}, then writing a checkpoint{about}; "

@@ -60,9 +60,8 @@ class StderrMultiplexer:
             is_old = abs(line.time_s - same.time_s) > PEER_LINE_DELAY_S
             if same.index == line.index or is_old:
                 self._printed[line.text] = line
-                with distributed.ignore_broken_pipe():
-                    text = f"{distributed.line_prefix(line.index)}{line.text}"
-                    print(text, file=sys.stderr, flush=True)
+                text = f"{distributed.line_prefix(line.index)}{line.text}"
+                print(text, file=sys.stderr, flush=True)
         oldest_s = self._pending[0].time_s if self._pending else now
         for line in [*self._printed.values()]:
             if line.time_s < oldest_s - PEER_LINE_DELAY_S:
@@ -93,9 +92,8 @@ class StderrMultiplexer:
         rest = b""
         while data := os.read(stderr, 2**16):
             if index == 0:
-                with distributed.ignore_broken_pipe():
-                    sys.stderr.buffer.write(data)
-                    sys.stderr.flush()
+                sys.stderr.buffer.write(data)
+                sys.stderr.flush()
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._add_line(index, line)

@@ -91,20 +91,35 @@ def _saved_bytes(program: Program) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = program.model
     policy = program.remat_policy
-    tokens = program.tokens_per_device
     itemsize = program.dtype.itemsize
-    per_token = 0
+    per_token = itemsize * sum(saved_product_widths(program))
     if not policy.is_input_offloaded:
         per_token += model.hidden_size * itemsize
     if policy.is_attention_saved and not policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
+    return program.tokens_per_device * per_token
+
+
+def saved_product_widths(program: Program) -> list[int]:
+    """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
+    saves for the backward pass."""
+    model = program.model
+    policy = program.remat_policy
+    widths = []
     # Activations of tiles are not saved
-    if (policy.is_mlp_saved or policy.are_products_saved) and program.mlp_tile >= tokens:
-        per_token += 2 * model.intermediate_size * itemsize
+    has_tiles = program.mlp_tile < program.tokens_per_device
+    if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
+        widths += 2 * [model.intermediate_size]
     if policy.are_products_saved:
-        heads = model.num_heads + 2 * model.num_kv_heads
-        per_token += (heads * model.head_dim + model.hidden_size) * itemsize
-    return tokens * per_token
+        heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+        strategy = program.attend.strategy
+        if strategy.all_to_all_size > 1:  # queries, keys and values in one, and outputs
+            _, local_kv_heads = strategy.local_heads(model.num_heads, model.num_kv_heads)
+            kv_heads = local_kv_heads * strategy.all_to_all_size
+            heads = [model.num_heads + 2 * kv_heads, model.num_heads]
+        widths += [count * model.head_dim for count in heads]
+        widths.append(model.hidden_size)
+    return widths
 
 
 def _attention_output_bytes(model: ModelConfig, itemsize: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -83,11 +84,17 @@ def _find_layer_stack_problems(memory: MemoryConfig, version: str) -> list[str]:
     ]
 
 
-def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledStep:
+def compile_fitting_step(
+    program: Program,
+    *,
+    workspace_bytes: int,
+    on_candidate: Callable[[Program], None] = lambda candidate: None,
+) -> CompiledStep:
     """Chooses the memory options that are `auto`, and compiles the step.
 
     Args:
         workspace_bytes: estimate of the attention kernel's workspace.
+        on_candidate: called with a program before it is compiled.
 
     Raises: UserError if the step does not fit; RuntimeError if XLA ignored some offloading.
     """
@@ -99,13 +106,17 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
             )
         )
 
+    def compile_candidate(candidate: Program) -> jax.stages.Compiled:
+        on_candidate(candidate)
+        return train_step.compile(candidate)
+
     limits = available_memory.find_limits(program.mesh.devices.flat)
     usable = available_memory.subtract_reserves(program, limits)
     step = memory_fit.fit(
         program,
         limit=usable,
         workspace_bytes=workspace_bytes,
-        compile_step=train_step.compile,
+        compile_step=compile_candidate,
         measure=measure,
     )
     check_offloads(step.program, step.memory_use)

@@ -17,7 +17,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
-from tests import batches, commands, messages, plugin_messages
+from tests import batches, commands, messages
 from tests.faults import damage
 from tests.faults.damage import NOTICED, SILENT, Damage
 
@@ -174,14 +174,14 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_used(finished, run, kind, capfd):
     DAMAGES[kind](run / "run/checkpoints/4")
     train.main(arguments(run))
-    (message,) = plugin_messages.remove_plugin_messages(capfd.readouterr().err)
+    (message,) = capfd.readouterr().err.splitlines()
     parts = messages.containing(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4")
     assert re.match(parts, message)
     assert losses(run) == losses(finished), "steps 3 to 6 were repeated"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
     assert run_paths.find_latest(run / "run").name == "6"
     start = messages.containing("step 2", f"{run}/run/checkpoints/2")
-    assert re.search(start, (run / "run/banner.txt").read_text())
+    assert re.search(start, messages.read_banner(run / "run"))
 
 
 @pytest.mark.slow

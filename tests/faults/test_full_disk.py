@@ -19,7 +19,6 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.reporting.progress import Progress
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
@@ -269,14 +268,3 @@ def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch,
         with pytest.raises(UserError, match=parts):
             train(config)
     assert (directory / "config.yaml").read_text() == before
-
-
-def test_a_log_on_a_full_disk_does_not_end_the_run():
-    num_printed = 0
-    # Closing the file writes it, too
-    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
-        progress = Progress(rich.console.Console(file=full), first_step=0, num_steps=9)
-        for step in range(3):
-            progress.print_line(f"step {step}")
-            num_printed += 1
-    assert num_printed == 3

@@ -25,7 +25,7 @@ def describe(fields, row_tokens, longest_document=None):
 def test_long_rows_have_a_suggestion_that_reaches_them(fields, row_tokens, suggestion):
     text = describe(fields, row_tokens)
     limit = f"{fields['max_position_embeddings']:,}"
-    assert_names(text, f"{row_tokens:,}", limit, "untrained positions", suggestion)
+    assert_names(text, f"{row_tokens:,}", limit, "untrained distance", suggestion)
 
 
 def test_the_suggestion_reaches_them():
@@ -43,15 +43,26 @@ def test_rows_in_range_have_no_note():
 def test_short_documents_in_long_rows_see_only_known_positions():
     text = describe(QWEN3, 131072, 9000)
     assert_names(text, "131,072", "40,960", "no document")
+    assert "untrained" not in text
     assert "model.rope" not in text
 
 
-def test_a_document_that_is_split_keeps_its_positions():
-    text = describe(QWEN3, 8192, 81920)
-    assert_names(text, "longest document", "81,920", "40,960", "factor: 2")
+def test_tokens_of_a_document_that_is_split_see_only_their_row():
+    text = describe(QWEN3, 8192, 300_000)
+    assert_names(text, "longest document", "300,000", "40,960", "rows of 8,192")
+    assert "model.rope" not in text
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "longest_document", "factor"),
+    [(81920, 300_000, 2), (300_000, 81920, 2), (61440, 61440, 1.5)],
+)
+def test_the_suggestion_reaches_the_longest_distance_in_a_row(row_tokens, longest_document, factor):
+    text = describe(QWEN3, row_tokens, longest_document)
+    assert f"factor: {factor}}}" in text
 
 
 def test_longrope_has_no_suggestion():
     text = describe(PHI4, 262144)
-    assert_names(text, "131,072", "untrained positions")
+    assert_names(text, "131,072", "untrained distance")
     assert "model.rope" not in text

@@ -31,7 +31,7 @@ WORDS = (
 
 def train(folder, name):
     """Trains some steps of the quickstart, and returns the names of the cached programs."""
-    words = [f"run.directory={folder / name}", f"logging.compilation_cache={folder}/cache", *WORDS]
+    words = [f"run.directory={folder / name}", f"run.compilation_cache={folder}/cache", *WORDS]
     done = subprocess.run(
         [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
         cwd=pathlib.Path(__file__).parents[2],

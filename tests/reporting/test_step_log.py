@@ -13,6 +13,7 @@ import rich.console
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.config import config_file
 from jaxsp.reporting import progress as progress_module
+from jaxsp.reporting import step_log
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import EndTime
@@ -54,6 +55,34 @@ def test_step_ends_when_its_results_are_ready_not_when_they_are_read():
     end = EndTime(Results())
     time.sleep(0.3)
     assert 0.05 <= end.get() - began < 0.25
+
+
+def test_a_step_is_over_when_all_its_results_are_ready():
+    class Result:
+        def __init__(self, is_ready):
+            self.is_ready = lambda: is_ready
+
+        def block_until_ready(self):
+            return self
+
+    assert EndTime([Result(True), Result(True)]).is_over
+    assert not EndTime([Result(True), Result(False)]).is_over
+
+
+@pytest.mark.parametrize(
+    ("ended", "next_ended", "split"),
+    [
+        (104.0, 108.0, 104.0),
+        (106.0, 107.0, 106.0),
+        # A thread that was late, and then both threads
+        (108.0, 108.000001, 104.0),
+        (108.3, 108.0, 104.15),
+        (100.0, 100.0, 100.0),
+    ],
+)
+def test_two_steps_whose_ends_are_seen_together_share_the_time(ended, next_ended, split):
+    """The second had 1e-6 s and 127 million tokens/s."""
+    assert step_log.split_time(100.0, ended, next_ended=next_ended) == pytest.approx(split)
 
 
 def metrics_line(step, **fields):

@@ -150,8 +150,8 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
 ):
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
-    banner = (tmp_path / "straight/banner.txt").read_text()
-    assert re.search(messages.containing(256, 2, 128, 4, 64), banner, re.DOTALL)
+    banner = messages.read_banner(tmp_path / "straight")
+    assert re.search(messages.containing(256, 2, 128, 4, 64), banner)
     name = "run.directory=" + str(tmp_path / "1x4")
     other = train(settings(folder, name, row_tokens=[64, 128], data=1, seq=4))
     go_on = settings(
@@ -179,10 +179,10 @@ def test_rows_of_each_length_on_a_mesh_of_their_own_are_trained_and_resumed_alik
         words = [f"run.directory={tmp_path}/{name}", f"run.resume={resume}"]
         lines = train(settings(folder, *words, row_tokens=[128, 64], data=-1, seq=seq))
         check_lines(lines, straight[start or 0 :], is_exact=False)
-    banner = (tmp_path / "4 and 1/banner.txt").read_text()
+    banner = messages.read_banner(tmp_path / "4 and 1")
     for row_tokens, seq in ((128, 4), (64, 1)):
         assert re.search(messages.containing(row_tokens, f"seq {seq}"), banner)
-    assert "mesh.seq: auto" in (tmp_path / "auto/banner.txt").read_text()
+    assert "mesh.seq: auto" in messages.read_banner(tmp_path / "auto")
     (start,) = (tmp_path / "4 and 1/starts.jsonl").read_text().splitlines()
     assert json.loads(start)["seq_by_row_tokens"] == {"128": 4, "64": 1}
 

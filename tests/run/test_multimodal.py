@@ -10,7 +10,7 @@ import rich.console
 from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.run import build, trainer
-from tests import commands, tolerances
+from tests import commands, messages, tolerances
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
@@ -45,7 +45,7 @@ def test_a_run_trains_resumes_and_exports_the_text_model(tmp_path):
     lines = [json.dumps({"input_ids": document}) + "\n" for document in tokens.tolist()]
     (tmp_path / "train.jsonl").write_text("".join(lines))
     train(tmp_path, steps=1)
-    banner = " ".join((tmp_path / "run/banner.txt").read_text().split())
+    banner = messages.read_banner(tmp_path / "run")
     assert_names(banner, "mistral", "text model only", "vision_tower", "yarn")
     train(tmp_path, steps=2)
     first, second = commands.read_lines(tmp_path / "run/metrics.jsonl")

@@ -425,7 +425,7 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
     train(chosen)
     actual = lines(stopped / "run")
     assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
-    assert re.search(messages.containing(*said), (stopped / "run/banner.txt").read_text())
+    assert re.search(messages.containing(*said), messages.read_banner(stopped / "run"))
     # what was learned is what the new plan has there
     (stream,) = material.train_set.streams
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]

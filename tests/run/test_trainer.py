@@ -252,7 +252,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     assert (evaluated, saved) == ([0, epoch, 2 * epoch], [epoch, 2 * epoch])
     reason = (f"step {2 * epoch}", "held_out", "run.early_stopping_patience = 2")
     assert re.search(messages.containing(*reason), lines)
-    banner = (folder / "run/banner.txt").read_text()
+    banner = messages.read_banner(folder / "run")
     held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
     assert re.search(messages.containing(*held_out), banner)
     assert re.search(messages.containing("epoch", "held_out", f"{num_held_out} documents"), banner)
@@ -293,10 +293,10 @@ def test_a_run_is_written_by_one_process_at_a_time(folder):
 def test_what_changed_since_the_checkpoint_is_said(folder):
     train(settings(folder))
     train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
-    banner = (folder / "run/banner.txt").read_text()
+    banner = messages.read_banner(folder / "run")
     assert re.search(messages.containing("step 6", f"{folder}/run/checkpoints/6"), banner)
     changed = "run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05"
-    assert re.search(f" {re.escape(changed)}$", banner, re.MULTILINE)
+    assert f"changed {changed} data" in banner
     train(
         settings(
             folder,
@@ -306,7 +306,7 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
             "memory.grad_reduce_dtype=bfloat16",
         )
     )
-    banner = (folder / "run/banner.txt").read_text()
+    banner = messages.read_banner(folder / "run")
     altering = [
         "run.steps 8 -> 9",
         "optimizer.learning_rate 0.05 -> 0.1",
@@ -393,7 +393,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     (folder / "run/config.yaml").touch()
     (folder / "run/metrics.jsonl").write_text('{"step": 3}\n')
     train(settings(folder))
-    banner = (folder / "run/banner.txt").read_text()
+    banner = messages.read_banner(folder / "run")
     assert re.search(messages.containing("seed 0", "checkpoint"), banner)
     assert [
         json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()

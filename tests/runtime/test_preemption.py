@@ -97,7 +97,7 @@ def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining(tmp_p
     assert stop._progress.remaining_s == pytest.approx(7.0, abs=0.5)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_no_step_is_dispatched_after_a_signal(tmp_path, name):
     code, stdout, stderr, _ = run(tmp_path, number=getattr(signal, name))
     assert (code, stdout) == (0, "next step: False\n")
@@ -165,6 +165,7 @@ with preemption.Preemption(run_schema.RunConfig(directory="x"), run_status.RunSt
     [
         ("SIGINT", 0.2, ["step 74", "Ctrl-C"]),
         ("SIGTERM to process 1", 9.7, ["SIGTERM to process 1", "step 74", "10 s", "SIGTERM"]),
+        ("SIGHUP", 0.2, ["SIGHUP", "step 74", "SIGTERM"]),
         ("run.stop_after = 30m", 0.2, ["run.stop_after = 30m", "step 74", "Ctrl-C"]),
     ],
 )

@@ -11,7 +11,7 @@ from jaxsp.planner.compile import buffers
 from jaxsp.planner.compile.buffers import Buffer
 from jaxsp.planner.compile.compiled import PlannedStep
 from jaxsp.runtime import device_mesh
-from jaxsp.training import memory_fit, sharding
+from jaxsp.training import memory_fit, memory_formula, sharding
 from jaxsp.training.memory_fit import MemoryUse
 
 WEIGHTS = "weights"
@@ -32,7 +32,8 @@ CATEGORIES: Mapping[str, str] = {
     "frozen weights",
     OPTIMIZER: "the optimizer's state, such as moments",
     GRADIENTS: "summed over the step, one shard on each device",
-    SAVED_ACTIVATIONS: "saved for the backward pass: layer inputs and attention outputs",
+    SAVED_ACTIVATIONS: "saved for the backward pass by all layers: their inputs, attention's "
+    "outputs, and the matrix products that memory.remat keeps",
     ATTENTION: "queries, keys, values, outputs, their gradients, and buffers of collectives",
     SOFTMAX_STATISTICS: "attention's float32 log-sum-exps, packed rows in cuDNN's layout",
     CUDNN_WORKSPACE: "estimate of cuDNN's backward workspace, which XLA counts only on a GPU",
@@ -156,12 +157,6 @@ class _Classifier:
         self._device_tokens = program.tokens_per_device
         self._mlp_tile = min(program.mlp_tile, self._device_tokens)
         self._loss_tile = min(program.loss_tile, self._device_tokens)
-        # of a layer: its input, attention's output, and its log-sum-exps
-        attention_width = model.num_heads * model.head_dim
-        self._saved_sizes = {
-            self._device_tokens * width
-            for width in (model.hidden_size, attention_width, model.num_heads)
-        }
         self._vocab_size = model.vocab_size
         self._widths = {model.hidden_size, model.intermediate_size}
         strategy = step.choice.strategy
@@ -175,6 +170,14 @@ class _Classifier:
         self._head_counts = {
             heads // degree for heads in head_counts for degree in (1, strategy.all_to_all_size)
         }
+        # of a layer: its input, attention's output, its log-sum-exps, and matrix products
+        saved_widths = (
+            model.hidden_size,
+            model.num_heads * model.head_dim,
+            model.num_heads,
+            *memory_formula.saved_product_widths(program),
+        )
+        self._saved_sizes = {self._device_tokens * width for width in saved_widths}
         sharded = [
             param
             for param in jax.tree.leaves(program.table)

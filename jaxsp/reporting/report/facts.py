@@ -11,7 +11,9 @@ from jaxsp.core import durations
 from jaxsp.reporting.report.run_files import RunRecord, to_number
 
 NUM_LAST_LOSSES = 20
-"""Number of last losses whose mean is the final loss, as in the summary that a run prints."""
+"""Number of last losses of which the mean is shown, as in the summary that a run prints."""
+
+MEAN_LOSS = f"Loss, mean of the last {NUM_LAST_LOSSES}"
 
 UNKNOWN = "-"
 
@@ -78,7 +80,7 @@ def summarize(run: RunRecord) -> dict[str, str]:
         "Rows per step": _describe_rows(run),
         "Tokens per step": _describe_step_tokens(run),
         "Tokens": _format(_last(run.columns["num_tokens_total"]), format_count),
-        "Final loss": _describe_final_loss(run),
+        MEAN_LOSS: _describe_mean_loss(run),
         "Best evaluation": describe_best_eval(run),
         "Median tokens/s": _format(_median(run.columns["tokens_per_s"]), format_count),
         "Median MFU": _format(_median(run.columns["mfu"]), format_percent),
@@ -158,7 +160,7 @@ def _longest_row(run: RunRecord) -> int | None:
     return max(numbers, default=None)
 
 
-def _describe_final_loss(run: RunRecord) -> str:
+def _describe_mean_loss(run: RunRecord) -> str:
     losses = last_losses(run)
     if not len(losses):
         return UNKNOWN

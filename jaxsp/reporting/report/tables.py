@@ -65,7 +65,7 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
 
 
 TILES = (
-    "Final loss",
+    facts.MEAN_LOSS,
     "Best evaluation",
     "Median tokens/s",
     "Median MFU",

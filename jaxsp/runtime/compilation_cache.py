@@ -1,0 +1,73 @@
+"""Cache of compiled programs that later runs reuse."""
+
+import os
+import pathlib
+
+import jax
+
+from jaxsp.core import paths, urls
+from jaxsp.core.errors import UserError
+from jaxsp.runtime import distributed, hardware
+
+AUTO = "auto"
+
+MAX_BYTES = 5 * 2**30
+"""Size of the folder from which on JAX deletes the programs that were not used for longest."""
+
+MIN_CPU_RELEASE = (0, 12, 0)
+"""First release of JAX in which `auto` keeps programs for CPUs. Its key has the features of the
+processor, so that machines can share a home folder. jax 0.10.1 prints two errors of 1,000 columns
+for each kernel that it reads, on the same machine (jax issue 38445)."""
+
+_FIELD = "run.compilation_cache"
+
+
+def enable(setting: str | None, *, num_processes: int = 1) -> None:
+    """Sets JAX's compilation cache. Call it before JAX compiles anything.
+
+    Args: setting: run.compilation_cache.
+    Raises: UserError for a folder that cannot be written.
+    """
+    if setting is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if setting == AUTO:
+        if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not _is_automatic(num_processes):
+            return
+        try:
+            folder = urls.cache_dir() / "programs"
+            _prepare(folder)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+            distributed.log(f"{_FIELD}: compiled programs are not kept: {error}")
+            return
+    else:
+        if urls.is_url(setting):
+            raise UserError(f"{_FIELD} = {setting}: must be a folder of this machine. Use auto.")
+        folder = paths.expand_user(setting, field=_FIELD)
+        try:
+            _prepare(folder)
+        except OSError as error:
+            raise UserError(
+                f"{_FIELD} = {setting}: cannot be written: {error.strerror}. "
+                "Name another folder, or null for none."
+            ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+
+
+def _is_automatic(num_processes: int) -> bool:
+    """True if `auto` keeps programs.
+
+    Only process 0 writes them. Without a shared home folder it would read a program that the others
+    compile, while XLA expects all of them to divide the timing of kernels.
+    """
+    has_gpu = hardware.count_gpus(os.environ) > 0
+    return num_processes == 1 and (has_gpu or jax.__version_info__ >= MIN_CPU_RELEASE)
+
+
+def _prepare(folder: pathlib.Path) -> None:
+    """Creates a folder. Raises: OSError if it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(13, "Permission denied", str(folder))

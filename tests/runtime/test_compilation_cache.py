@@ -1,0 +1,88 @@
+"""The folder of compiled programs, by setting, release, devices and processes."""
+
+import pathlib
+
+import jax
+import pytest
+
+from jaxsp.core.errors import UserError
+from jaxsp.runtime import compilation_cache, hardware
+from tests.messages import assert_names
+
+OLD = (0, 10, 1)
+NEW = (0, 12, 0)
+
+
+@pytest.fixture
+def updates(monkeypatch, tmp_path):
+    """Values that are set in JAX's config."""
+    values = {}
+    monkeypatch.setattr(jax.config, "update", values.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return values
+
+
+def simulate(monkeypatch, release, num_gpus):
+    monkeypatch.setattr(jax, "__version_info__", release)
+    monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("release", "num_gpus", "num_processes", "is_used"),
+    [
+        (OLD, 0, 1, False),
+        (NEW, 0, 1, True),
+        (OLD, 8, 1, True),
+        (NEW, 8, 1, True),
+        (NEW, 8, 2, False),
+        (NEW, 0, 2, False),
+    ],
+)
+def test_auto_keeps_programs_where_that_is_safe(
+    monkeypatch, updates, tmp_path, release, num_gpus, num_processes, is_used
+):
+    simulate(monkeypatch, release, num_gpus)
+    compilation_cache.enable("auto", num_processes=num_processes)
+    folder = tmp_path / "home/jaxsp/programs"
+    expected = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_max_size": compilation_cache.MAX_BYTES,
+    }
+    assert updates == (expected if is_used else {})
+    assert folder.is_dir() == is_used
+
+
+def test_auto_keeps_jaxs_own_setting(monkeypatch, updates):
+    simulate(monkeypatch, NEW, 0)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/own")
+    compilation_cache.enable("auto")
+    assert updates == {}
+
+
+def test_a_home_that_cannot_be_written_is_no_error(monkeypatch, updates, tmp_path, capfd):
+    simulate(monkeypatch, NEW, 0)
+    (tmp_path / "home").touch()
+    compilation_cache.enable("auto")
+    assert updates == {}
+    assert "run.compilation_cache" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_named_folder_is_always_used(monkeypatch, updates, tmp_path, num_processes):
+    simulate(monkeypatch, OLD, 0)
+    compilation_cache.enable(str(tmp_path / "programs"), num_processes=num_processes)
+    assert pathlib.Path(updates["jax_compilation_cache_dir"]) == tmp_path / "programs"
+
+
+def test_a_folder_that_cannot_be_used_is_refused(updates, tmp_path):
+    (tmp_path / "file").touch()
+    for setting in (str(tmp_path / "file"), "gs://bucket/programs"):
+        with pytest.raises(UserError) as error:
+            compilation_cache.enable(setting)
+        assert_names(error.value, f"run.compilation_cache = {setting}")
+    assert updates == {}
+
+
+def test_null_keeps_no_programs(updates):
+    compilation_cache.enable(None)
+    assert updates == {"jax_enable_compilation_cache": False}
