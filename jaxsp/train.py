@@ -34,13 +34,14 @@ from jaxsp.training import memory_formula
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with all problems found before the first step."""
-    args = _make_parser().parse_intermixed_args(arguments)
+    args = _make_parser().parse_intermixed_args(_join_preview(arguments))
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
     if process.index == 0:
         registry.check_installed(config.logging)
-    if args.preview:
-        preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
+    if args.preview is not None:
+        console = rich.console.Console(quiet=process.index > 0, markup=False)
+        preview.print_preview(config, console, num_records=args.preview or None)
         return
     jax_platform.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
@@ -96,10 +97,23 @@ def _make_parser() -> argparse.ArgumentParser:
     cli.add_config_arguments(parser)
     parser.add_argument(
         "--preview",
-        action="store_true",
-        help="prints what is learned of each source's first record, and trains nothing",
+        metavar="N",
+        type=int,
+        help="prints what is learned of each source's first N records, or of one record of each "
+        "kind, and trains nothing",
     )
     return parser
+
+
+def _join_preview(arguments: list[str]) -> list[str]:
+    """Joins --preview and its number; without one it is 0, also before key.path=value."""
+    joined: list[str] = []
+    for argument, before in zip(arguments, ["", *arguments], strict=False):
+        if before == "--preview" and argument.isdecimal():
+            joined[-1] = f"--preview={argument}"
+        else:
+            joined.append("--preview=0" if argument == "--preview" else argument)
+    return joined
 
 
 def _pinned_pool_bytes(config: Config, process: Process) -> int | None:

@@ -124,7 +124,7 @@ def pieces(rows):
 def test_documents_are_packed_with_labels_and_weights(loaded):
     """Each segment of a row is a whole document; labels and weights are shifted by one token."""
     program = dataclasses.replace(loaded[0], has_weights=True)
-    documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 1, 8, 7, 10, 2])]
+    documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 2, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
     factors = [np.array(document) + 0.5 for document in documents]
     actual = list(library.pack(documents, program, labels=labels, weights=factors))

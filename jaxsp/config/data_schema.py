@@ -10,6 +10,7 @@ from jaxsp.config import fields
 from jaxsp.config.fields import (
     MAX_COUNT,
     ConfigSection,
+    Date,
     NonNegativeCount,
     PositiveCount,
     PositiveFloat,
@@ -31,8 +32,8 @@ class SourceConfig(ConfigSection):
     ]
     """Content of a record, as in TRL. text: `text`. messages: `messages`, each with `role` and
     `content`, and optionally `tools`. prompt_completion: `prompt` and `completion`, both text or
-    both messages. tokens: `input_ids` and optionally `labels` (not shifted; -100: no loss). An
-    assistant message with `weight: 0` or `train: false` has no loss."""
+    both messages. tokens: `input_ids` and optionally `labels` (not shifted; -100: no loss) or a
+    mask. An assistant message with `weight: 0`, `train: false` or the like has no loss."""
     name: Annotated[str | None, with_examples("books", min_length=1)] = None
     """Name in the metrics and the banner. null: the source as written."""
     weight: Annotated[PositiveFloat | None, with_examples(0.7)] = None
@@ -53,6 +54,9 @@ class SourceConfig(ConfigSection):
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
     messages or prompt and completion, tools, chat_template_kwargs; input_ids, labels. Fields of a
     message: role, content."""
+    ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
+    """Fields of the records, or of their messages, to ignore although other systems give them a
+    meaning. Without this, jaxsp reads or refuses them."""
     # pydantic copies the default
     roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
@@ -87,6 +91,14 @@ class DataConfig(ConfigSection):
     rows. truncate: keep its beginning. drop: leave it out. error: refuse to start."""
     chat_template: Annotated[str | None, with_examples("template.jinja", min_length=1)] = None
     """File with a chat template (Jinja), or the template itself. null: the tokenizer's own."""
+    chat_template_date: Annotated[Date | None, with_examples("2026-11-25")] = None
+    """Date to write as the date of today, for chat templates that do (SmolLM3's, Granite's), so
+    that tokens do not change from day to day. null: their fallback, or an error if they have none.
+    """
+    earlier_reasoning: Literal["error", "keep", "no_loss"] = "error"
+    """Action for an answer whose thinking the chat template drops because other messages follow (as
+    Qwen3's): the model would learn to answer without thinking. error: refuse the record. keep:
+    train on the bare answer. no_loss: no loss on it."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens that have a loss. assistant: only the assistant's part of messages, and the completion
     of prompt_completion. all: every token."""

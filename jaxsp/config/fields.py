@@ -1,6 +1,6 @@
 """Base class and field types of the config's sections."""
 
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Annotated, Any
 
 import pydantic
@@ -48,6 +48,17 @@ PositiveDuration = Annotated[
     pydantic.BeforeValidator(parse_positive_duration),
     pydantic.PlainSerializer(durations.to_text),
 ]
+
+
+def _parse_date(value: object) -> object:
+    """Parses a date given as text. Raises: ValueError with the rule."""
+    try:
+        return date.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("must be a date, such as 2026-11-25") from None
+
+
+Date = Annotated[date, pydantic.BeforeValidator(_parse_date)]
 
 
 def is_count(value: object) -> bool:

@@ -120,11 +120,7 @@ def _spread(count: int) -> np.ndarray:
 def _unpack(data: PackedDataset, config: Config) -> dict[int, DataRows]:
     """Puts each document, or each segment of one that is longer than all rows, into its own row."""
     row_lengths = [stream.row_tokens for stream in data.streams]
-    longest = row_lengths[-1]
-    lengths = data.documents.lengths
-    num_whole = lengths // longest
-    rest = lengths % longest
-    segments = np.concatenate([np.full(int(num_whole.sum()), longest), rest[rest > 0]])
+    segments = data.documents.segments.length
     segments = np.random.default_rng(config.run.seed).permutation(segments)
     length_index = np.searchsorted(row_lengths, segments)
     unpacked = {}

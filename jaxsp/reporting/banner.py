@@ -231,9 +231,8 @@ def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
 
 def describe_documents(data: PackedDataset) -> str:
     """Describes the size of a data set, and what is left out of it."""
-    lengths = data.documents.lengths
-    num_tokens = format_count(int(lengths.sum()), "token")
-    text = f"{format_count(len(lengths), 'document')}, {num_tokens}"
+    num_tokens = format_count(int(data.documents.segments.length.sum()), "token")
+    text = f"{format_count(len(data.documents.lengths), 'document')}, {num_tokens}"
     exclusions = summary.describe_exclusions(data.documents.sources)
     return f"{text}; {exclusions}" if exclusions else text
 

@@ -1,4 +1,4 @@
-"""Preview of the training data: the first record of each source, with the tokens that have a loss.
+"""Preview of the training data: records of each source, with the tokens that have a loss.
 
 Printed by `python -m jaxsp.train CONFIG.yaml --preview`.
 """
@@ -15,7 +15,8 @@ from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization import examples
+from jaxsp.data.tokenization.examples import Example
 from jaxsp.hf import folder
 from jaxsp.run import model_files
 
@@ -30,11 +31,14 @@ _MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion"
 tokens of a text have a loss; in a chat, a user wants to see which messages have one."""
 
 
-def print_preview(config: Config, console: rich.console.Console) -> None:
-    """Prints the first usable record of each training source and marks the tokens with a loss.
+def print_preview(
+    config: Config, console: rich.console.Console, *, num_records: int | None = None
+) -> None:
+    """Prints records of each training source and marks the tokens with a loss.
 
     Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
+    Args: num_records: the first ones; None: the first one, and one of each kind of chat.
     Raises: UserError with the problems of all sources.
     """
     problems = ProblemCollector()
@@ -46,10 +50,20 @@ def print_preview(config: Config, console: rich.console.Console) -> None:
             model_folder = folder.find(model.source)
         tokenizer = model_files.load_tokenizer(config, model_folder, None)
     for number, source in enumerate(config.data.train):
+        num_problems = len(problems)
         with problems.collect():
             _print_source(
-                source, config.data, tokenizer, console, field=f"data.train.{number}.source"
+                source,
+                config.data,
+                tokenizer,
+                console,
+                field=f"data.train.{number}.source",
+                num_records=num_records,
             )
+        if number + 1 < len(config.data.train):
+            # here too: at the end, other sources would stand between
+            for problem in problems[num_problems:]:
+                console.print(f"{problem}\n", highlight=False, soft_wrap=True)
     problems.raise_if_any()
 
 
@@ -60,17 +74,38 @@ def _print_source(
     console: rich.console.Console,
     *,
     field: str,
+    num_records: int | None,
 ) -> None:
     records = sources.read(source, data=data, field=field)
-    location, tokens, labels = tokenize.encode_first_record(
-        records, source=source, data=data, tokenizer=tokenizer, field=field
+    unread = sources.list_unread_fields(source, field=field)
+    encoded = examples.encode_examples(
+        records,
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        field=field,
+        num_records=num_records,
     )
+    name = f"{field} = {source.source}"
+    for number, example in enumerate(encoded):
+        if not number and unread:
+            names = f"{name}: fields that nothing reads: {', '.join(map(str, unread))}\n"
+            console.print(names, highlight=False, soft_wrap=True)
+        max_tokens = _MAX_TOKENS[source.format]
+        _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
+
+
+def _print_example(
+    example: Example, name: str, tokenizer: Any, console: rich.console.Console, *, max_tokens: int
+) -> None:
+    _, tokens, labels, _ = example
     has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
     has_loss[:1] = False  # the first token is never a target
     legend = _highlight("like this" if has_loss.any() else "nothing", console)
-    text = rich.text.Text(f"{field} = {source.source}: {location}\n{len(tokens):,} tokens, ")
+    kinds = f" ({', '.join(example.kinds)})" if example.kinds else ""
+    text = rich.text.Text(f"{name}: {example.place}{kinds}\n{len(tokens):,} tokens, ")
     text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
-    half = _MAX_TOKENS[source.format] // 2
+    half = max_tokens // 2
     for start, stop in _choose_spans(len(tokens), half=half):
         if start:
             text.append(f"\n\n... {start - half:,} tokens ...\n\n")

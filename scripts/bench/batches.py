@@ -145,7 +145,8 @@ def make_loader(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader
     )
     sizes = {"replica": 1, "data": data, "seq": seq}
     mesh = device_mesh.make_mesh(sizes, jax.devices()[: data * seq])
-    packed = dataset.pack_documents("train", Documents([documents]), config, digests=["unused"])
+    stored = Documents([documents], longest_row=config.data.max_row_tokens)
+    packed = dataset.pack_documents("train", stored, config, digests=["unused"])
     schedule = packed.make_schedule(config, epochs=1)
     placement = RowPlacement(mesh, KEPT_ORDER)
     return packed.make_loader(config, schedule, lambda row_tokens: placement)

@@ -171,7 +171,7 @@ def make_case(
     max_segments: int | None = None,
 ) -> Case:
     """The case of a packer. Args: counts: number of segments of each row."""
-    segments = split_documents(lengths, drawn.row_tokens)
+    segments = packing.split_documents(lengths, drawn.row_tokens).length
     return Case(
         lengths=drawn.name,
         row_tokens=drawn.row_tokens,
@@ -208,7 +208,8 @@ def pack_jaxsp(lengths: np.ndarray, row_tokens: int, max_segments: int, repeats:
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=0)
+        segments = packing.split_documents(lengths, row_tokens)
+        plan = packing.plan_rows(segments, row_tokens=row_tokens, max_segments=max_segments, seed=0)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds), np.diff(plan.row_starts)
 
@@ -216,7 +217,7 @@ def pack_jaxsp(lengths: np.ndarray, row_tokens: int, max_segments: int, repeats:
 def pack_grain(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
     """Packs with the packer of grain that has this name. It gets segments, as it splits nothing."""
     zeros = np.zeros(row_tokens, np.int8)
-    segments = split_documents(lengths, row_tokens).tolist()
+    segments = packing.split_documents(lengths, row_tokens).length.tolist()
     source = grain.MapDataset.source(segments).map(lambda length: {"tokens": zeros[:length]})
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     rows = getattr(grain.experimental, f"{name}PackIterDataset")(
@@ -254,12 +255,6 @@ def make_zeros(lengths: np.ndarray) -> datasets.Dataset:
     if offsets[-1] < 2**31:  # the type that `datasets` gives to lists
         tokens = tokens.cast(pa.list_(pa.int8()))
     return datasets.Dataset(pa.table({"input_ids": tokens}))
-
-
-def split_documents(lengths: np.ndarray, row_tokens: int) -> np.ndarray:
-    """Lengths of segments: documents are split so that each segment fits into a row."""
-    num_whole, rest = np.divmod(lengths, row_tokens)
-    return np.concatenate([np.full(num_whole.sum(), row_tokens), rest[rest > 0]])
 
 
 def min_rows(lengths: np.ndarray, row_tokens: int, max_segments: int) -> int:

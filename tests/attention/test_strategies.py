@@ -373,7 +373,8 @@ def test_zigzag_balances_causal_work(record_property):
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(50), np.log(65536), 1000)).astype(
         np.int64
     )
-    plan = packing.plan_rows(lengths, row_tokens=65536, max_segments=64, seed=0)
+    segments = packing.split_documents(lengths, 65536)
+    plan = packing.plan_rows(segments, row_tokens=65536, max_segments=64, seed=0)
     mix = [plan.row(number).length for number in range(len(plan))]
     ratios = {
         name: [imbalance(rows, **size, zigzag=zigzag) for zigzag in (True, False)]

@@ -19,7 +19,7 @@ LENGTHS = [5, 16, 3, 9, 11, 16, 40, 64, 17, 150, 2, 16]
 def make_data(**fields):
     """Makes the data of LENGTHS in rows of 16 and 64 tokens, and its config."""
     config = test_loader.settings_of(row_tokens=[16, 64], rows_per_step=2, **fields)
-    documents = test_loader.documents_of(LENGTHS)
+    documents = test_loader.documents_of(LENGTHS, row_tokens=64)
     return dataset.pack_documents("train", documents, config, digests=["unused"]), config
 
 

@@ -1,5 +1,6 @@
-"""--preview: the first record of each training source, with the tokens that have a loss."""
+"""--preview: records of each training source, with the tokens that have a loss."""
 
+import json
 import re
 
 import datasets
@@ -48,10 +49,10 @@ def asked(*sources, tokenizer="bytes"):
     )
 
 
-def shown(config, **options):
+def shown(config, num_records=None, **options):
     console = rich.console.Console(markup=False, **{"width": 200, **options})
     with console.capture() as capture:
-        preview.print_preview(config, console)
+        preview.print_preview(config, console, num_records=num_records)
     return capture.get()
 
 
@@ -124,6 +125,82 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
     assert given == [1]
     assert "⟦one↵" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def write_chats(path):
+    """Writes plain chats, then chats of several kinds."""
+    ask = {"role": "user", "content": "q"}
+    answer = {"role": "assistant", "content": "a"}
+    call = {"role": "assistant", "tool_calls": [chats.CALL]}
+    records = [[ask, answer]] * 3
+    records += [[ask, answer | {"content": "<think>hm</think>so"}], [ask, call]]
+    records += [
+        [ask, answer, ask, answer | {"loss": False}, ask, answer],
+        [ask, answer, ask, answer],
+    ]
+    lines = [
+        json.dumps({"id": number, "messages": record, "topic": "t"})
+        for number, record in enumerate(records, 1)
+    ]
+    path.write_text("\n".join(lines))
+
+
+def test_one_record_of_each_kind_is_shown_by_default(tmp_path):
+    write_chats(tmp_path / "kinds.jsonl")
+    config = asked(("kinds.jsonl", "messages"), ("long.txt", "text"))
+    text = shown(config)
+    assert re.findall(r"kinds\.jsonl, line (\d+)(.*)", text) == [
+        ("1", ""),
+        ("4", " (reasoning)"),
+        ("5", " (tool calls)"),
+        ("6", " (several turns, messages without loss)"),
+    ]
+    assert text.count("long.txt: long.txt") == 1
+    assert re.findall(r"kinds\.jsonl, line (\d+)", shown(config, num_records=2)) == ["1", "2"]
+    assert len(re.findall(r"kinds\.jsonl, line", shown(config, num_records=99))) == 7
+
+
+def test_fields_that_nothing_reads_are_listed(tmp_path):
+    write_chats(tmp_path / "kinds.jsonl")
+    datasets.Dataset.from_dict({"text": ["x"], "url": ["y"], "size": [1]}).to_parquet(
+        str(tmp_path / "table.parquet")
+    )
+    text = shown(
+        asked(
+            ("kinds.jsonl", "messages"),
+            ("table.parquet", "text"),
+            ("pair.jsonl", "prompt_completion"),
+        )
+    )
+    listed = re.findall(r"(\S+): fields that nothing reads: (.*)", text)
+    assert listed == [("kinds.jsonl", "id, topic"), ("table.parquet", "url, size")]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["c.yaml"], None),
+        (["c.yaml", "--preview"], 0),
+        (["c.yaml", "--preview", "run.steps=3"], 0),
+        (["--preview", "5", "c.yaml"], 5),
+        (["c.yaml", "--preview=5"], 5),
+    ],
+)
+def test_preview_takes_a_number_or_none(words, expected):
+    args = train._make_parser().parse_intermixed_args(train._join_preview(words))
+    assert (args.preview, args.config) == (expected, "c.yaml")
+    assert args.changes == [word for word in words if word.startswith("run.")]
+
+
+def test_a_problem_stands_where_its_source_does(capsys):
+    config = asked(("talk.jsonl", "messages"), ("no.jsonl", "text"), ("long.txt", "text"))
+    console = rich.console.Console(markup=False, width=200)
+    with console.capture() as capture, pytest.raises(UserError) as raised:
+        preview.print_preview(config, console)
+    (problem,) = raised.value.problems
+    text = capture.get()
+    places = [text.index(part) for part in ("talk.jsonl", problem, "long.txt")]
+    assert places == sorted(places)
 
 
 def test_problems_of_all_sources_are_said():

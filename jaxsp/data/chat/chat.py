@@ -13,15 +13,16 @@ A span must begin with the message's content or its thinking: otherwise a header
 prompt does not write would be trained on. It must end with more than the content: a message without
 an end-of-turn token never teaches the model to stop.
 
-A record that fails a check is refused; nothing is guessed. The text is always the template's: if it
-cuts thinking out of earlier messages, that thinking is not trained on.
+A record that fails a check is refused; nothing is guessed. The text is always the template's. If it
+drops the thinking of earlier messages, data.earlier_reasoning decides about the bare answers.
 """
 
 import dataclasses
+import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.data.chat import generation_marks, span_search, template_text
+from jaxsp.data.chat import generation_marks, reasoning, span_search, template_text
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
 
@@ -47,6 +48,8 @@ class RenderedRecord:
     """Refuse the record if a token lies only partly in a span; if False, train on that token."""
     is_plain: bool = False
     """Add the tokenizer's special tokens around the text, and its end token after it."""
+    num_bare_answers: int = 0
+    """Number of messages whose thinking the template dropped, and that would have a loss."""
 
 
 def render_record(
@@ -55,12 +58,16 @@ def render_record(
     tokenizer: "transformers.PreTrainedTokenizerBase",
     template: str | None,
     train_on: str,
+    earlier_reasoning: str = "error",
+    date: datetime.date | None = None,
 ) -> RenderedRecord:
     """Renders a record of `messages`, or of `prompt` and `completion`, as formats.py stores them.
 
     Args:
         template: None to use the tokenizer's own.
         train_on: data.train_on.
+        earlier_reasoning: data.earlier_reasoning.
+        date: data.chat_template_date.
     Raises: RecordError if the record cannot be used.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
@@ -71,51 +78,77 @@ def render_record(
     has_full_loss = train_on == "all"
     if "messages" in record:
         render = TemplateRenderer(
-            record, tokenizer=tokenizer, template=template, with_marks=not has_full_loss
+            record, tokenizer=tokenizer, template=template, with_marks=not has_full_loss, date=date
         )
-        return _render_conversation(record["messages"], render, has_full_loss=has_full_loss)
+        return _render_conversation(
+            record["messages"],
+            render,
+            has_full_loss=has_full_loss,
+            earlier_reasoning=earlier_reasoning,
+        )
     prompt = record["prompt"]
     completion = record["completion"]
     if isinstance(prompt, str):
         text = prompt + completion
         spans = None if has_full_loss else ((len(prompt), len(text)),)
         return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
-    render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
-    return _render_completion(prompt, completion, render, has_full_loss=has_full_loss)
+    render = TemplateRenderer(
+        record, tokenizer=tokenizer, template=template, with_marks=False, date=date
+    )
+    return _render_completion(
+        prompt,
+        completion,
+        render,
+        has_full_loss=has_full_loss,
+        earlier_reasoning=earlier_reasoning,
+    )
 
 
 def _render_conversation(
-    messages: Messages, render: TemplateRenderer, *, has_full_loss: bool
+    messages: Messages, render: TemplateRenderer, *, has_full_loss: bool, earlier_reasoning: str
 ) -> RenderedRecord:
     text, marks = render(messages)
     template_text.check_messages_present(messages, text)
-    if has_full_loss:
-        _check_all_have_loss(messages, "use data.train_on=assistant")
-        return RenderedRecord(text=text)
     indices = [
         index
         for index, message in enumerate(messages)
         if message["role"] == template_text.ASSISTANT
     ]
+    loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
+    bare = reasoning.find_bare_answers(messages, loss_indices, text, render)
+    if has_full_loss:
+        suggestion = "use data.train_on=assistant"
+        _check_all_have_loss(messages, suggestion)
+        reasoning.check_bare_answers(bare, earlier_reasoning, no_loss=suggestion)
+        return RenderedRecord(text=text, num_bare_answers=len(bare))
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise RecordError(
             f"has no message with the role {template_text.ASSISTANT} to train on, only {roles}. "
             "Map the source's role names with roles, or use data.train_on=all"
         )
-    loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
+    if earlier_reasoning == "no_loss":
+        loss_indices = [index for index in loss_indices if index not in bare]
     if not loss_indices:
+        reason = " or loses its thinking" if bare else ""
         raise RecordError(
-            f"every message with the role {template_text.ASSISTANT} has weight 0 or train false. "
-            "Leave the record out"
+            f"every message with the role {template_text.ASSISTANT} has weight 0{reason}. Leave "
+            "the record out"
         )
     if render.has_marks:
-        spans = generation_marks.read_marked_spans(
+        spans, marked = generation_marks.read_marked_spans(
             messages, indices, text, marks, render, loss_indices=loss_indices
         )
+        bare = [index for index in bare if index in marked]
     else:
         spans = infer_spans(messages, loss_indices, text, render)
-    return RenderedRecord(text=text, loss_spans=tuple(spans), has_exact_spans=not render.has_marks)
+    reasoning.check_bare_answers(bare, earlier_reasoning)
+    return RenderedRecord(
+        text=text,
+        loss_spans=tuple(spans),
+        has_exact_spans=not render.has_marks,
+        num_bare_answers=len(bare),
+    )
 
 
 def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
@@ -123,21 +156,37 @@ def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
     for number, message in enumerate(messages, 1):
         if message["role"] == template_text.ASSISTANT and not template_text.has_loss(message):
             raise RecordError(
-                f"message {number} has weight 0 or train false, but the whole text is trained on: "
+                f"message {number} has weight 0 (no loss), but the whole text is trained on: "
                 f"{suggestion}"
             )
 
 
 def _render_completion(
-    prompt: Messages, completion: Messages, render: TemplateRenderer, *, has_full_loss: bool
+    prompt: Messages,
+    completion: Messages,
+    render: TemplateRenderer,
+    *,
+    has_full_loss: bool,
+    earlier_reasoning: str,
 ) -> RenderedRecord:
     messages = prompt + completion
     text, _ = render(messages)
     template_text.check_messages_present(messages, text)
+    suggestion = "use format: messages"
+    first_with_loss = len(prompt)
     if has_full_loss:
-        _check_all_have_loss(messages, "use data.train_on=assistant")
-        return RenderedRecord(text=text)
-    _check_all_have_loss(completion, "use format: messages")
+        suggestion = "use data.train_on=assistant"
+        first_with_loss = 0
+    _check_all_have_loss(messages[first_with_loss:], suggestion)
+    answers = [
+        index
+        for index in range(first_with_loss, len(messages))
+        if messages[index]["role"] == template_text.ASSISTANT
+    ]
+    bare = reasoning.find_bare_answers(messages, answers, text, render)
+    reasoning.check_bare_answers(bare, earlier_reasoning, no_loss=suggestion)
+    if has_full_loss:
+        return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = common_prefix_length(prompted, text)
@@ -155,7 +204,12 @@ def _render_completion(
         suggestion="use data.train_on=all, or format: messages and a data.chat_template with "
         "{% generation %} marks",
     )
-    return RenderedRecord(text=text, loss_spans=((start, len(text)),), has_exact_spans=False)
+    return RenderedRecord(
+        text=text,
+        loss_spans=((start, len(text)),),
+        has_exact_spans=False,
+        num_bare_answers=len(bare),
+    )
 
 
 def infer_spans(

@@ -1,6 +1,8 @@
 """Loads chat templates and renders conversations with them."""
 
+import datetime
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ from jaxsp.data.chat.template_text import RecordError, TextSpans
 if TYPE_CHECKING:
     import transformers
 
+_DATE_FUNCTION = "strftime_now"
+"""Function of transformers that formats the present time."""
+
 _RESERVED_KWARGS = (
     "messages",
     "tools",
@@ -21,8 +26,10 @@ _RESERVED_KWARGS = (
     "chat_template",
     "conversation",
     "continue_final_message",
-    "strftime_now",
+    _DATE_FUNCTION,
 )
+
+_DATE_CALL = re.compile(rf"""{_DATE_FUNCTION}\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 
 _UNDEFINED_DATE = "the_date_of_today"
 """A name that no template defines: a variable set to it counts as undefined."""
@@ -33,7 +40,8 @@ def load_template(
 ) -> str | None:
     """Returns the config's template, from a file or inline; None to use the tokenizer's own.
 
-    Raises: UserError if neither exists, or if the template is not valid Jinja.
+    Raises: UserError if neither exists, if the template is not valid Jinja, and for a
+        data.chat_template_date that it does not write.
     """
     import jinja2
     from transformers.utils import chat_template_utils
@@ -60,7 +68,17 @@ def load_template(
                 f"data.chat_template = {value}: must be a Jinja template: line {error.lineno}: "
                 f"{error.message}."
             ) from None
+    if data.chat_template_date is not None and not any(map(writes_date, texts)):
+        raise UserError(
+            f"data.chat_template_date = {data.chat_template_date}: the chat template writes no "
+            "date (strftime_now). Remove it."
+        )
     return None if template is None else texts[0]
+
+
+def writes_date(template: str) -> bool:
+    """Returns True if a template may write the date of today."""
+    return _DATE_FUNCTION in template
 
 
 def resolve_template(chat_template: str) -> str:
@@ -83,11 +101,27 @@ def resolve_template(chat_template: str) -> str:
         raise UserError(f"data.chat_template = {chat_template}: cannot be read: {error}.") from None
 
 
+def _fix_date(template: str, date: datetime.date | None) -> str:
+    """Returns a template that writes this date as the date of today, or cannot write any.
+
+    The calls are replaced, because transformers passes no functions to a template.
+    """
+    if not writes_date(template):
+        return template
+    value = _UNDEFINED_DATE
+    if date is not None:
+        value = repr(date.isoformat())
+        template = _DATE_CALL.sub(lambda call: repr(date.strftime(call[2])), template)
+    # Jinja drops the line break after the tag, so the template's first line stays the first
+    return f"{{% set {_DATE_FUNCTION} = {value} %}}\n{template}"
+
+
 class TemplateRenderer:
     """Renders messages as `tokenizer.apply_chat_template` does, with the spans of its marks.
 
-    A RenderFunction. A template that writes the date of today (Llama 3.2's) writes its fallback for
-    a renderer without a date, so that the tokens do not change from day to day.
+    A RenderFunction. A template that writes the date of today writes the config's date instead, so
+    that tokens do not change from day to day. Without one it writes a fallback (Llama 3.2's) or
+    fails.
     """
 
     def __init__(
@@ -97,12 +131,14 @@ class TemplateRenderer:
         tokenizer: "transformers.PreTrainedTokenizerBase",
         template: str | None,
         with_marks: bool,
+        date: datetime.date | None = None,
     ):
         """Prepares the template for a record's tools and arguments.
 
         Args:
             template: None to use the tokenizer's own.
             with_marks: return the spans of {% generation %} marks, if the template has some.
+            date: data.chat_template_date.
         Raises: RecordError if the record does not fit the template.
         """
         self._tools = record.get("tools") or None  # for [], some templates mention tools
@@ -117,10 +153,7 @@ class TemplateRenderer:
             raise RecordError(
                 "the tokenizer has no chat template for it. Set data.chat_template"
             ) from None
-        if "strftime_now" in text:
-            # Jinja drops the line break after the tag, so the template's first line stays the first
-            text = f"{{% set strftime_now = {_UNDEFINED_DATE} %}}\n{text}"
-        self._template = text
+        self._template = text = _fix_date(text, date)
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
             self._check_tools_are_used(record)
@@ -169,9 +202,11 @@ def _explain_failure(error: Exception) -> str:
     reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     if _UNDEFINED_DATE in reason:
         return (
-            "it writes the date of today (strftime_now), so that tokens would change from day to "
-            "day. Replace it with a fixed date"
+            "it writes the date of today, so that tokens would change from day to day. Set the "
+            "date to write, such as data.chat_template_date=2026-11-25"
         )
+    if isinstance(error, TypeError) and "'str' object is not callable" in reason:
+        reason += f'. Formats of dates must be text in it: {_DATE_FUNCTION}("%Y-%m-%d")'
     if isinstance(error, TypeError) and "concatenate" in reason and '"dict"' in reason:
         reason += (
             ". If it expects the arguments of tool calls as strings, write them in it with | tojson"

@@ -67,8 +67,8 @@ def read_marked_spans(
     render: RenderFunction,
     *,
     loss_indices: list[int],
-) -> TextSpans:
-    """Returns the marked spans of the messages with loss.
+) -> tuple[TextSpans, list[int]]:
+    """Returns the marked spans of the messages with loss, and all marked assistant messages.
 
     Args:
         indices: assistant messages.
@@ -111,9 +111,11 @@ def read_marked_spans(
             if message_end is None or False in is_marked[index]:
                 raise _partial_mark_error(index)
             place = message_end
-    if len(loss_indices) == len(indices):
-        return spans
-    return _select_loss_spans(loss_indices, indices, marks, probe_marks, sorted(word_positions))
+    if len(loss_indices) < len(indices):
+        spans = _select_loss_spans(
+            loss_indices, indices, marks, probe_marks, sorted(word_positions)
+        )
+    return spans, [index for index in indices if True in is_marked[index]]
 
 
 def _select_loss_spans(
@@ -128,7 +130,7 @@ def _select_loss_spans(
     Args: word_positions: first character of each word of the probe, and its message; sorted.
     Raises: RecordError if a mark may belong to a message with loss and to one without.
     """
-    problem = f"{_MARKS} do not separate messages with loss from ones with weight 0 or train false"
+    problem = f"{_MARKS} do not separate messages with loss from ones with weight 0"
     if len(marks) != len(probe_marks):
         raise RecordError(problem)
     starts = [place for place, _ in word_positions]

@@ -17,19 +17,20 @@ RenderFunction = Callable[..., tuple[str, TextSpans]]
 """Renders `(messages, prompt=False)`: returns their text, with the generation prompt if `prompt`,
 and the spans of its {% generation %} marks."""
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that transformers reads as the assistant's reasoning."""
 
 _THINK_OPEN = "<think>"
-_THINK_CLOSE = "</think>"
+THINK_CLOSE = "</think>"
 
 _UNESCAPED = re.compile(r"""[^\x00-\x1f"'\\<>&]+""")
 """Text that JSON, Python and XML all write unchanged."""
 
+TRL_TEMPLATES = "github.com/huggingface/trl/tree/main/trl/chat_templates"
+
 MARKS_SUGGESTION = (
     "use data.train_on=all, or a data.chat_template with {% generation %} around what the "
-    "assistant says. TRL has such templates for many models: *_training.jinja in "
-    "github.com/huggingface/trl/tree/main/trl/chat_templates"
+    f"assistant says. TRL has such templates for many models: *_training.jinja in {TRL_TEMPLATES}"
 )
 
 
@@ -61,16 +62,39 @@ def list_tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Returns False for a message with `weight: 0` (OpenAI) or `train: false` (Axolotl)."""
-    return bool(message.get("weight", 1)) and bool(message.get("train", True))
+    """Returns False for a message with `weight: 0`, as known_fields.py writes every such flag."""
+    return bool(message.get("weight", 1))
 
 
 def visible_content(message: dict[str, Any]) -> str:
     """Returns a message's content without its thinking."""
+    return split_thinking(message)[1]
+
+
+def get_reasoning(message: dict[str, Any]) -> str:
+    """Returns a message's thinking, from its own field or from <think> tags in the content."""
+    own = (message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str))
+    return next((text for text in own if text.strip()), split_thinking(message)[0]).strip()
+
+
+def split_thinking(message: dict[str, Any]) -> tuple[str, str]:
+    """Splits a message's content into its thinking and the rest.
+
+    Thinking is at the beginning, in <think> tags of which the generation prompt may have written
+    the first. Tags elsewhere are quoted by the content, and so is a closing tag in a message with a
+    field for its reasoning.
+    """
     content = message.get("content", "")
     if not isinstance(content, str):
-        return ""
-    return content.rpartition(_THINK_CLOSE)[2] if message["role"] == ASSISTANT else content
+        return "", ""
+    thinking, closing, rest = content.partition(THINK_CLOSE)
+    if message["role"] != ASSISTANT or not closing:
+        return "", content
+    opening, tag, inner = thinking.partition(_THINK_OPEN)
+    if tag:
+        return ("", content) if opening.strip() else (inner, rest)
+    has_own_field = any(isinstance(message.get(name), str) for name in REASONING_FIELDS)
+    return ("", content) if has_own_field else (thinking, rest)
 
 
 def _collect_strings(value: Any) -> list[str]:
@@ -115,22 +139,11 @@ def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> b
         return True
     if not rest.startswith(_THINK_OPEN) and not before.rstrip().endswith(_THINK_OPEN):
         return False
-    parts = rest.split(_THINK_CLOSE)
+    parts = rest.split(THINK_CLOSE)
     return any(
-        _THINK_CLOSE.join(parts[number:]).lstrip().startswith(content)
+        THINK_CLOSE.join(parts[number:]).lstrip().startswith(content)
         for number in range(1, len(parts))
     )
-
-
-def get_reasoning(message: dict[str, Any]) -> str:
-    """Returns a message's reasoning, from its own field or from <think> tags in the content."""
-    for name in _REASONING_FIELDS:
-        if isinstance(message.get(name), str):
-            return message[name].strip()
-    content = message.get("content", "")
-    if not isinstance(content, str):
-        return ""
-    return content.rpartition(_THINK_CLOSE)[0].rpartition(_THINK_OPEN)[2].strip()
 
 
 def check_messages_present(messages: Messages, text: str) -> None:
@@ -144,6 +157,12 @@ def check_messages_present(messages: Messages, text: str) -> None:
             reason = f"the chat template drops content of message {number} ({message['role']})"
             if "function_call" in message:
                 reason += ". Write its function_call as tool_calls, which templates support"
+            elif message["role"] == ASSISTANT and THINK_CLOSE in str(message.get("content")):
+                reason += (
+                    f". Templates read text before {THINK_CLOSE} as thinking. If the message only "
+                    "mentions the tag, give it its thinking as reasoning_content, even if that is "
+                    '""'
+                )
             raise RecordError(reason)
         if has_fixed_place:
             start = end

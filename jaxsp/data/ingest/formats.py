@@ -10,7 +10,7 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import record_checks
+from jaxsp.data.ingest import known_fields, record_checks, token_checks
 from jaxsp.data.ingest.columnar import RecordColumns
 from jaxsp.data.ingest.record_checks import Record
 
@@ -23,6 +23,8 @@ class Format:
     """Value of `format` in the config."""
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    known: tuple[str, ...]
+    """Other fields, which are read or refused because other systems give them a meaning."""
     check: Callable[[Record, SourceConfig, bool], Record]
     """Converts (record, source, has_labels) to the columns to store. Raises RecordError."""
     column: str
@@ -44,6 +46,9 @@ class Format:
         return self.column == "record"
 
 
+BARE_ANSWERS = "bare_answers"
+"""Column of tokenized chats: RenderedRecord.num_bare_answers."""
+
 _CHAT_OPTIONAL = ("tools", "chat_template_kwargs")
 
 # A worker takes 3 to 8 s to start. Without workers, the tokenizer's threads use all cores too,
@@ -55,6 +60,7 @@ FORMATS = {
         Format(
             name="text",
             required=("text",),
+            known=known_fields.IN_TEXTS,
             check=record_checks.check_text,
             column="text",
             bytes_per_worker=2**27,
@@ -63,6 +69,7 @@ FORMATS = {
             name="messages",
             required=("messages",),
             optional=_CHAT_OPTIONAL,
+            known=known_fields.IN_CHATS,
             check=record_checks.check_messages,
             column="record",
             bytes_per_worker=2**25,
@@ -72,6 +79,7 @@ FORMATS = {
             name="prompt_completion",
             required=("prompt", "completion"),
             optional=_CHAT_OPTIONAL,
+            known=known_fields.IN_CHATS,
             check=record_checks.check_completion,
             column="record",
             bytes_per_worker=2**25,
@@ -80,7 +88,8 @@ FORMATS = {
             name="tokens",
             required=("input_ids",),
             optional=("labels",),
-            check=record_checks.check_tokens,
+            known=known_fields.IN_TOKENS,
+            check=token_checks.check_tokens,
             column="input_ids",
         ),
     )
@@ -90,8 +99,8 @@ FORMATS = {
 def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     """Returns the fields to read from a source's records, under the source's names.
 
-    Raises: UserError for unknown names in `fields`, for two fields read from one, and for `roles`
-        of a format without roles.
+    Raises: UserError for unknown names in `fields` and `ignore_fields`, for two fields read from
+        one, and for `roles` of a format without roles.
     """
     record_format = FORMATS[source.format]
     fields = (*record_format.required, *record_format.optional)
@@ -119,10 +128,23 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
             f"{group}.roles: format {source.format} has no roles. Remove it, or use format: "
             "messages."
         )
-    return RecordColumns(
-        required=tuple(source.fields.get(name, name) for name in record_format.required),
-        optional=tuple(source.fields.get(name, name) for name in record_format.optional),
+    in_messages = known_fields.IN_MESSAGES if record_format.is_chat else ()
+    ignorable = dict.fromkeys((*record_format.known, *in_messages))
+    for name in source.ignore_fields:
+        if name not in ignorable:
+            raise UserError(
+                f"{group}.ignore_fields: format {source.format} gives {name} no meaning of its "
+                f"own, so that there is nothing to ignore. Use {errors.format_choices(ignorable)}, "
+                f"or remove it.{errors.did_you_mean(name, ignorable)}"
+            )
+    required = tuple(source.fields.get(name, name) for name in record_format.required)
+    optional = tuple(source.fields.get(name, name) for name in record_format.optional)
+    others = (
+        name
+        for name in record_format.known
+        if name not in (*required, *optional, *source.ignore_fields)
     )
+    return RecordColumns(required=required, optional=(*optional, *others))
 
 
 def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Record:

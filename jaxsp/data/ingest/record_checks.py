@@ -6,16 +6,13 @@ Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats). Differs: c
     object, which transformers expects: most templates would encode the string as JSON once more.
 """
 
-import contextlib
 import json
 from typing import Any
 
-import numpy as np
-
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.data.chat.template_text import ASSISTANT, RecordError
-
-Record = dict[str, Any]
+from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.ingest import known_fields
+from jaxsp.data.ingest.known_fields import Record
 
 SHAREGPT_MESSAGE_CONFIG = (
     "fields: {role: from, content: value}, roles: {human: user, gpt: assistant}"
@@ -107,6 +104,7 @@ def list_fields(record: Record) -> str:
 
 
 def check_text(record: Record, source: SourceConfig, has_labels: bool) -> Record:
+    known_fields.refuse_fields(record, known_fields.REFUSED_MEDIA, source)
     name, value = get_field(record, "text", source)
     if not isinstance(value, str):
         raise RecordError(f"{name} is {type_name(value)}, not a string")
@@ -117,44 +115,14 @@ def check_text(record: Record, source: SourceConfig, has_labels: bool) -> Record
     return {"text": value}
 
 
-def check_tokens(record: Record, source: SourceConfig, has_labels: bool) -> Record:
-    name, value = get_field(record, "input_ids", source)
-    ids = _parse_ids(value, name)
-    labels_name = source.fields.get("labels", "labels")
-    if not has_labels:
-        if has_field(record, labels_name):
-            raise RecordError(
-                f"has {labels_name}, but the source's first record has none: all must have them or "
-                "none. Make two sources"
-            )
-        return {"input_ids": ids}
-    labels = _parse_ids(get_field(record, "labels", source)[1], labels_name)
-    if len(labels) != len(ids):
-        raise RecordError(
-            f"{len(labels)} {labels_name} for {len(ids)} {name}: there must be one for each, not "
-            "shifted, -100 where there is no loss"
-        )
-    return {"input_ids": ids, "labels": labels}
-
-
-def _parse_ids(value: Any, name: str) -> np.ndarray:
-    value = parse_if_string(value, name)
-    with contextlib.suppress(ValueError):  # lists of different lengths
-        array = np.asarray(value)
-        if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
-            ids = array.astype(np.int32)
-            if np.array_equal(ids, array):
-                return ids
-    raise RecordError(f"{name} is not a list of whole numbers below 2,147,483,648")
-
-
 MESSAGE_FIELDS = ("role", "content")
 
 
 def check_messages(record: Record, source: SourceConfig, has_labels: bool) -> Record:
     name, value = get_field(record, "messages", source)
-    value = parse_if_string(value, name)
-    return _serialize({"messages": _check_conversation(value, name, source)}, record, source)
+    messages = _check_conversation(parse_if_string(value, name), name, source)
+    content = {"messages": known_fields.add_system(messages, record, source)}
+    return _serialize(content, record, source)
 
 
 def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> Record:
@@ -174,11 +142,19 @@ def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> 
         raise RecordError(
             f"only {texts[0]} is a string. Prompt and completion must be both text or both messages"
         )
+    if isinstance(content["prompt"], list):
+        content["prompt"] = known_fields.add_system(content["prompt"], record, source)
+    elif system := known_fields.find_system(record, source):
+        raise RecordError(
+            f"has {system[0]} beside a prompt of text. Write it into the prompt, use messages, or "
+            f"set {known_fields.suggest_ignoring(system[0])}"
+        )
     return _serialize(content, record, source)
 
 
 def _serialize(content: Record, record: Record, source: SourceConfig) -> Record:
     """Writes the content, and the record's tools and template arguments, as JSON."""
+    known_fields.refuse_fields(record, known_fields.REFUSED_IN_CHATS, source)
     for field, kind in (("tools", list), ("chat_template_kwargs", dict)):
         name = source.fields.get(field, field)
         if not has_field(record, name):
@@ -245,37 +221,24 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
         checked["content"] = _join_content(message[content_name], f"{place}: {content_name}")
     elif not calls and not isinstance(message.get("function_call"), dict):
         raise RecordError(f"{place} has no {content_name} and no tool_calls; it has {fields}")
-    _check_loss_flags(message, checked["role"], place)
+    known_fields.refuse_fields(message, known_fields.REFUSED_IN_MESSAGES, source, place=f"{place} ")
     replaced = (role_name, content_name, "tool_calls", *checked)
-    return checked | {name: value for name, value in message.items() if name not in replaced}
-
-
-def _check_loss_flags(message: Record, role: str, place: str) -> None:
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise RecordError(
-            f"{place}: weight is {weight!r}: it must be 0 (no loss on this message) or 1"
-        )
-    train = message.get("train", False)
-    if train not in (0, 1):
-        raise RecordError(
-            f"{place}: train is {train!r}: it must be true, or false (no loss on this message)"
-        )
-    if train and role != ASSISTANT:
-        raise RecordError(
-            f"{place}: train is true, but only messages with the role {ASSISTANT} have loss. "
-            "Remove it, or use data.train_on=all"
-        )
+    others = known_fields.take_loss_flags(message, checked["role"], source, place)
+    return checked | {name: value for name, value in others.items() if name not in replaced}
 
 
 def _parse_tool_call(call: Record, place: str) -> Record:
-    """Returns a tool call without null fields, its arguments as an object."""
+    """Returns a tool call without null fields, its arguments as an object.
+
+    A call of a function without arguments may have null or an empty string for them.
+    """
     call = drop_nulls(call)
     if isinstance(call.get("function"), dict):
         return call | {"function": _parse_tool_call(call["function"], place)}
-    if not isinstance(call.get("arguments"), str):
+    arguments = call.get("arguments", "" if "name" in call else None)
+    if not isinstance(arguments, str):
         return call
-    arguments = parse_if_string(call["arguments"], f"{place}: arguments")
+    arguments = parse_if_string(arguments.strip() or "{}", f"{place}: arguments")
     if not isinstance(arguments, dict):
         raise RecordError(
             f"{place}: arguments is a string of JSON with {type_name(arguments)}, not with an "

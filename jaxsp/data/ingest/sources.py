@@ -18,9 +18,9 @@ from jaxsp.data.ingest import (
     formats,
     hub,
     record_cache,
-    record_checks,
     source_files,
     stored_files,
+    token_checks,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 from jaxsp.data.ingest.record_cache import RecordEntry
@@ -28,7 +28,7 @@ from jaxsp.data.ingest.record_cache import RecordEntry
 if TYPE_CHECKING:
     import datasets
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 """Part of the cache's name. Increase it when the same file would be read differently."""
 
 _MAX_CHECKED_BAD = 100
@@ -66,6 +66,7 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
             columns,
             sorted(source.fields.items()),
             sorted(source.roles.items()),
+            sorted(source.ignore_fields),
         )
         fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, names, origin.identity))
         folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint
@@ -92,6 +93,21 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
     dataset._fingerprint = fingerprint
     record_cache.check_bad_records(dataset, data=data, error_prefix=error_prefix)
     return dataset
+
+
+def list_unread_fields(source: SourceConfig, *, field: str) -> list[str]:
+    """Returns the fields of a source's first records that nothing reads."""
+    read_columns = formats.resolve_columns(source, field=field)
+    # of a table without a required column, the names of all columns are read, and nothing else
+    origin = _resolve_source(source, RecordColumns(required=("\0",)), field=field)
+    names = {
+        name: None
+        for _, record, _ in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
+        if isinstance(record, dict)
+        for name in record
+    }
+    known = {*read_columns.required, *read_columns.optional}
+    return [name for name in names if name not in known]
 
 
 def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str) -> _RecordSource:
@@ -171,17 +187,16 @@ def _resolve_files(
 
 
 def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
-    """Returns the columns to store: `labels` if the first record or `fields` names them."""
+    """Returns the columns to store: `labels` if the first record or `fields` has them."""
     record_format = formats.FORMATS[source.format]
     columns = [record_format.column]
     if record_format.is_tokenized:
-        labels = source.fields.get("labels", "labels")
         usable = (
             record
             for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        if "labels" in source.fields or record_checks.has_field(next(usable, {}), labels):
+        if "labels" in source.fields or token_checks.has_labels(next(usable, {}), source):
             columns.append("labels")
     return columns
 

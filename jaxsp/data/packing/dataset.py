@@ -11,11 +11,11 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import mixing
-from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.packing.source_counts import SourceCounts
 
 _LONG_DOCUMENTS = "data.long_documents"
 
@@ -170,28 +170,28 @@ def pack_documents(
     Without weights all documents are packed together. With weights each source is packed
     separately, and the sources' rows are mixed.
     """
-    lengths = documents.lengths
+    segments = documents.segments
     row_lengths = config.data.row_lengths
-    length_index = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
-    part_of_document = np.zeros(len(lengths), np.int64)
+    length_index = np.minimum(
+        np.searchsorted(row_lengths, documents.lengths), len(row_lengths) - 1
+    )[segments.document]
+    part_of_segment = np.zeros(len(length_index), np.int64)
     weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
-        part_of_document = documents.find_sources(np.arange(len(lengths)))
+        part_of_segment = documents.find_sources(segments.document)
         weights = _normalize_weights(source_weights)
-    tokens = np.bincount(part_of_document, lengths, minlength=len(weights))
+    tokens = np.bincount(part_of_segment, segments.length, minlength=len(weights))
     _check_no_source_empty(documents, tokens, config.data)
     streams = []
     space = []
     for number, row_tokens in enumerate(row_lengths):
         parts = {}
-        for part in np.unique(part_of_document[length_index == number]).tolist():
-            chosen = np.flatnonzero((length_index == number) & (part_of_document == part))
+        for part in np.unique(part_of_segment[length_index == number]).tolist():
             parts[part] = PackedEpochs(
-                lengths[chosen],
+                segments.select((length_index == number) & (part_of_segment == part)),
                 row_tokens=row_tokens,
                 max_segments=config.data.max_segments_per_row,
                 seed=config.run.seed,
-                documents=chosen,
             )
         if not parts:
             continue
@@ -232,7 +232,7 @@ def _check_no_source_empty(documents: Documents, tokens: np.ndarray, data: DataC
         return
     number = int(np.argmin(tokens))
     source = documents.sources[number]
-    suggestion = "see data.long_documents and data.on_bad_record"
+    suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
     if source.num_held_out:
         suggestion = (
             f"hold out fewer documents (data.eval_fraction = {data.eval_fraction:g} "

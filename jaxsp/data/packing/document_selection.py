@@ -11,6 +11,8 @@ import numpy as np
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import record_cache
+from jaxsp.data.packing import packing
+from jaxsp.data.packing.packing import Segments
 
 if TYPE_CHECKING:
     import datasets
@@ -70,105 +72,68 @@ def choose_lengths(stored: np.ndarray, longest_row: int | None, long_documents: 
     return stored
 
 
-_MAX_NAMED_RECORDS = 3
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceCounts:
-    """Documents and tokens of one source that are used, and those that are not."""
+class ChunkSegments:
+    """Segments of the documents of a chunk that are used, and those of them with a loss token."""
 
-    name: str
-    num_documents: int
-    num_tokens: int
+    indices: np.ndarray
+    """Index in the chunk of each document with a loss token."""
+    lengths: np.ndarray
+    """Number of tokens that are used of each of these documents."""
+    kept: Segments
+    """Segments with a loss token; their documents are numbered as `indices`."""
     num_loss_tokens: int
-    num_skipped: int
-    """Bad records that are left out."""
-    skipped_examples: tuple[str, ...]
-    """Location and problem of the first skipped records."""
-    num_empty: int
-    """Records without a token, which are left out."""
-    num_split: int
-    """Documents longer than a row that are split into segments."""
-    num_truncated: int
-    """Documents longer than a row of which only the beginning is used."""
-    num_tokens_truncated: int
-    num_dropped: int
-    num_tokens_dropped: int
-    num_held_out: int
-    num_tokens_held_out: int
-
-    def has_long_documents(self) -> bool:
-        """True if there are documents longer than a row."""
-        return bool(self.num_split or self.num_truncated or self.num_dropped)
+    num_left_out: int
+    """Segments of these documents without a loss token."""
+    num_tokens_left_out: int
+    """Tokens of all segments without a loss token."""
 
 
-def count_source(
-    name: str,
-    dataset: "datasets.Dataset",
-    chunks: Sequence[Chunk],
-    *,
-    used: np.ndarray,
-    is_in_split: np.ndarray,
-    longest_row: int | None,
-    count_held_out: bool,
-) -> SourceCounts:
-    """Counts the documents of a source.
+def select_segments(
+    chunks: Sequence[Chunk], used: np.ndarray, longest_row: int | None
+) -> list[ChunkSegments]:
+    """Selects the segments that have a loss token: the others would cost steps and teach nothing.
+
+    The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        chunks: the stored documents of the dataset.
-        used: for each record, the number of tokens that are used.
-        is_in_split: for each record, True if it belongs to this split.
-        longest_row: tokens of the longest row; None: documents have any length.
-        count_held_out: True for a training set; of an evaluation set, the others are not held out.
+        used: number of tokens that are used of each document of the chunks.
+        longest_row: tokens of the longest row; None: no document is split.
     """
-    stored = np.concatenate([chunk.lengths for chunk in chunks])
-    is_split = used > (used.max() if longest_row is None else longest_row)
-    is_truncated = (used > 0) & (used < stored)
-    left_out = stored[is_in_split & (used == 0)]
-    num_empty = int(np.sum(left_out == 0))
-    held_out = stored[~is_in_split & count_held_out]
-    num_skipped = 0
-    skipped: list[tuple[str, str]] = []
-    # a bad record has no tokens, and records without tokens are never held out
-    if num_empty and "problem" in dataset.column_names:
-        num_skipped, skipped = record_cache.find_bad_records(
-            dataset, max_examples=_MAX_NAMED_RECORDS
-        )
-    return SourceCounts(
-        name=name,
-        num_documents=int(np.count_nonzero(used)),
-        num_tokens=int(used.sum()),
-        num_loss_tokens=_count_loss_tokens(chunks, used),
-        num_skipped=num_skipped,
-        skipped_examples=tuple(f"{location}: {problem}" for location, problem in skipped),
-        num_empty=num_empty - num_skipped,
-        num_split=int(np.count_nonzero(is_split)),
-        num_truncated=int(np.count_nonzero(is_truncated)),
-        num_tokens_truncated=int((stored - used)[is_truncated].sum()),
-        num_dropped=int(np.count_nonzero(left_out)),
-        num_tokens_dropped=int(left_out.sum()),
-        num_held_out=len(held_out),
-        num_tokens_held_out=int(held_out.sum()),
-    )
+    ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
+    return [
+        _select_chunk_segments(chunk, chunk_used, longest_row)
+        for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
+    ]
 
 
-def _count_loss_tokens(chunks: Sequence[Chunk], used: np.ndarray) -> int:
-    """Number of loss tokens in the used tokens; a document's first token is never a target."""
-    count = 0
-    for chunk, lengths in zip(chunks, split_by_chunk(chunks, used), strict=True):
-        indices = np.flatnonzero(lengths)
-        if chunk.labels is chunk.tokens:
-            count += int((lengths[indices] - 1).sum())
-            continue
+def _select_chunk_segments(
+    chunk: Chunk, used: np.ndarray, longest_row: int | None
+) -> ChunkSegments:
+    indices = np.flatnonzero(used)
+    lengths = used[indices]
+    segments = packing.split_documents(lengths, longest_row)
+    # targets are first + 1 to last: a document's first token is never one
+    first = segments.offset
+    last = np.minimum(segments.offset + segments.length, lengths[segments.document] - 1)
+    counts = last - first
+    if chunk.labels is not chunk.tokens:
         num_before = np.concatenate([[0], np.cumsum(chunk.labels != NO_LABEL, dtype=np.int32)])
-        starts = chunk.starts[indices]
-        count += int((num_before[starts + lengths[indices]] - num_before[starts + 1]).sum())
-    return count
-
-
-def split_by_chunk(chunks: Sequence[Chunk], values: np.ndarray) -> list[np.ndarray]:
-    """Splits an array with a value for each record."""
-    return np.split(values, np.cumsum([len(chunk.lengths) for chunk in chunks])[:-1])
+        start = chunk.starts[indices][segments.document]
+        counts = num_before[start + last + 1] - num_before[start + first + 1]
+    has_loss = counts > 0
+    is_document_kept = np.bincount(segments.document, has_loss, minlength=len(indices)) > 0
+    kept = segments.select(has_loss)
+    left_out = is_document_kept[segments.document] & ~has_loss
+    new_number = np.cumsum(is_document_kept) - 1
+    return ChunkSegments(
+        indices=indices[is_document_kept],
+        lengths=lengths[is_document_kept],
+        kept=dataclasses.replace(kept, document=new_number[kept.document]),
+        num_loss_tokens=int(counts.sum()),
+        num_left_out=int(left_out.sum()),
+        num_tokens_left_out=int(segments.length[~has_loss].sum()),
+    )
 
 
 EVAL_SET_NAME = "held_out"

@@ -1,4 +1,4 @@
-"""Packs documents into rows. The packing depends only on the documents' lengths.
+"""Packs segments of documents into rows. The packing depends only on the segments' lengths.
 
 Four documents of 5, 3, 11 and 2 tokens in rows of 8 (a letter is a token, a dot is padding):
 
@@ -21,6 +21,7 @@ import bisect
 import dataclasses
 import functools
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +31,32 @@ _NUM_PACKINGS = 4
 """Number of epochs that are packed anew. Later epochs reuse these packings in turn, with their rows
 in another order. So four packings are enough to count the rows of any number of epochs (1.6 s each
 for a million documents)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Documents, or parts of documents that are longer than a row."""
+
+    document: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "Segments":
+        """Returns the segments at these indices, or where a mask is True."""
+        return Segments(
+            document=self.document[chosen], offset=self.offset[chosen], length=self.length[chosen]
+        )
+
+    def renumber(self, first_document: int) -> "Segments":
+        """Returns the segments with their documents counted from another number."""
+        return dataclasses.replace(self, document=self.document + first_document)
+
+
+def concatenate_segments(parts: Sequence[Segments]) -> Segments:
+    names = [field.name for field in dataclasses.fields(Segments)]
+    return Segments(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,17 +100,33 @@ class PackingPlan:
         )
 
 
+def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
+    """Splits documents into segments; only the last one of a document is shorter than a row.
+
+    Args: row_tokens: None if no document is split.
+    """
+    if row_tokens is None:
+        row_tokens = max(int(lengths.max(initial=0)), 1)
+    num_segments = -(-lengths // row_tokens)
+    document = np.repeat(np.arange(len(lengths)), num_segments)
+    first_segment = np.repeat(np.cumsum(num_segments) - num_segments, num_segments)
+    offset = (np.arange(len(document)) - first_segment) * row_tokens
+    length = np.minimum(lengths[document] - offset, row_tokens)
+    return Segments(document=document, offset=offset, length=length)
+
+
 def plan_rows(
-    lengths: np.ndarray, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]
+    segments: Segments, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]
 ) -> PackingPlan:
-    """Packs all documents: best fit in random order, then the rows in random order.
+    """Packs all segments: best fit in random order, then the rows in random order.
 
     Source:
         Best fit as in TRL's `bfd`, but not in decreasing order: with a limit on segments, that
         order leaves rows of short documents only (91 % full at 64 segments, against 99.9 %).
     """
+    length = segments.length
+    assert length.max(initial=0) <= row_tokens, "segments fit into a row"
     random = np.random.default_rng(seed)
-    document, offset, length = _split_documents(lengths, row_tokens)
     order = random.permutation(len(length))
     if len(length) * row_tokens <= length.sum() * max_segments / 4:
         # Place the segments that are longer than half a row first: no two of them share a row, and
@@ -97,40 +140,24 @@ def plan_rows(
     by_row = order[np.argsort(row_of_segment, kind="stable")]
     segments_per_row = np.bincount(row_of_segment, minlength=num_rows)
     return PackingPlan(
-        document=document[by_row].astype(np.int32),
-        offset=offset[by_row].astype(np.int32),
+        document=segments.document[by_row].astype(np.int32),
+        offset=segments.offset[by_row].astype(np.int32),
         length=length[by_row].astype(np.int32),
         row_starts=np.concatenate([[0], np.cumsum(segments_per_row)]),
     )
 
 
 class PackedEpochs:
-    """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe.
+    """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe."""
 
-    Args:
-        lengths: number of tokens of each document to pack.
-        documents: index of each of them in the data set; None if all its documents are packed.
-    """
-
-    def __init__(
-        self,
-        lengths: np.ndarray,
-        *,
-        row_tokens: int,
-        max_segments: int,
-        seed: int,
-        documents: np.ndarray | None = None,
-    ):
-        assert lengths.sum() > 0, "rows need at least one document"
+    def __init__(self, segments: Segments, *, row_tokens: int, max_segments: int, seed: int):
+        assert len(segments.length) > 0, "rows need at least one segment"
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
         def pack_epoch(epoch: int) -> PackingPlan:
-            plan = plan_rows(
-                lengths, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch)
+            return plan_rows(
+                segments, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch)
             )
-            if documents is None:
-                return plan
-            return dataclasses.replace(plan, document=documents[plan.document])
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
         def plan_epoch(epoch: int) -> PackingPlan:
@@ -138,7 +165,7 @@ class PackedEpochs:
             return plan if epoch < _NUM_PACKINGS else _shuffle_rows(plan, seed=(seed, epoch))
 
         self.plan_epoch = plan_epoch
-        self.num_tokens = int(lengths.sum())
+        self.num_tokens = int(segments.length.sum())
         self._epoch_ends = [0]
         self._lock = threading.RLock()
 
@@ -181,20 +208,6 @@ def _shuffle_rows(plan: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
         length=plan.length[segments],
         row_starts=row_starts,
     )
-
-
-def _split_documents(
-    lengths: np.ndarray, row_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Document, offset and length of every segment.
-
-    Only the last segment of a document is shorter than a row.
-    """
-    num_segments = -(-lengths // row_tokens)
-    document = np.repeat(np.arange(len(lengths)), num_segments)
-    first_segment = np.repeat(np.cumsum(num_segments) - num_segments, num_segments)
-    offset = (np.arange(len(document)) - first_segment) * row_tokens
-    return document, offset, np.minimum(lengths[document] - offset, row_tokens)
 
 
 def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.ndarray:

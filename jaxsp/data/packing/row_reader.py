@@ -1,6 +1,7 @@
 """Reads tokens, labels and positions of any part of any row from memory-mapped documents."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -8,9 +9,10 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import document_selection
-from jaxsp.data.packing.document_selection import Chunk, SourceCounts
+from jaxsp.data.packing import document_selection, packing, source_counts
+from jaxsp.data.packing.document_selection import Chunk
 from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.source_counts import SourceCounts
 
 if TYPE_CHECKING:
     import datasets
@@ -49,7 +51,9 @@ class DocumentOrigin:
 
 
 class Documents:
-    """Documents of tokenized datasets, one dataset after another, without empty documents.
+    """Documents of tokenized datasets, one dataset after another.
+
+    Documents and segments without a loss token are left out.
 
     Args:
         source_names: names of the sources of the datasets.
@@ -74,16 +78,15 @@ class Documents:
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         field: str = "data.train",
     ):
-        if source_names is None:
-            source_names = [str(number) for number in range(len(tokenized))]
+        source_names = source_names or [str(number) for number in range(len(tokenized))]
         self._tokenized = tokenized
         self._chunks: list[Chunk] = []
         # for each chunk: index of its dataset, and index of its first record in the dataset
         self._chunk_origins: list[tuple[int, int]] = []
         self.sources: tuple[SourceCounts, ...] = ()
-        lengths = []
-        chunk_of_document = []
+        lengths: list[np.ndarray] = []
         index_in_chunk = []
+        segments = []
         for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
             chunks = document_selection.read_chunks(dataset)
             stored = np.concatenate([chunk.lengths for chunk in chunks])
@@ -92,37 +95,38 @@ class Documents:
                 is_in_split = held_out[number] == use_held_out
             used = document_selection.choose_lengths(stored, longest_row, long_documents)
             used = np.where(is_in_split, used, 0)
+            selected = document_selection.select_segments(chunks, used, longest_row)
             first_record = 0
-            for chunk, chunk_used in zip(
-                chunks, document_selection.split_by_chunk(chunks, used), strict=True
-            ):
-                indices = np.flatnonzero(chunk_used)
-                lengths.append(chunk_used[indices])
-                chunk_of_document.append(np.full(len(indices), len(self._chunks), np.int32))
-                index_in_chunk.append(indices)
+            for chunk, chosen in zip(chunks, selected, strict=True):
+                segments.append(chosen.kept.renumber(sum(map(len, lengths))))
+                lengths.append(chosen.lengths)
+                index_in_chunk.append(chosen.indices)
                 self._chunks.append(chunk)
                 self._chunk_origins.append((number, first_record))
-                first_record += len(chunk_used)
+                first_record += len(chunk.lengths)
             if long_documents == "error" and longest_row is not None:
                 _check_lengths(dataset, stored, longest_row, field)
-            counts = document_selection.count_source(
+            counts = source_counts.count_source(
                 name,
                 dataset,
                 chunks,
+                selected,
                 used=used,
                 is_in_split=is_in_split,
                 longest_row=longest_row,
                 count_held_out=not use_held_out,
             )
             self.sources += (counts,)
-        self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
         self.lengths = np.concatenate(lengths).astype(np.int64)
-        """Number of tokens that are used of each document."""
-        self._chunk_of_document = np.concatenate(chunk_of_document)
+        """Number of tokens of each document, up to which it has segments."""
+        self.segments = packing.concatenate_segments(segments)
+        """Segments to pack, in order."""
+        numbers = np.arange(len(lengths), dtype=np.int32)
+        self._chunk_of_document = np.repeat(numbers, [*map(len, lengths)])
         self._index_in_chunk = np.concatenate(index_in_chunk)
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
         self._check_positions(field)
-        self._check_has_labels(field, longest_row)
+        self._check_has_labels(field, longest_row, long_documents)
 
     def _check_positions(self, field: str) -> None:
         longest = int(self.lengths.max(initial=0))
@@ -133,17 +137,25 @@ class Documents:
                 "set data.long_documents to truncate or drop."
             )
 
-    def _check_has_labels(self, field: str, longest_row: int | None) -> None:
+    def _check_has_labels(self, field: str, longest_row: int | None, long_documents: str) -> None:
         if self.num_loss_tokens > 0:
             return
-        num_dropped = sum(counts.num_dropped for counts in self.sources)
-        reason = ""
-        if num_dropped:
-            reason = f" ({num_dropped:,} longer than a row of {longest_row:,} tokens were dropped)"
+        longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
+        is_cut = longest_row is not None and longest > longest_row and long_documents != "split"
+        if is_cut and any((chunk.labels != NO_LABEL).any() for chunk in self._chunks):
+            raise UserError(
+                f"{field}: data.long_documents = {long_documents} leaves no token with a loss: "
+                f"rows have {longest_row:,} tokens, and documents up to {longest:,}. Use "
+                f"data.long_documents=split, or a data.row_tokens of at least {longest:,}."
+            )
         raise UserError(
-            f"{field}: at least one token must have a label{reason}. "
-            "Give documents of two tokens or more, with labels that are not all -100."
+            f"{field}: at least one token must have a label. Give documents of two tokens or more, "
+            "with labels that are not all -100."
         )
+
+    @functools.cached_property
+    def has_weights(self) -> bool:
+        return any(chunk.weights is not None for chunk in self._chunks)
 
     @property
     def num_loss_tokens(self) -> int:

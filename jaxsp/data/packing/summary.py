@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
+from jaxsp.data.packing import packing
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
-from jaxsp.data.packing.packing import PackedEpochs, PackingPlan, plan_rows
+from jaxsp.data.packing.packing import PackedEpochs, PackingPlan
+from jaxsp.data.packing.source_counts import SourceCounts
 from jaxsp.data.packing.step_records import Assignment
 
 
@@ -28,6 +30,7 @@ def describe_data(
         lines.append(("", exclusions))
     for source in sources:
         lines += [("skipped", example) for example in source.skipped_examples]
+    lines += [("note", note) for note in describe_bare_answers(sources, config.data)]
     for stream in data.streams:
         for part in stream.parts:
             suggestion = _suggest_packing(part, config, stream)
@@ -41,9 +44,8 @@ def describe_data(
 
 
 def _describe_rows(data: PackedDataset, config: Config) -> str:
-    lengths = data.documents.lengths
-    num_tokens = int(lengths.sum())
-    num_segments = int(np.sum(-(-lengths // config.data.max_row_tokens)))
+    segments = data.documents.segments
+    num_tokens = int(segments.length.sum())
     space = 0
     rows = []
     for stream in data.streams:
@@ -54,7 +56,8 @@ def _describe_rows(data: PackedDataset, config: Config) -> str:
             text += f" of {stream.row_tokens:,} tokens"
         rows.append(text)
     return (
-        f"{format_count(len(lengths), 'document')} in {format_count(num_segments, 'segment')}, "
+        f"{format_count(len(data.documents.lengths), 'document')} in "
+        f"{format_count(len(segments.length), 'segment')}, "
         f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
         f"packed into {' and '.join(rows)}, {100 * num_tokens / space:.2f} % full"
     )
@@ -71,6 +74,14 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
     def total(field: str, noun: str) -> str:
         return format_count(sum(getattr(source, field) for source in sources), noun)
 
+    without_loss = [
+        total(field, noun)
+        for field, noun in (
+            ("num_without_loss", "document"),
+            ("num_segments_without_loss", "segment"),
+        )
+        if any(getattr(source, field) for source in sources)
+    ]
     descriptions = {
         "num_held_out": (
             f"{total('num_held_out', 'document')} held out for evaluation, "
@@ -85,6 +96,10 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
             f"{total('num_dropped', 'document')} longer than a row: "
             f"dropped, with {total('num_tokens_dropped', 'token')}"
         ),
+        "num_tokens_without_loss": (
+            f"{' and '.join(without_loss)} without a loss token: "
+            f"left out, with {total('num_tokens_without_loss', 'token')}"
+        ),
         "num_skipped": f"{total('num_skipped', 'bad record')} skipped",
         "num_empty": f"{total('num_empty', 'empty document')} left out",
     }
@@ -93,6 +108,20 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
         for field, description in descriptions.items()
         if any(getattr(source, field) for source in sources)
     )
+
+
+def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> list[str]:
+    """Returns a line for each source with answers whose thinking the chat template dropped."""
+    use = "the model learns to answer without thinking"
+    if data.earlier_reasoning == "no_loss":
+        use = "they have no loss"
+    return [
+        f"{source.name}: the chat template drops the thinking of "
+        f"{format_count(source.num_bare_answers, 'earlier answer')}: {use} "
+        f"(data.earlier_reasoning={data.earlier_reasoning})"
+        for source in sources
+        if source.num_bare_answers
+    ]
 
 
 def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
@@ -198,18 +227,17 @@ def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: in
     None if the rows are full, or if the limit on segments is not the main reason why they are not.
 
     Rows count as filled at FULL_FRACTION, or if they are as full as without a limit. The limit is
-    found by packing a sample of the documents, about a hundred thousand documents or a hundred
-    rows. Their mean length is not enough: where 117 documents make a row, a limit of 128 leaves 1 %
+    found by packing a sample of the segments, about a hundred thousand of them or a hundred rows.
+    Their mean length is not enough: where 117 documents make a row, a limit of 128 leaves 1 %
     of the rows empty for the spread of chats (lognormal, sigma 1), and 4 % for sigma 1.5.
     """
     fullness = int(plan.length.sum()) / (max(len(plan), 1) * row_tokens)
     is_limit_reached = np.diff(plan.row_starts).max(initial=0) >= max_segments
     if fullness >= FULL_FRACTION or len(plan) == 1 or not is_limit_reached:
         return None
-    lengths = np.bincount(plan.document, plan.length).astype(np.int64)
-    sample = _sample_lengths(np.sort(lengths[lengths > 0]), row_tokens)
+    sample = _sample_lengths(np.sort(plan.length), row_tokens)
     num_tokens = int(sample.sum())
-    unlimited = plan_rows(sample, row_tokens=row_tokens, max_segments=num_tokens, seed=0)
+    unlimited = _pack_lengths(sample, row_tokens=row_tokens, max_segments=num_tokens)
     num_segments = len(unlimited.length)
     if num_tokens < row_tokens:  # all segments fit into one row
         return -(-num_segments // _MAX_SEGMENTS_STEP) * _MAX_SEGMENTS_STEP
@@ -235,8 +263,12 @@ def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: in
 
 def _count_slots(sample: np.ndarray, row_tokens: int, max_segments: int) -> int:
     """Number of tokens that the rows of a sample could hold."""
-    plan = plan_rows(sample, row_tokens=row_tokens, max_segments=max_segments, seed=0)
-    return len(plan) * row_tokens
+    return len(_pack_lengths(sample, row_tokens=row_tokens, max_segments=max_segments)) * row_tokens
+
+
+def _pack_lengths(lengths: np.ndarray, *, row_tokens: int, max_segments: int) -> PackingPlan:
+    segments = packing.split_documents(lengths, row_tokens)
+    return packing.plan_rows(segments, row_tokens=row_tokens, max_segments=max_segments, seed=0)
 
 
 def _sample_lengths(lengths: np.ndarray, row_tokens: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import columnar, formats, record_cache
-from jaxsp.data.ingest.formats import Format
+from jaxsp.data.ingest.formats import BARE_ANSWERS, Format
 from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.data.tokenization.encoding import EncodedRecord
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 """Part of the cache's name. Increase it when the same record would give other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -39,8 +40,8 @@ class TokenizedSource:
     """Tokenized documents of a source."""
 
     dataset: "datasets.Dataset"
-    """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss. A record with
-    a problem has no tokens."""
+    """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
+    BARE_ANSWERS. A record with a problem has no tokens."""
     digest: str
 
 
@@ -53,6 +54,9 @@ class TokenizeOptions:
     """Chat template of the config; None: the tokenizer's own."""
     format: Format
     train_on: str
+    earlier_reasoning: str
+    date: datetime.date | None
+    """data.chat_template_date."""
 
     @property
     def columns(self) -> list[str]:
@@ -70,17 +74,28 @@ def resolve_options(
     """
     record_format = formats.FORMATS[source.format]
     template = None
-    if record_format.needs_template or data.chat_template is not None:
+    is_set = data.chat_template is not None or data.chat_template_date is not None
+    if record_format.needs_template or is_set:
         template = chat_template.load_template(data, tokenizer)
     return TokenizeOptions(
-        tokenizer=tokenizer, template=template, format=record_format, train_on=data.train_on
+        tokenizer=tokenizer,
+        template=template,
+        format=record_format,
+        train_on=data.train_on,
+        earlier_reasoning=data.earlier_reasoning,
+        date=data.chat_template_date,
     )
 
 
 def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
     """Returns tokens and labels of texts, or of records as JSON; or their problem."""
-    rendered = [_render_record(record, options) for record in records]
-    return encoding.encode_texts(rendered, options.tokenizer)
+    return encoding.encode_texts(_render_records(records, options), options.tokenizer)
+
+
+def _render_records(
+    records: Sequence[str], options: TokenizeOptions
+) -> list[RenderedRecord | RecordError]:
+    return [_render_record(record, options) for record in records]
 
 
 def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
@@ -92,6 +107,8 @@ def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | Re
             tokenizer=options.tokenizer,
             template=options.template,
             train_on=options.train_on,
+            earlier_reasoning=options.earlier_reasoning,
+            date=options.date,
         )
     except RecordError as problem:
         return problem
@@ -146,54 +163,17 @@ def tokenize_dataset(
     return TokenizedSource(dataset=tokenized, digest=stats["digest"])
 
 
-def encode_first_record(
-    dataset: "datasets.Dataset",
-    *,
-    source: SourceConfig,
-    data: DataConfig,
-    tokenizer: "transformers.PreTrainedTokenizerBase | None",
-    field: str,
-) -> tuple[str, np.ndarray, np.ndarray | None]:
-    """Returns place, tokens and labels of the first usable record, as `tokenize_dataset` does.
-
-    Raises: UserError if there is none, and for a bad record before it, unless `data` skips them.
-    """
-    error_prefix = f"{field} = {source.source}"
-    record_format = formats.FORMATS[source.format]
-    options = None
-    if not record_format.is_tokenized:
-        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
-        options = resolve_options(source, data=data, tokenizer=tokenizer)
-    for entry in dataset:
-        if entry["problem"] is not None:
-            continue
-        encoded: EncodedRecord
-        if options is None:
-            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
-            encoded = (np.asarray(entry["input_ids"], np.int32), labels)
-        else:
-            (encoded,) = encode_records([entry[record_format.column]], options)
-        if not isinstance(encoded, RecordError):
-            if len(encoded[0]):
-                return entry["place"], *encoded
-        elif data.on_bad_record == "error":
-            raise UserError(
-                f"{error_prefix}: {entry['place']}: {encoded}. Correct it, or leave it out: "
-                "data.on_bad_record=skip."
-            )
-    raise UserError(f"{error_prefix}: no record has a token. Give at least one that has.")
-
-
 def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
     versions = [
         importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
     ]
-    template = None
+    chat_options: tuple[Any, ...] = ()
     if not options.format.is_text:
         # the same for a run that keeps the config's template as its tokenizer's own
         template = options.template or options.tokenizer.chat_template
+        chat_options = (template, options.earlier_reasoning, options.date)
     files = tokenizers.serialize_files(options.tokenizer)
-    return (options.format.name, options.train_on, template, versions, files)
+    return (options.format.name, options.train_on, chat_options, versions, files)
 
 
 def _map_dataset(
@@ -220,6 +200,8 @@ def _map_dataset(
     batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
+    if options.format.is_chat:
+        types[BARE_ANSWERS] = datasets.Value("int32")
     tokenized = dataset.with_format("arrow").map(
         functools.partial(_encode_table, options=options, num_threads=num_threads),
         batched=True,
@@ -253,16 +235,22 @@ def _encode_table(
     usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
-    encoded = encode_records([contents[index] for index in usable], options)
-    for index, result in zip(usable, encoded, strict=True):
+    num_bare_answers = np.zeros(len(problems), np.int32)
+    rendered = _render_records([contents[index] for index in usable], options)
+    encoded = encoding.encode_texts(rendered, options.tokenizer)
+    for index, record, result in zip(usable, rendered, encoded, strict=True):
         if isinstance(result, RecordError):
             problems[index] = str(result)
             continue
+        assert isinstance(record, RenderedRecord), "an error stays an error"
+        num_bare_answers[index] = record.num_bare_answers
         tokens, labels = result
         arrays["tokens"][index] = tokens
         if "labels" in arrays:
             arrays["labels"][index] = tokens if labels is None else labels
-    lists = {name: columnar.make_lists(values) for name, values in arrays.items()}
+    columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
+    if options.format.is_chat:
+        columns[BARE_ANSWERS] = num_bare_answers
     return pa.table(
-        {"place": records["place"], "problem": pa.array(problems, pa.string()), **lists}
+        {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}
     )

@@ -1,5 +1,6 @@
 """Tests of chat records: the loss is on assistant messages and their end tokens, to the token."""
 
+import datetime
 import unicodedata
 
 import jinja2
@@ -44,10 +45,9 @@ def tokenizer():
     return chats.tokenizer()
 
 
-def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
-    rendered = chat.render_record(
-        chats.store(record), tokenizer=tokenizer, template=template, train_on=train_on
-    )
+def encode(record, tokenizer, template=chats.CHATML, train_on="assistant", **options):
+    options |= {"tokenizer": tokenizer, "template": template, "train_on": train_on}
+    rendered = chat.render_record(chats.store(record), **options)
     (new_tokenizer,) = encoding.encode_texts([rendered], tokenizer)
     if isinstance(new_tokenizer, RecordError):
         raise new_tokenizer
@@ -117,7 +117,9 @@ def test_messages_that_change_when_others_follow_are_found(tokenizer):
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
     ]
     call = chats.call_text(thinks[1], "<tool_call>", "</tool_call>")
-    learned_text = learned(*encode({"messages": thinks}, tokenizer, chats.THINKING))
+    learned_text = learned(
+        *encode({"messages": thinks}, tokenizer, chats.THINKING, earlier_reasoning="keep")
+    )
     assert [tokenizer.decode(run) for run in learned_text] == [
         f"one{call}<|im_end|>\n",
         "two<|im_end|>\n",
@@ -383,7 +385,11 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
             chats.CHATML,
             ["chat_template_kwargs", "strftime_now"],
         ),
-        ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, ["date", "strftime_now"]),
+        (
+            {"messages": TALK},
+            "{{ strftime_now('%Y') }}" + chats.CHATML,
+            ["data.chat_template_date"],
+        ),
         (
             {"messages": CALLED},
             chats.CHATML.replace(
@@ -554,10 +560,92 @@ def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
         (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"]),
     ):
         assert template != chats.MARKED
+        talk = thinks if template == cut else TALK + TALK
         learned_text = learned(
-            *encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template)
+            *encode({"messages": talk}, tokenizer, template, earlier_reasoning="keep")
         )
         assert [tokenizer.decode(run) for run in learned_text] == expected
+
+
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\none"}
+MARKED_THINKING = chats.THINKING.replace(
+    "{{ content }}",
+    "{% if message.role == 'assistant' %}{% generation %}{{ content }}{% endgeneration %}"
+    "{% else %}{{ content }}{% endif %}",
+)
+MARKED_LAST = chats.THINKING.replace(
+    "{{ content }}",
+    "{% if loop.last %}{% generation %}{{ content }}{% endgeneration %}"
+    "{% else %}{{ content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [chats.THINKING, MARKED_THINKING])
+def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenizer, template):
+    talk = [*TALK, TALK[0], ANSWER, TALK[0], ANSWER | {"weight": 0}, TALK[0], ANSWER]
+
+    def runs(**options):
+        actual = learned(*encode({"messages": talk}, tokenizer, template, **options))
+        return [tokenizer.decode(run).partition("<|im_end|>")[0] for run in actual]
+
+    with pytest.raises(RecordError) as raised:
+        runs()
+    assert_names(raised.value, "message 4", *("no_loss", "keep", "data.chat_template"))
+    last = "one" if template == MARKED_THINKING else ANSWER["content"]
+    assert runs(earlier_reasoning="keep") == ["answer", "one", last]
+    assert runs(earlier_reasoning="no_loss") == ["answer", last]
+    counts = [
+        chat.render_record(
+            chats.store({"messages": messages}),
+            tokenizer=tokenizer,
+            template=template,
+            train_on="assistant",
+            earlier_reasoning="keep",
+        ).num_bare_answers
+        for messages in (talk, [*TALK, ANSWER], [TALK[0], ANSWER] * 4, TALK)
+    ]
+    assert counts == [1, 0, 3, 0]
+
+
+def test_answers_without_loss_may_lose_their_thinking(tokenizer):
+    talk = [TALK[0], ANSWER, TALK[0], ANSWER]
+    (last,) = learned(*encode({"messages": talk}, tokenizer, MARKED_LAST))
+    assert tokenizer.decode(last) == "one"
+    prompted = {"prompt": talk[:3], "completion": talk[3:]}
+    assert len(learned(*encode(prompted, tokenizer, chats.THINKING))) == 1
+    for record, train_on, suggestion in (
+        ({"prompt": talk[:1], "completion": talk[1:]}, "assistant", "format: messages"),
+        (prompted, "all", "data.train_on=assistant"),
+        ({"messages": talk}, "all", "data.train_on=assistant"),
+    ):
+        for earlier in ("error", "no_loss"):
+            with pytest.raises(RecordError) as raised:
+                encode(record, tokenizer, chats.THINKING, train_on, earlier_reasoning=earlier)
+            assert_names(raised.value, "message 2", "data.earlier_reasoning=keep")
+        assert_names(raised.value, suggestion)
+        encode(record, tokenizer, chats.THINKING, train_on, earlier_reasoning="keep")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("Use <think> and </think> in text.", "drops content of message 2"),
+        ("<think>\nhm\n</think>\n\na </think> b", "drops content of message 2"),
+        ("<think>hm <think> so</think>a", "thinking"),
+        ("hm\n</think>\n\na", None),
+        (" <think>\nhm</think>a", None),
+        ("a <think> b", None),
+    ],
+)
+def test_quoted_think_tags_are_content(tokenizer, content, problem):
+    talk = [TALK[0], {"role": "assistant", "content": content}]
+    if problem is None:
+        encode({"messages": talk}, tokenizer, chats.THINKING)
+    else:
+        with pytest.raises(RecordError, match=problem):
+            encode({"messages": talk}, tokenizer, chats.THINKING)
+    (written,) = learned(*encode({"messages": talk}, tokenizer, chats.CHATML))
+    assert tokenizer.decode(written) == f"{content}<|im_end|>\n"
 
 
 def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
@@ -612,6 +700,12 @@ def test_tokens_do_not_depend_on_the_date_of_today(tokenizer):
     tokens, labels = encode({"messages": TALK}, tokenizer, dated)
     assert tokenizer.decode(tokens).startswith("\n26 Jul 2024:<|im_start|>")
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    date = datetime.date(2025, 5, 1)
+    actual = encode({"messages": TALK}, tokenizer, dated, date=date)[0]
+    assert tokenizer.decode(actual).startswith("\n01 May 2025:")
+    computed = "{{ strftime_now('%Y' if true) }}" + chats.CHATML
+    with pytest.raises(RecordError, match="strftime_now"):
+        encode({"messages": TALK}, tokenizer, computed, date=date)
     given = {"messages": TALK, "chat_template_kwargs": {"date_string": "1 May 2025"}}
     theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")[
         "input_ids"

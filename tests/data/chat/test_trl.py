@@ -187,6 +187,38 @@ def talk(draw: random.Random, *, alternating: bool) -> list[dict]:
     return results
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning", None])
+def test_qwen3s_template_drops_the_thinking_of_earlier_answers_and_trls_keeps_it(tokenizer, field):
+    answers = [
+        {"role": "assistant", "content": f"a{number}", field: f"hm{number}"}
+        if field
+        else {"role": "assistant", "content": f"<think>\nhm{number}\n</think>\n\na{number}"}
+        for number in range(2)
+    ]
+    record = {"messages": [TALK[0], answers[0], TALK[0], answers[1]]}
+    plain, kept = (
+        (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
+        for name in ("qwen3", "qwen3_training")
+    )
+    with pytest.raises(RecordError, match=r"message 2.*data\.earlier_reasoning=no_loss"):
+        ours([record], tokenizer, plain)
+    ((_, labels),) = ours([record], tokenizer, kept)
+    learned = tokenizer.decode([label for label in labels if label >= 0])
+    assert "hm0" in learned
+    assert "hm1" in learned
+
+
+def test_qwen3s_template_keeps_quoted_tags_of_an_answer_with_its_own_thinking(tokenizer):
+    template = (chat_template_utils._CHAT_TEMPLATES_DIR / "qwen3.jinja").read_text()
+    for content in ("Use <think> and </think> in text.", "a </think> b </think> c"):
+        answer = {"role": "assistant", "content": content}
+        with pytest.raises(RecordError, match=r"message 2.*reasoning_content"):
+            ours([{"messages": [TALK[0], answer]}], tokenizer, template)
+        record = {"messages": [TALK[0], answer | {"reasoning_content": ""}]}
+        ((_, labels),) = ours([record], tokenizer, template)
+        assert content in tokenizer.decode([label for label in labels if label >= 0])
+
+
 UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text()]
 
 

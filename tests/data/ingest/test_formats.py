@@ -3,14 +3,16 @@
 import json
 import math
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import formats
+from jaxsp.data.ingest import formats, sources
 from jaxsp.data.ingest import source_files as files
 from tests.messages import assert_names
 
@@ -72,7 +74,15 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
             USER,
             {
                 "role": "assistant",
-                "tool_calls": [call, {"name": "f", "arguments": "{}"}, CALL, {"name": "g"}],
+                "tool_calls": [
+                    call,
+                    {"name": "f", "arguments": "{}"},
+                    CALL,
+                    {"name": "g"},
+                    {"function": {"name": "h", "arguments": None}},
+                    {"function": {"name": "i", "arguments": " "}},
+                    {"type": "custom"},
+                ],
             },
         ]
     }
@@ -80,7 +90,10 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": expected}},
         {"name": "f", "arguments": {}},
         CALL,
-        {"name": "g"},
+        {"name": "g", "arguments": {}},
+        {"function": {"name": "h", "arguments": {}}},
+        {"function": {"name": "i", "arguments": {}}},
+        {"type": "custom"},
     ]
 
 
@@ -333,10 +346,13 @@ def test_columns_have_the_names_in_fields():
         fields={"prompt": "q", "tools": "functions", "role": "who"},
     )
     actual = formats.resolve_columns(source, field="data.train.0.source")
+    known = actual.optional[2:]
     assert (actual.required, actual.optional) == (
         ("q", "completion"),
-        ("functions", "chat_template_kwargs"),
+        ("functions", "chat_template_kwargs", *known),
     )
+    assert {"system", "history", "images"} <= set(known)
+    assert "functions" not in known, "the config reads it as tools"
 
 
 def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
@@ -348,25 +364,168 @@ def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path
     assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
 
-def test_weight_and_train_of_a_message_are_0_or_1():
-    for fields in (
-        {"weight": 0},
-        {"weight": 1.0},
-        {"train": False},
-        {"train": True},
-        {"weight": None},
-    ):
-        kept({"messages": [USER, ASSISTANT | fields]})
-    for fields, parts in (
+NO_LOSS = [
+    {"weight": 0},
+    {"weight": 0.0},
+    {"train": False},
+    {"training": False},
+    {"loss": False},
+    {"loss_mask": 0},
+    {"loss_scale": 0.0},
+    {"masked": True},
+    {"weight": 1, "train": False},
+]
+
+
+def test_flags_of_all_systems_give_a_message_no_loss():
+    for flags in NO_LOSS:
+        (user, answer) = kept({"messages": [USER, ASSISTANT | flags]})["messages"]
+        assert (user, answer) == (USER, ASSISTANT | {"weight": 0}), flags
+        others = {
+            name: type(value)(name != "weight" and not value) for name, value in flags.items()
+        }
+        others["weight"] = 1
+        assert kept({"messages": [USER, ASSISTANT | others]})["messages"][1] == ASSISTANT
+    assert kept({"messages": [USER | {"weight": 1}, ASSISTANT | {"loss": None}]}) == {
+        "messages": [USER, ASSISTANT]
+    }
+    ignored = kept({"messages": [USER, ASSISTANT | {"loss": 7.5}]}, ignore_fields=("loss",))
+    assert ignored["messages"][1] == ASSISTANT
+    call = {"role": "assistant", "function_call": {"name": "f"}}
+    assert "function_call" in kept({"messages": [USER, call]})["messages"][1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
         ({"weight": 0.5}, ["weight", "0.5", "0", "1"]),
         ({"train": "no"}, ["train", "'no'", "true", "false"]),
+        ({"loss_scale": 2}, ["loss_scale", "2", "0", "1"]),
+        ({"mask": True}, ["mask", "weight: 0", "ignore_fields: [mask]"]),
+        ({"train_detail": [{"train": True}]}, ["train_detail", "format: tokens"]),
+        ({"images": ["a.png"]}, ["images", "ignore_fields: [images]"]),
+    ],
+)
+def test_a_flag_that_cannot_be_read_is_refused_by_name(fields, parts):
+    assert_names(problem({"messages": [USER, ASSISTANT | fields]}), "message 2", *parts)
+
+
+@pytest.mark.parametrize("flag", [{"train": True}, {"loss": 1}, {"masked": False}])
+def test_a_loss_on_a_message_of_the_user_is_refused(flag):
+    of_user = problem({"messages": [USER | flag, ASSISTANT]})
+    assert_names(of_user, "message 1", *flag, "assistant", "data.train_on=all")
+
+
+SYSTEM = {"role": "system", "content": "Speak French."}
+
+
+def test_a_system_text_beside_the_messages_is_their_first_message():
+    talk = {"messages": [SYSTEM, USER, ASSISTANT]}
+    for name in ("system", "system_prompt"):
+        assert kept({"messages": [USER, ASSISTANT], name: "Speak French."}) == talk
+        assert kept(talk | {name: "Speak French."}) == talk
+        assert kept(talk | {name: ""}) == talk
+        assert kept(talk | {name: "Other."}, ignore_fields=(name,)) == talk
+        assert_names(problem(talk | {name: "Other."}), name, "system message")
+        assert_names(problem(talk | {name: 3}), name, "string")
+        both = {"prompt": [USER], "completion": [ASSISTANT], name: "Speak French."}
+        assert kept(both, "prompt_completion")["prompt"] == [SYSTEM, USER]
+        text = {"prompt": "a", "completion": "b", name: "Speak French."}
+        assert_names(problem(text, "prompt_completion"), name, "prompt", "ignore_fields")
+        mapped = {"prompt": name, "completion": "completion"}
+        assert kept(text, "prompt_completion", fields=mapped)["prompt"] == "Speak French."
+    assert_names(problem(talk | {"system": "a", "system_prompt": "b"}), "system", "system_prompt")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("functions", [{"name": "f"}]),
+        ("history", [["q", "a"]]),
+        ("documents", ["d"]),
+        ("images", [{"path": "a.png"}]),
+        ("loss_mask", np.array([1, 0])),
+    ],
+)
+def test_a_field_that_would_change_training_is_refused_by_name(name, value):
+    for record, format in (
+        ({"messages": [USER, ASSISTANT]}, "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
     ):
-        assert_names(problem({"messages": [USER, ASSISTANT | fields]}), "message 2", *parts)
-    of_user = problem({"messages": [USER | {"train": True}, ASSISTANT]})
-    assert_names(of_user, "message 1", "train", "true", "assistant", "data.train_on=all")
-    assert (
-        "function_call"
-        in kept({"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]})[
-            "messages"
-        ][1]
-    )
+        assert_names(problem(record | {name: value}, format), name, f"ignore_fields: [{name}]")
+        for empty in (None, [], "", np.zeros(0)):
+            assert kept(record | {name: empty}, format) == record
+        assert kept(record | {name: value}, format, ignore_fields=(name,)) == record
+
+
+def test_ignoring_a_field_without_a_meaning_is_refused():
+    source = SourceConfig(source="x", format="messages", ignore_fields=("histori",))
+    with pytest.raises(UserError) as raised:
+        formats.resolve_columns(source, field="data.train.0.source")
+    assert_names(raised.value, "histori", "history", start="data.train.0.ignore_fields: ")
+
+
+IDS = {"input_ids": [10, 11, 12, 13]}
+
+
+def checked_tokens(record, has_labels=True, **fields):
+    source = SourceConfig(source="x", format="tokens", **fields)
+    actual = formats.check_record(IDS | record, source, has_labels=has_labels)
+    return {name: ids.tolist() for name, ids in actual.items()}
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_a_mask_of_tokens_limits_their_loss(name):
+    for mask in ([0, 0, 1, 1], "[0, 0, 1, 1]", np.array([0, 0, 1, 1], np.uint8)):
+        assert checked_tokens({name: mask})["labels"] == [-100, -100, 12, 13]
+    both = {name: [0, 0, 1, 1], "labels": [-100, 11, 12, -100]}
+    assert checked_tokens(both)["labels"] == [-100, -100, 12, -100]
+    for mask in ([0, 1], [0, 0, 1, 2], [[0, 0, 1, 1]]):
+        with pytest.raises(RecordError, match=f"{name}.* 4 "):
+            checked_tokens({name: mask})
+    with pytest.raises(RecordError, match=f"{name}.*first record"):
+        checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
+
+
+def test_the_first_record_decides_whether_a_source_has_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    source = SourceConfig(source=str(tmp_path / "a.parquet"), format="tokens")
+    data = DataConfig(train=(source,), row_tokens=8)
+    read = sources.read(source, data=data, field="data.train.0.source")
+    assert read["labels"] == [[-100, 2], [3, 4]]
+
+
+def test_padding_at_either_end_of_tokens_is_dropped():
+    for mask, content in (
+        ([1, 1, 1, 1], slice(0, 4)),
+        ([1, 1, 0, 0], slice(0, 2)),
+        ([0, 1, 1, 0], slice(1, 3)),
+        ([0, 0, 0, 0], slice(0, 0)),
+    ):
+        expected = IDS["input_ids"][content]
+        padded = {"attention_mask": mask, "completion_mask": [1, 1, 0, 1]}
+        labels = [10, 11, -100, 13][content]
+        assert checked_tokens(padded) == {"input_ids": expected, "labels": labels}
+    left = {"attention_mask": [0, 0, 1, 1], "position_ids": [1, 1, 0, 1], "seq_lengths": [2]}
+    assert checked_tokens(left, has_labels=False) == {"input_ids": [12, 13]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_mask": [1, 0, 1, 1]},
+        {"attention_mask": [1, 1, 2, 2]},
+        {"seq_lengths": [2, 2]},
+        {"seq_lengths": [3]},
+        {"position_ids": [0, 1, 0, 1]},
+        {"position_ids": [0, 0, 0, 1]},
+        {"images": ["a.png"]},
+    ],
+)
+def test_tokens_of_several_documents_are_refused(fields):
+    with pytest.raises(RecordError, match=next(iter(fields))):
+        checked_tokens(fields, has_labels=False)
+    ignored = checked_tokens(fields, has_labels=False, ignore_fields=tuple(fields))
+    assert ignored == IDS

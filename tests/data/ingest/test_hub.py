@@ -148,7 +148,7 @@ def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
 
 
 def test_parts_of_a_source_become_their_own_tokens(tmp_path):
-    datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet(
+    datasets.Dataset.from_dict({"input_ids": [[n] * (n + 2) for n in range(9)]}).to_parquet(
         "file.parquet"
     )
     results = []
@@ -162,7 +162,7 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
             )
         )
     assert Documents([tokenized.dataset for tokenized in results]).lengths.tolist() == list(
-        range(1, 10)
+        range(2, 11)
     )
     assert results[0].digest != results[1].digest
 

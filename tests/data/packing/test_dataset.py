@@ -13,6 +13,7 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
+from jaxsp.planner import data_rows
 from tests.data.packing import test_loader
 from tests.messages import assert_names, numbers
 
@@ -71,7 +72,7 @@ TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
 
 def test_each_document_goes_to_the_shortest_row_that_holds_it():
     config = test_loader.settings_of(**TWO)
-    data = data_of([[1, 16, 17, 64, 65, 200]], config)
+    data = data_of([[2, 16, 17, 64, 65, 200]], config)
     actual = {
         stream.row_tokens: {
             int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document
@@ -85,7 +86,13 @@ def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_th
     config = test_loader.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(20, 90)]
     steps = steps_of(data_of([lengths], config), config, epochs=1)
-    assert taken(steps).tolist() == list(range(1, sum(lengths) + 1))
+    expected = []
+    first = 1
+    for length in lengths:
+        # a last segment of one token has no next token to predict
+        expected += range(first, first + (length - 1 if length % 64 == 1 else length))
+        first += length
+    assert taken(steps).tolist() == expected
     assert {counts.row_tokens for _, counts in steps} == {16, 64}
     for given, counts in steps:
         turns, slots, row_tokens = given.tokens_BL.shape
@@ -181,7 +188,11 @@ LONG = [40, 5, 33, 32, 100]
 @pytest.mark.parametrize(
     ("what", "lengths", "counts"),
     [
-        ("split", LONG, {"num_split": 3}),
+        (
+            "split",
+            LONG,
+            {"num_split": 3, "num_segments_without_loss": 1, "num_tokens_without_loss": 1},
+        ),
         ("truncate", [32, 5, 32, 32, 32], {"num_truncated": 3, "num_tokens_truncated": 77}),
         ("drop", [5, 32], {"num_dropped": 3, "num_tokens_dropped": 173}),
     ],
@@ -198,14 +209,92 @@ def test_long_documents_are_counted_by_their_treatment(what, lengths, counts):
     }
     assert (
         actual
-        == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
+        == {
+            "num_tokens": sum(lengths) - counts.get("num_tokens_without_loss", 0),
+            "num_loss_tokens": sum(n - 1 for n in lengths),
+        }
+        | counts
     )
     steps = steps_of(data, config, epochs=1)
-    assert len(taken(steps)) == sum(lengths)
+    assert len(taken(steps)) == source.num_tokens
     assert (
         sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
         == source.num_loss_tokens
     )
+
+
+@pytest.mark.parametrize("what", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
+def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens):
+    """The oracle reads each document's labels one by one."""
+    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=4)
+    longest = config.data.max_row_tokens
+    random = np.random.default_rng(0)
+    tokens = [random.integers(1, 1000, length) for length in [*lengths_of(60, 150), 1, 2, 64, 65]]
+    labels = [np.where(random.random(len(ids)) < 0.03, ids, -100) for ids in tokens]
+    expected = []
+    counts = {"num_without_loss": 0, "num_segments_without_loss": 0, "num_tokens_without_loss": 0}
+    for record, document in enumerate(labels):
+        used = len(document)
+        if what == "truncate":
+            used = min(used, longest)
+        if what == "drop" and used > longest:
+            continue
+        kept = []
+        for offset in range(0, used, longest):
+            length = min(longest, used - offset)
+            targets = [k + 1 for k in range(offset, offset + length) if k + 1 < used]
+            if any(document[target] != -100 for target in targets):
+                kept.append((record, offset, length))
+            else:
+                counts["num_tokens_without_loss"] += length
+                counts["num_segments_without_loss"] += 1
+        if not kept:
+            counts["num_without_loss"] += 1
+            counts["num_segments_without_loss"] -= -(-used // longest)
+        expected += kept
+    columns = {"tokens": tokens, "labels": labels, "place": list("x" * len(tokens))}
+    documents = Documents(
+        [datasets.Dataset.from_dict(columns)],
+        source_names=["a"],
+        longest_row=longest,
+        long_documents=what,
+    )
+    actual = [
+        (documents.find_origin(int(document)).record_index, offset, length)
+        for document, offset, length in zip(*vars(documents.segments).values(), strict=True)
+    ]
+    assert actual == expected
+    (source,) = documents.sources
+    assert {name: getattr(source, name) for name in counts} == counts
+    assert min(counts.values()) > 0 or what != "split"
+    data = dataset.pack_documents("train", documents, config, digests=["a"])
+    assert source.num_tokens == sum(length for *_, length in expected)
+    steps = steps_of(data, config, epochs=1)
+    assert sum(int(each.segment_lengths.sum()) for _, each in steps) == source.num_tokens
+    num_labels = sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
+    assert num_labels == source.num_loss_tokens > 0
+    planned = data_rows.read_rows(data, config).values()
+    assert sum(rows.packed.num_tokens for rows in planned) == source.num_tokens
+    assert sum(rows.unpacked.num_segments for rows in planned) == len(expected)
+    lines = dict(summary.describe_data(data, config, data.make_schedule(config, epochs=1)))
+    assert numbers(lines["data"])[:3] == [
+        source.num_documents,
+        len(expected),
+        source.num_tokens,
+    ]
+    assert set(counts.values()) - {0} <= set(numbers(lines[""]))
+
+
+@pytest.mark.parametrize("what", ["truncate", "drop"])
+def test_data_that_loses_its_labels_to_short_rows_names_row_tokens(what):
+    columns = {"tokens": [[1] * 50, [1] * 40], "labels": [[-100] * 40 + [1] * 10, [-100] * 40]}
+    chats = datasets.Dataset.from_dict(columns)
+    with pytest.raises(UserError) as raised:
+        Documents([chats], longest_row=32, long_documents=what)
+    assert_names(raised.value, f"data.long_documents = {what}", "32", "data.row_tokens", "50")
+    assert Documents([chats], longest_row=50, long_documents=what).num_loss_tokens == 10
+    assert Documents([chats], longest_row=32, long_documents="split").num_loss_tokens == 10
 
 
 def test_a_truncated_document_ends_like_any_other():
@@ -445,14 +534,14 @@ def test_changes_of_the_data_are_named():
     (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
     assert_names(tokens, "32", start="data.row_tokens = 64")
     assert_names(slots, "5", start="data.max_segments_per_row = 6")
-    longer = data_of([[3, 4], [6, 1]], config)
+    longer = data_of([[3, 4], [6, 2]], config)
     renamed = {**longer.fingerprint(config)}
     renamed["sources"] = [
         {**renamed["sources"][0], "name": "x"},
         {**renamed["sources"][1], "digest": "new"},
     ]
     (tokens,) = dataset.describe_changes(before, renamed)
-    assert_names(tokens, "2", "1", "7", "5", start="data.train.1 (b)")
+    assert_names(tokens, "2", "1", "8", "5", start="data.train.1 (b)")
     (count,) = dataset.describe_changes(before, data_of([[3]], config).fingerprint(config))
     assert_names(count, "1", "2", start="data.train ")
     weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(config)

@@ -57,12 +57,13 @@ def test_every_document_is_trained_on_or_held_out():
     assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
     (train,) = parts[0].sources
     (held,) = parts[1].sources
-    assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, held.num_tokens)
+    num_tokens = held.num_tokens + held.num_tokens_without_loss
+    assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, num_tokens)
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
     assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
     assert numbers(summary.describe_exclusions([train]))[:2] == [
         held.num_documents,
-        held.num_tokens,
+        num_tokens,
     ]
     assert held.num_held_out == 0
 

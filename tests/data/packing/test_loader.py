@@ -31,13 +31,13 @@ def rows_on(*mesh, layout=KEPT_ORDER, has_ring_steps=False):
     return lambda row_tokens: placement
 
 
-def documents_of(lengths, labels=False):
+def documents_of(lengths, labels=False, row_tokens=32):
     random = np.random.default_rng(0)
     tokens = [random.integers(1, 1000, n, dtype=np.int32) for n in lengths]
     columns = {"tokens": tokens}
     if labels:
         columns["labels"] = [np.where(random.random(len(ids)) < 0.5, ids, -100) for ids in tokens]
-    return Documents([datasets.Dataset.from_dict(columns)])
+    return Documents([datasets.Dataset.from_dict(columns)], longest_row=row_tokens)
 
 
 def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_segments=5, **data):
@@ -162,9 +162,8 @@ def test_rows_are_dealt_to_the_groups_in_turn():
 
 @pytest.mark.parametrize("length", [125, 126, 127, 128])
 def test_a_document_that_almost_fills_its_row(length):
-    feed = pipeline_of(
-        documents_of([length]), mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1
-    )
+    documents = documents_of([length], row_tokens=128)
+    feed = pipeline_of(documents, mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1)
     ((given, counts),) = feed.batches()
     assert np.sum(np.asarray(given.labels_BL) != -100) == length - 1
     assert np.asarray(given.positions_BL)[0, 0].tolist() == [*range(length)] + [0] * (128 - length)
@@ -215,7 +214,7 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     """Steps straddle epochs; only the run's last one is filled up."""
     documents = ragged()
     feed = pipeline_of(documents, epochs=3)
-    plans = PackedEpochs(documents.lengths, row_tokens=32, max_segments=5, seed=0)
+    plans = PackedEpochs(documents.segments, row_tokens=32, max_segments=5, seed=0)
     total = plans.count_rows(3)
     assert all(plans.count_rows(epochs) % 16 for epochs in (1, 2, 3)), (
         "epochs must not end with a step here"
@@ -236,7 +235,8 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
             assert np.array_equal(actual[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(actual[total:] == (-100 if name == "labels_BL" else 0))
     assert (
-        sum(int(counts.segment_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
+        sum(int(counts.segment_lengths.sum()) for _, counts in steps)
+        == 3 * documents.segments.length.sum()
     )
     assert [counts.num_rows for _, counts in steps] == [16] * (len(steps) - 1) + [
         total - 16 * (len(steps) - 1)
@@ -362,7 +362,7 @@ def test_weights_go_with_their_labels(mesh, layout):
     table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
         "weights", datasets.LargeList(datasets.Value("float32"))
     )
-    feed = pipeline_of(Documents([table]), mesh=mesh, layout=layout, epochs=1)
+    feed = pipeline_of(Documents([table], longest_row=32), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():
         labels = np.asarray(given.labels_BL)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import mixing
+from jaxsp.data.packing import mixing, packing
 from jaxsp.data.packing.mixing import RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 
@@ -15,11 +15,10 @@ def parts(*num_rows, row_tokens=8):
     """Sources of `num_rows` full rows; the rows of source s are documents from 100 * s on."""
     return [
         PackedEpochs(
-            np.full(count, row_tokens),
+            packing.split_documents(np.full(count, row_tokens), None).renumber(100 * source),
             row_tokens=row_tokens,
             max_segments=1,
             seed=0,
-            documents=100 * source + np.arange(count),
         )
         for source, count in enumerate(num_rows)
     ]

@@ -52,8 +52,8 @@ def test_every_range_of_a_row_is_cut_from_the_whole_row():
 
 
 def test_a_document_over_three_rows_keeps_labels_and_positions():
-    stored = Documents([dataset([[1], list(range(100, 120))])])
-    plan = packing.plan_rows(stored.lengths, row_tokens=8, max_segments=4, seed=0)
+    stored = Documents([dataset([[1, 2], list(range(100, 120))])], longest_row=8)
+    plan = packing.plan_rows(stored.segments, row_tokens=8, max_segments=4, seed=0)
     shares = []
     for row in map(plan.row, range(len(plan))):
         for document, start, length, first in zip(
@@ -72,14 +72,15 @@ def test_a_document_over_three_rows_keeps_labels_and_positions():
 
 
 def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left_out():
-    one = datasets.concatenate_datasets([dataset([[1, 2], []]), dataset([[3, 4, 5], [6]])])
+    one = datasets.concatenate_datasets([dataset([[1, 2], []]), dataset([[3, 4, 5], [6, 6], [5]])])
     other = dataset([[], [7, 8, 9]], labels=[[], [-100, -100, 9]])
     stored = Documents([one, other])
-    assert stored.lengths.tolist() == [2, 3, 1, 3]
+    assert stored.lengths.tolist() == [2, 3, 2, 3]
     assert [source.num_empty for source in stored.sources] == [1, 1]
-    share = stored.read_slice(row_of((0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 3)), 0, 9)
-    assert share.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert share.labels.tolist() == [2, -100, 4, 5, -100, -100, -100, 9, -100]
+    assert [source.num_without_loss for source in stored.sources] == [1, 0]
+    share = stored.read_slice(row_of((0, 0, 2), (1, 0, 3), (2, 0, 2), (3, 0, 3)), 0, 10)
+    assert share.tokens.tolist() == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9]
+    assert share.labels.tolist() == [2, -100, 4, 5, -100, 6, -100, -100, 9, -100]
 
 
 def test_loss_tokens_are_those_with_a_label():
@@ -87,7 +88,7 @@ def test_loss_tokens_are_those_with_a_label():
     labels = [[7, -100, 9], [4], [], [-100, 6, 7, -100]]
     for marks in (None, labels):
         stored = Documents([dataset(documents, marks)])
-        share = stored.read_slice(row_of((0, 0, 3), (1, 0, 1), (2, 0, 4)), 0, 8)
+        share = stored.read_slice(row_of((0, 0, 3), (1, 0, 4)), 0, 7)
         assert stored.num_loss_tokens == np.sum(share.labels != -100) == (5 if marks is None else 3)
 
 

@@ -15,10 +15,13 @@ import transformers
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import formats, record_cache, sources
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.packing import summary
+from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.tokenization import encoding, examples, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.tokenize import TokenizeOptions
 from tests.data.chat import chats
+from tests.messages import assert_names
 
 FIELD = "data.train.0.source"
 
@@ -123,7 +126,7 @@ def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_pa
         everything = tokenize(
             name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all"
         ).dataset
-        assert set(everything.column_names) == {"place", "problem", "tokens"}
+        assert set(everything.column_names) == {"place", "problem", "tokens", "bare_answers"}
         assert everything["tokens"][0] == actual["tokens"]
 
 
@@ -321,6 +324,8 @@ def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
         template=None,
         format=formats.FORMATS["text"],
         train_on="all",
+        earlier_reasoning="error",
+        date=None,
     )
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
@@ -353,13 +358,15 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
         tokenize("d.txt", vocab_size=256)
 
 
-def test_the_first_record_is_encoded_as_in_tokenize_dataset(tmp_path):
+def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
     write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": config.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
     records = sources.read(config.train[0], data=config, field=FIELD)
-    place, tokens, labels = text.encode_first_record(records, data=config, **how)
+    (example,) = examples.encode_examples(records, data=config, **how)
+    assert len(list(examples.encode_examples(records, data=config, **how, num_records=5))) == 2
+    place, tokens, labels, _ = example
     result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
         result["place"],
@@ -369,7 +376,44 @@ def test_the_first_record_is_encoded_as_in_tokenize_dataset(tmp_path):
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        text.encode_first_record(records, data=strict, **how)
+        list(examples.encode_examples(records, data=strict, **how))
+
+
+DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING
+
+
+def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path):
+    ask = {"role": "user", "content": "q"}
+    answer = {"role": "assistant", "content": "<think>hm</think>x"}
+    write(tmp_path / "a.jsonl", *({"messages": [ask, answer] * turns} for turns in (1, 2, 3)))
+    how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": DATED}
+    results = []
+    for earlier, date in (
+        ("keep", "2026-11-25"),
+        ("no_loss", "2026-11-25"),
+        ("keep", "2020-01-02"),
+    ):
+        result = tokenize("a.jsonl", **how, earlier_reasoning=earlier, chat_template_date=date)
+        assert result.dataset["bare_answers"] == [0, 1, 2]
+        results.append(result)
+        documents = Documents([result.dataset], source_names=["a"])
+        assert [source.num_bare_answers for source in documents.sources] == [3]
+        options = asked("a.jsonl", earlier_reasoning=earlier)
+        (note,) = summary.describe_bare_answers(documents.sources, options)
+        assert_names(note, "a", "3", f"data.earlier_reasoning={earlier}")
+    assert len({result.digest for result in results}) == 3
+    texts = [how["tokenizer"].decode(result.dataset["tokens"][0]) for result in results]
+    assert [text[:5] for text in texts] == ["25 No", "25 No", "02 Ja"]
+
+
+def test_a_date_that_no_template_writes_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    own = chats.tokenizer()
+    own.chat_template = chats.CHATML
+    config = asked("a.txt", chat_template_date="2026-11-25")
+    with pytest.raises(UserError) as raised:
+        text.resolve_options(config.train[0], data=config, tokenizer=own)
+    assert_names(raised.value, "strftime_now", start="data.chat_template_date = 2026-11-25: ")
 
 
 def test_other_users_may_read_the_cache(tmp_path):

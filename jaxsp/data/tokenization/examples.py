@@ -1,0 +1,114 @@
+"""Examples of a source's records, encoded as training encodes them."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxsp.config.data_schema import DataConfig, SourceConfig
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import template_text
+from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.ingest import formats
+from jaxsp.data.ingest.formats import Format
+from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization.encoding import EncodedRecord
+from jaxsp.data.tokenization.tokenize import TokenizeOptions
+
+if TYPE_CHECKING:
+    import datasets
+    import transformers
+
+_MAX_SEARCHED = 10_000
+"""Number of records that are searched for one of each kind."""
+
+
+class Example(NamedTuple):
+    """An encoded record."""
+
+    place: str
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    kinds: list[str]
+    """Properties of a chat that the examples before it do not have."""
+
+
+def encode_examples(
+    dataset: "datasets.Dataset",
+    *,
+    source: SourceConfig,
+    data: DataConfig,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    field: str,
+    num_records: int | None = None,
+) -> Iterator[Example]:
+    """Yields the first usable records, as `tokenize_dataset` encodes them.
+
+    Args:
+        dataset: the records of `sources.read`.
+        num_records: None: the first one, and among the next ones one of each kind of chat.
+    Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
+    """
+    error_prefix = f"{field} = {source.source}"
+    record_format = formats.FORMATS[source.format]
+    options = None
+    if not record_format.is_tokenized:
+        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
+        options = tokenize.resolve_options(source, data=data, tokenizer=tokenizer)
+    num_examples = 0
+    seen: set[str] = set()
+    for index, entry in enumerate(dataset):
+        if num_examples == num_records:
+            break
+        if num_examples and num_records is None and index >= _MAX_SEARCHED:
+            break
+        if entry["problem"] is not None:
+            continue
+        kinds = list_kinds(json.loads(entry["record"])) if record_format.is_chat else []
+        kinds = [kind for kind in kinds if kind not in seen]
+        if num_examples and num_records is None and not kinds:
+            if record_format.is_chat:
+                continue
+            break
+        encoded = _encode(entry, record_format, options)
+        if isinstance(encoded, RecordError):
+            if data.on_bad_record == "error":
+                raise UserError(
+                    f"{error_prefix}: {entry['place']}: {encoded}. Correct it, or leave it out: "
+                    "data.on_bad_record=skip."
+                )
+            continue
+        tokens, labels = encoded
+        if len(tokens):
+            num_examples += 1
+            seen.update(kinds)
+            yield Example(entry["place"], tokens, labels, kinds)
+    if not num_examples:
+        raise UserError(f"{error_prefix}: no record has a token. Give at least one that has.")
+
+
+def _encode(
+    entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
+) -> EncodedRecord:
+    if options is not None:
+        return tokenize.encode_records([entry[record_format.column]], options)[0]
+    labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
+    return np.asarray(entry["input_ids"], np.int32), labels
+
+
+def list_kinds(record: dict[str, Any]) -> list[str]:
+    """Returns the properties of a chat that a template may write in ways of its own."""
+    parts = [record.get(name) for name in ("messages", "prompt", "completion")]
+    messages = [message for part in parts if isinstance(part, list) for message in part]
+    answers = [message for message in messages if message["role"] == template_text.ASSISTANT]
+    kinds = {
+        "tools": bool(record.get("tools")),
+        "tool calls": any(map(template_text.list_tool_calls, answers)),
+        "reasoning": any(map(template_text.get_reasoning, answers)),
+        "several turns": len(answers) > 1,
+        "a system message": any(message["role"] == "system" for message in messages),
+        "messages without loss": not all(map(template_text.has_loss, messages)),
+        "template arguments": bool(record.get("chat_template_kwargs")),
+    }
+    return [kind for kind, is_present in kinds.items() if is_present]
