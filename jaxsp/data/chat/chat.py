@@ -11,7 +11,8 @@ exchanges; longer ones in the reverse order.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
-an end-of-turn token never teaches the model to stop.
+an end-of-turn token never teaches the model to stop. If a template writes none, the role marker of
+the next message is the end (turn_ends.py).
 
 A record that fails a check is refused; nothing is guessed. The text is always the template's: if it
 cuts thinking out of earlier messages, that thinking is not trained on.
@@ -21,9 +22,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.data.chat import generation_marks, span_search, template_text
+from jaxsp.data.chat import generation_marks, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
+from jaxsp.data.chat.turn_ends import TurnEnd
 
 if TYPE_CHECKING:
     import transformers
@@ -73,7 +75,10 @@ def render_record(
         render = TemplateRenderer(
             record, tokenizer=tokenizer, template=template, with_marks=not has_full_loss
         )
-        return _render_conversation(record["messages"], render, has_full_loss=has_full_loss)
+        turn_end = turn_ends.find(tokenizer, render.template)
+        return _render_conversation(
+            record["messages"], render, turn_end, has_full_loss=has_full_loss
+        )
     prompt = record["prompt"]
     completion = record["completion"]
     if isinstance(prompt, str):
@@ -81,17 +86,19 @@ def render_record(
         spans = None if has_full_loss else ((len(prompt), len(text)),)
         return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
     render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
-    return _render_completion(prompt, completion, render, has_full_loss=has_full_loss)
+    turn_end = turn_ends.find(tokenizer, render.template)
+    return _render_completion(prompt, completion, render, turn_end, has_full_loss=has_full_loss)
 
 
 def _render_conversation(
-    messages: Messages, render: TemplateRenderer, *, has_full_loss: bool
+    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, *, has_full_loss: bool
 ) -> RenderedRecord:
     text, marks = render(messages)
     template_text.check_messages_present(messages, text)
+    ending = "" if render.has_marks else turn_end.complete(messages)
     if has_full_loss:
         _check_all_have_loss(messages, "use data.train_on=assistant")
-        return RenderedRecord(text=text)
+        return RenderedRecord(text=text + ending)
     indices = [
         index
         for index, message in enumerate(messages)
@@ -114,8 +121,10 @@ def _render_conversation(
             messages, indices, text, marks, render, loss_indices=loss_indices
         )
     else:
-        spans = infer_spans(messages, loss_indices, text, render)
-    return RenderedRecord(text=text, loss_spans=tuple(spans), has_exact_spans=not render.has_marks)
+        spans = _infer_spans(messages, loss_indices, text, render, turn_end)
+    return RenderedRecord(
+        text=text + ending, loss_spans=tuple(spans), has_exact_spans=not render.has_marks
+    )
 
 
 def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
@@ -129,10 +138,16 @@ def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
 
 
 def _render_completion(
-    prompt: Messages, completion: Messages, render: TemplateRenderer, *, has_full_loss: bool
+    prompt: Messages,
+    completion: Messages,
+    render: TemplateRenderer,
+    turn_end: TurnEnd,
+    *,
+    has_full_loss: bool,
 ) -> RenderedRecord:
     messages = prompt + completion
     text, _ = render(messages)
+    text += turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     if has_full_loss:
         _check_all_have_loss(messages, "use data.train_on=assistant")
@@ -140,8 +155,8 @@ def _render_completion(
     _check_all_have_loss(completion, "use format: messages")
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
-    start = common_prefix_length(prompted, text)
-    if start < min(len(prompted), common_prefix_length(prompt_text, prompted)):
+    start = template_text.common_prefix_length(prompted, text)
+    if start < min(len(prompted), template_text.common_prefix_length(prompt_text, prompted)):
         raise RecordError(
             "the chat template writes the prompt differently when the completion follows, so that "
             "the completion cannot be located: use data.train_on=all, or another template"
@@ -158,10 +173,16 @@ def _render_completion(
     return RenderedRecord(text=text, loss_spans=((start, len(text)),), has_exact_spans=False)
 
 
-def infer_spans(
-    messages: Messages, indices: list[int], text: str, render: RenderFunction
+def _infer_spans(
+    messages: Messages,
+    indices: list[int],
+    text: str,
+    render: RenderFunction,
+    turn_end: TurnEnd,
 ) -> TextSpans:
     """Returns the spans of assistant messages for a template without marks.
+
+    The last may end after `text`, with the end that the template leaves out.
 
     Raises: RecordError if they cannot be determined with certainty.
     """
@@ -187,17 +208,21 @@ def infer_spans(
             "others follow, so that the assistant's text cannot be located: "
             f"{template_text.MARKS_SUGGESTION}"
         )
+    completed = text + turn_end.complete(messages)
+    extended = []
     for index, span in zip(indices, spans, strict=True):
+        start, end = span.span
+        extended.append((start, turn_end.extend(completed, end)))
         check_span(
             messages,
             [index],
-            text,
-            span.span,
+            completed,
+            extended[-1],
             render,
             suggestion=template_text.MARKS_SUGGESTION,
             opening=span.opening,
         )
-    return [span.span for span in spans]
+    return extended
 
 
 def check_span(
@@ -243,7 +268,7 @@ def check_span(
         else:
             prompt, header = opening
             content = header + word
-        start = common_prefix_length(prompt, content)
+        start = template_text.common_prefix_length(prompt, content)
         before = content[:start]
         content = content[start:]
     if not template_text.starts_with_message(message, content, before=before):
@@ -258,11 +283,3 @@ def check_span(
             f"({messages[indices[-1]]['role']}), so that the model would not learn to stop: "
             f"{suggestion}"
         )
-
-
-def common_prefix_length(a: str, b: str) -> int:
-    """Returns the length of the longest common prefix of two texts."""
-    if b.startswith(a):
-        return len(a)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))

@@ -120,7 +120,7 @@ class TemplateRenderer:
         if "strftime_now" in text:
             # Jinja drops the line break after the tag, so the template's first line stays the first
             text = f"{{% set strftime_now = {_UNDEFINED_DATE} %}}\n{text}"
-        self._template = text
+        self.template = text
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
             self._check_tools_are_used(record)
@@ -144,7 +144,7 @@ class TemplateRenderer:
             rendered: Any = chat_template_utils.render_jinja_template(
                 [list(messages)],
                 tools=tools,
-                chat_template=self._template,
+                chat_template=self.template,
                 return_assistant_tokens_mask=self.has_marks,
                 add_generation_prompt=prompt,
                 **self._kwargs,
