@@ -13,6 +13,7 @@ from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.run.data_sets import OpenedSources
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import transformers
@@ -72,13 +73,14 @@ def load_checked_tokenizer(
     tokenizer = None
     with problems.collect():
         tokenizer = load_tokenizer(config, files.folder, run_model_dir)
-        if files.config is not None and len(tokenizer) > files.config.vocab_size:
-            suggestion = f"Set model.config.vocab_size={len(tokenizer)}, or more."
-            if config.model.source is not None:
-                suggestion = "Use the model's own tokenizer: model.tokenizer=null."
+        # A given model may have more tokens than rows of its embedding: gemma-3-1b has one more.
+        # tokenize_dataset refuses those that occur.
+        is_random = config.model.source is None and files.config is not None
+        if is_random and len(tokenizer) > files.config.vocab_size:
             raise UserError(
                 f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
-                f"vocab_size is {files.config.vocab_size:,}. {suggestion}"
+                f"vocab_size is {files.config.vocab_size:,}. Set "
+                f"model.config.vocab_size={len(tokenizer)}, or more."
             )
     return tokenizer
 
@@ -88,18 +90,27 @@ def load_tokenizer(
 ) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source.
 
+    The first process prints where it differs from what transformers' AutoTokenizer loads.
+
     Raises: UserError if there is none.
     """
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir))
+            return tokenizers.load(str(run_model_dir), report=_print_note)
     if name is not None:
-        return tokenizers.load(name)
+        return tokenizers.load(name, report=_print_note)
     if source is None:
         raise UserError(
             "model.tokenizer = null: text needs one. Use bytes, or a folder or hub name."
         )
     return tokenizers.load(
-        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
+        str(source.path),
+        error_prefix=f"model.source = {source.source}: its tokenizer",
+        report=_print_note,
     )
+
+
+def _print_note(note: str) -> None:
+    if distributed.this_process().index == 0:
+        print(note, flush=True)
