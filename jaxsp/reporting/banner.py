@@ -38,6 +38,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         *_fold("batch", _describe_batch(program)),
         ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
+        *_fold("stop", _describe_stop(inputs)),
         *_describe_attention(program, inputs),
         *_describe_memory(program),
         *_fold("XLA", program.compile_options.description),
@@ -265,6 +266,12 @@ def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
         row_tokens=program.config.data.max_row_tokens,
         longest_document=int(inputs.train_set.documents.lengths.max()),
     )
+
+
+def _describe_stop(inputs: RunInputs) -> str:
+    if not inputs.stop_tokens:
+        return ""
+    return f"{inputs.stop_tokens}; the export has eos_token_id {inputs.hf_config['eos_token_id']}"
 
 
 def _describe_output(program: Program, inputs: RunInputs) -> str:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import pathlib
+import shutil
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data.tokenization import tokenizer_json, tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
@@ -75,11 +76,11 @@ def load_checked_tokenizer(
         tokenizer = load_tokenizer(config, files.folder, run_model_dir)
         # A given model may have more tokens than rows of its embedding: gemma-3-1b has one more.
         # tokenize_dataset refuses those that occur.
-        is_random = config.model.source is None and files.config is not None
-        if is_random and len(tokenizer) > files.config.vocab_size:
+        model = files.config if config.model.source is None else None
+        if model is not None and len(tokenizer) > model.vocab_size:
             raise UserError(
                 f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
-                f"vocab_size is {files.config.vocab_size:,}. Set "
+                f"vocab_size is {model.vocab_size:,}. Set "
                 f"model.config.vocab_size={len(tokenizer)}, or more."
             )
     return tokenizer
@@ -109,6 +110,29 @@ def load_tokenizer(
         error_prefix=f"model.source = {source.source}: its tokenizer",
         report=_print_note,
     )
+
+
+def write_small_files(
+    directory: pathlib.Path,
+    *,
+    run_model_dir: pathlib.Path | None,
+    source: ModelFolder | None,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+) -> None:
+    """Writes a model's small files (config, tokenizer) into a run directory.
+
+    They are copies of those of the run that is resumed, else of the model's source; without both,
+    only the tokenizer is written.
+    """
+    directory.mkdir(exist_ok=True)
+    if run_model_dir is not None:
+        if not run_model_dir.samefile(directory):
+            shutil.copytree(run_model_dir, directory, dirs_exist_ok=True)
+    elif source is not None:
+        folder.copy_small_files(source.path, directory)
+        tokenizer_json.correct_file(directory)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def _print_note(note: str) -> None:

@@ -95,7 +95,8 @@ def _encode_with_labels(
         if isinstance(encoding, RecordError):
             yield encoding
             continue
-        ids, num_before = encoding.ids, 0
+        ids = encoding.ids
+        num_before = 0
         if record.is_plain:
             ids, num_before = frame.add(ids, record.text)
         tokens = np.fromiter(ids, np.int32, len(ids))

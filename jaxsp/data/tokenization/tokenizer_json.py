@@ -112,7 +112,7 @@ def _load_file(
     from_file = fast.from_pretrained(name)
     own_tokens = from_file.special_tokens_map
     backend = tokenizers.Tokenizer.from_file(path)
-    missing = {
+    missing: dict[str, Any] = {
         role: token
         for role, token in tokenizer.special_tokens_map.items()
         if role not in own_tokens and backend.token_to_id(str(token)) is not None
@@ -176,13 +176,14 @@ def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
     """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
     if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None:
         return False
-    steps = (_describe_component(backend.pre_tokenizer, "pre_tokenizer") or {}).get("pretokenizers")
-    return bool(steps) and steps[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
+    splits = _describe_component(backend.pre_tokenizer, "pre_tokenizer") or {}
+    first, *_ = splits.get("pretokenizers") or [{}]
+    return first.get("pattern") == {"Regex": _LLAMA_SPLIT}
 
 
 def _correct_split(backend: "tokenizers.Tokenizer") -> None:
     import tokenizers
     from tokenizers import pre_tokenizers
 
-    split = pre_tokenizers.Split(tokenizers.Regex(_TEKKEN_SPLIT), behavior="isolated")
-    backend.pre_tokenizer[0] = split
+    steps: Any = backend.pre_tokenizer  # a sequence
+    steps[0] = pre_tokenizers.Split(tokenizers.Regex(_TEKKEN_SPLIT), behavior="isolated")

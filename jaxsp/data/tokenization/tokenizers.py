@@ -65,11 +65,11 @@ def load(
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
     try:
         # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        loaded = transformers.AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, fix_mistral_regex=False
         )
-        tokenizer.init_kwargs.pop("fix_mistral_regex", None)
-        tokenizer, notes = tokenizer_json.load_as_in_file(tokenizer, name)
+        loaded.init_kwargs.pop("fix_mistral_regex", None)
+        tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
