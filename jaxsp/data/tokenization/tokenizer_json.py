@@ -61,9 +61,9 @@ def load_as_in_file(
     if from_file is not None and (differing := _find_differences(tokenizer, from_file)):
         tokenizer = from_file
         notes.append(
-            f"{name}: transformers' AutoTokenizer makes a {loaded_type} of it, whose "
-            f"{' and '.join(differing)} differ from tokenizer.json. Use "
-            f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r}), as jaxsp does."
+            f"{name}: transformers' AutoTokenizer would make a {loaded_type} of it, with another "
+            f"{', '.join(differing)} than tokenizer.json. jaxsp reads tokenizer.json, like "
+            f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
         )
     if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):
         _correct_split(tokenizer.backend_tokenizer)
