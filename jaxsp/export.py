@@ -1,7 +1,6 @@
 """python -m jaxsp.export RUN_OR_CHECKPOINT OUT_DIR: exports weights to Hugging Face format."""
 
 import argparse
-import json
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, peft, text_part, writer
+from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
 from jaxsp.run import merging, resume, stop_tokens
@@ -129,7 +128,7 @@ def _export_model(
     _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     tokenizer = _check_tokenizer(out, lines)
-    generation = json.loads((out / stop_tokens.GENERATION_CONFIG).read_text(encoding="utf-8"))
+    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
     if generation.get("eos_token_id") is not None:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")

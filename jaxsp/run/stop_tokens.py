@@ -14,7 +14,7 @@ from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import tokenize
-from jaxsp.hf import writer
+from jaxsp.hf import folder, writer
 from jaxsp.run.data_sets import OpenedSources
 
 GENERATION_CONFIG = "generation_config.json"
@@ -51,7 +51,7 @@ class StopTokens:
         """
         path = directory / GENERATION_CONFIG
         if self.alternatives and path.is_file():
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = folder.read_json(path, error_prefix="model.source")
             writer.write_json(path, self.add_to(fields, default=default))
 
 

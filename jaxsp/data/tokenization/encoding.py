@@ -73,7 +73,7 @@ def _encode_without_labels(
             yield ids
             continue
         if record.is_plain:
-            ids, _ = frame.add(ids, record.text)
+            frame.add(ids, record.text)
         yield np.fromiter(ids, np.int32, len(ids)), None
 
 
@@ -98,7 +98,7 @@ def _encode_with_labels(
         ids = encoding.ids
         num_before = 0
         if record.is_plain:
-            ids, num_before = frame.add(ids, record.text)
+            num_before = frame.add(ids, record.text)
         tokens = np.fromiter(ids, np.int32, len(ids))
         try:
             yield tokens, _make_labels(tokens, encoding, record, offset=num_before)
@@ -128,14 +128,17 @@ class _TextFrame:
         self._after = after if end is None or after[-1:] == [end] else [end]
         self._end_text: str | None = tokenizer.eos_token
 
-    def add(self, ids: list[int], text: str) -> tuple[list[int], int]:
-        """Returns the ids of a text with those around it, and the number of those before it."""
+    def add(self, ids: list[int], text: str) -> int:
+        """Adds tokens around the ids of a text; returns the number of those before it."""
         if not ids:
-            return ids, 0
+            return 0
+        if not self._is_ended(ids, text):
+            ids += self._after
         num_before = len(self._before)
-        before = [] if ids[:num_before] == self._before else self._before
-        after = [] if self._is_ended(ids, text) else self._after
-        return [*before, *ids, *after], len(before)
+        if ids[:num_before] == self._before:
+            return 0
+        ids[:0] = self._before
+        return num_before
 
     def _is_ended(self, ids: list[int], text: str) -> bool:
         if ids[len(ids) - len(self._after) :] == self._after:

@@ -94,7 +94,6 @@ def _load_file(
 
     Special tokens that only the class of `tokenizer` names are kept if the file has them.
     """
-    import tokenizers
     import transformers
     from transformers.utils import hub
 
@@ -111,7 +110,7 @@ def _load_file(
         return None
     from_file = fast.from_pretrained(name)
     own_tokens = from_file.special_tokens_map
-    backend = tokenizers.Tokenizer.from_file(path)
+    backend = from_file.backend_tokenizer
     missing: dict[str, Any] = {
         role: token
         for role, token in tokenizer.special_tokens_map.items()
