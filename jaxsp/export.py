@@ -14,11 +14,11 @@ from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config, peft, text_part, writer
+from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
 from jaxsp.reporting import console as output
-from jaxsp.run import merging, resume
+from jaxsp.run import merging, resume, stop_tokens
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.storage import copies
 from jaxsp.training import trainable
@@ -80,6 +80,10 @@ def _export_adapter(
     )
     _write_chat_template(config, pathlib.Path(args.out))
     lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
+    tokenizer = _check_tokenizer(args.out, lines)
+    if meta.model.get("eos_token_id") is not None:
+        stops = stop_tokens.describe(meta.model["eos_token_id"], tokenizer)
+        lines.append(f"PEFT stops at the end tokens of the base; give generate() {stops}")
     if config.model.source is None:
         return [*lines, "it belongs to random weights (model.config), which are in no file"]
     if (quantization := config.adapter.quantization) != "none":
@@ -129,12 +133,11 @@ def _export_model(
     )
     _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
-    if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
-        lines.append(
-            f"transformers' AutoTokenizer uses another class for {meta.model['model_type']} and "
-            "reads this tokenizer wrongly; load it with "
-            f"transformers.PreTrainedTokenizerFast.from_pretrained({str(out)!r})"
-        )
+    tokenizer = _check_tokenizer(out, lines)
+    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
+    if generation.get("eos_token_id") is not None:
+        stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
+        lines.append(f"generation stops at {stops}")
     lines.append(
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}), "
         "which needs PyTorch"
@@ -147,6 +150,24 @@ def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
     if config.data.chat_template is not None:
         path = directory / "chat_template.jinja"
         path.write_text(config.data.chat_template, encoding="utf-8")
+
+
+def _check_tokenizer(
+    directory: str | pathlib.Path, lines: list[str]
+) -> "transformers.PreTrainedTokenizerBase | None":
+    """Loads the tokenizer of an export, if it has one.
+
+    Adds to `lines` what transformers' AutoTokenizer would load differently.
+    """
+    if not pathlib.Path(directory, "tokenizer_config.json").is_file():
+        return None
+    try:
+        return tokenizers.load(
+            str(directory), error_prefix=f"{directory}: its tokenizer", report=lines.append
+        )
+    except UserError as error:  # training on token ids did not need it
+        lines.append(str(error))
+        return None
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 import rich.console
 import transformers
@@ -11,8 +12,11 @@ import transformers
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import config_file
+from jaxsp.hf import model_config, writer
+from jaxsp.model import decoder
 from jaxsp.run import build, trainer
 from tests import batches, messages
+from tests.data.chat import chats
 
 pytestmark = pytest.mark.e2e
 
@@ -89,6 +93,61 @@ def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
     lines = capsys.readouterr().out
     assert re.search(messages.containing("loss", f"{ANSWERS:,}"), lines)
     assert re.search(messages.containing(1, "skip"), lines), "a record that is left out is counted"
+
+
+def test_turns_that_end_with_ordinary_text_have_a_note(chat_run):
+    banner = (chat_run / "run/banner.txt").read_text()
+    assert re.search(messages.containing("stop", "turns end with", "<|end|>"), banner)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys, adapter):
+    """The base ends documents with </s>; the chats end turns with <|im_end|>."""
+    tokenizer = chats.tokenizer()
+    fields = batches.SMALL_LLAMA | {"vocab_size": 512}
+    table = decoder.param_table(model_config.parse_model_config(fields, field="model.config"))
+    writer.export_model(
+        jax.tree.map(lambda param: np.ones(param.stacked_shape, np.float32), table),
+        table=table,
+        fields=fields,
+        tokenizer=tokenizer,
+        directory=tmp_path / "base",
+    )
+    generation = {"eos_token_id": tokenizer.eos_token_id, "temperature": 0.5}
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(generation))
+    record = {"messages": [{"role": role, "content": words} for role, words in TURNS]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
+    config = config_file.parse(
+        {
+            "run": {"directory": str(tmp_path / "run"), "steps": 1},
+            "model": {"source": str(tmp_path / "base"), "compute_dtype": "float32"},
+            "data": {
+                "train": [{"source": str(tmp_path / "chats.jsonl"), "format": "messages"}],
+                "row_tokens": 128,
+                "chat_template": chats.CHATML,
+            },
+            "batch": {"rows_per_step": 1},
+            "optimizer": {"learning_rate": 0.01},
+            "adapter": {"type": adapter},
+            "logging": {"trackers": []},
+        }
+    )
+    program, inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    stop_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [stop_id, tokenizer.eos_token_id]
+    banner = (tmp_path / "run/banner.txt").read_text()
+    assert re.search(messages.containing("stop", "<|im_end|>", str(ids)), banner)
+    merge = ["--merge"] if adapter == "lora" else []
+    export.main([str(tmp_path / "run"), str(tmp_path / "hf"), *merge])
+    assert re.search(messages.containing(str(ids), "<|im_end|>", "</s>"), capsys.readouterr().out)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == ids
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").temperature == 0.5
+    if merge:
+        export.main([str(tmp_path / "run"), str(tmp_path / "adapter")])
+        output = capsys.readouterr().out
+        assert re.search(messages.containing("PEFT", "generate", str(ids), "<|im_end|>"), output)
 
 
 def _with_a_bad_record(folder):

@@ -32,8 +32,9 @@ class ModelSourceConfig(ConfigSection):
     """Fields of a Hugging Face config.json, for a model with random weights. They include
     model_type, such as llama or qwen3."""
     tokenizer: Annotated[str | None, with_examples("bytes")] = None
-    """Tokenizer: `bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer.
-    null: that of model.source. Records with the format tokens need none."""
+    """Tokenizer: `bytes` (256 bytes and an end token), or a folder or hub name. Its tokenizer.json
+    is used also where transformers' AutoTokenizer would change it. null: that of
+    model.source. Records with the format tokens need none."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, and of weights when they are sent and gathered. Master weights are
     float32."""

@@ -35,6 +35,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("start", inputs.weights_origin),
         ("changed", ", ".join(inputs.start.config_changes)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
+        ("stop", _describe_stop(inputs)),
         ("note", _describe_long_documents(program, inputs)),
         ("evaluation", _describe_evaluation(program, inputs)),
         ("devices", _describe_devices(program)),
@@ -257,6 +258,12 @@ def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
         row_tokens=program.config.data.max_row_tokens,
         longest_document=int(inputs.train_set.documents.lengths.max()),
     )
+
+
+def _describe_stop(inputs: RunInputs) -> str:
+    if not inputs.stop_tokens:
+        return ""
+    return f"{inputs.stop_tokens}; the export has eos_token_id {inputs.hf_config['eos_token_id']}"
 
 
 def _describe_output(program: Program, inputs: RunInputs) -> str:

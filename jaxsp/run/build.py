@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,13 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.hf import folder, model_config
+from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
-from jaxsp.run import data_sets, initial_weights, model_files, resume
+from jaxsp.run import data_sets, initial_weights, model_files, resume, stop_tokens
 from jaxsp.run.initial_weights import InitialWeights
+from jaxsp.run.stop_tokens import StopTokens
 from jaxsp.runtime import run_paths
 from jaxsp.storage import copies
 from jaxsp.training import memory_options, row_meshes
@@ -45,6 +45,7 @@ class ResolvedConfig:
     model_folder: ModelFolder | None
     adapter_folder: ModelFolder | None
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
+    stop_tokens: StopTokens
     attention_choices: AttentionChoices
     train: PackedDataset | None
     """None unless it was resolved for training."""
@@ -113,6 +114,7 @@ def build_training(
         is_mesh_automatic=is_mesh_automatic,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
+        stop_tokens=resolved.stop_tokens.description,
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return program, inputs
@@ -209,17 +211,9 @@ def resolve_config(
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
-    choices = None
-    if files.config is not None:
-        with problems.collect():
-            config = row_meshes.resolve_degrees(
-                config, files.config, devices=devices, with_training=for_training
-            )
-    if config.mesh.seq != "auto":
-        if files.config is not None:
-            with problems.collect():
-                choices = row_meshes.choose_attention(config, files.config, devices=devices)
-        _check_step(config, files.config, choices, devices, problems, for_training=for_training)
+    config, choices = _resolve_mesh(
+        config, files.config, devices, problems, for_training=for_training
+    )
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
@@ -234,16 +228,41 @@ def resolve_config(
     program = row_meshes.make_program(
         config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
     )
+    stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
         program=program,
-        hf_config=model_config.add_token_ids(files.hf_config, tokenizer),
+        hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
         tokenizer=tokenizer,
+        stop_tokens=stops,
         attention_choices=choices,
         train=train,
         evals=evals,
     )
+
+
+def _resolve_mesh(
+    config: Config,
+    model: ModelConfig | None,
+    devices: list[jax.Device],
+    problems: ProblemCollector,
+    *,
+    for_training: bool,
+) -> tuple[Config, AttentionChoices | None]:
+    """Chooses the mesh and the attention of each row length, and checks the step."""
+    choices = None
+    if model is not None:
+        with problems.collect():
+            config = row_meshes.resolve_degrees(
+                config, model, devices=devices, with_training=for_training
+            )
+    if config.mesh.seq != "auto":
+        if model is not None:
+            with problems.collect():
+                choices = row_meshes.choose_attention(config, model, devices=devices)
+        _check_step(config, model, choices, devices, problems, for_training=for_training)
+    return config, choices
 
 
 def _check_step(
@@ -271,14 +290,14 @@ def _save_model_files(
     resolved: ResolvedConfig, model_dir: pathlib.Path | None, directory: pathlib.Path
 ) -> None:
     """Writes the model's small files (config, tokenizer) into a run directory."""
-    directory.mkdir(exist_ok=True)
-    if model_dir is not None:
-        if not model_dir.samefile(directory):
-            shutil.copytree(model_dir, directory, dirs_exist_ok=True)
-    elif resolved.model_folder is not None and resolved.program.config.model.tokenizer is None:
-        folder.copy_small_files(resolved.model_folder.path, directory)
-    elif resolved.tokenizer is not None:
-        resolved.tokenizer.save_pretrained(directory)
+    has_own_tokenizer = resolved.program.config.model.tokenizer is None
+    model_files.write_small_files(
+        directory,
+        run_model_dir=model_dir,
+        source=resolved.model_folder if has_own_tokenizer else None,
+        tokenizer=resolved.tokenizer,
+    )
+    resolved.stop_tokens.add_to_file(directory, default=resolved.hf_config["eos_token_id"])
 
 
 def _inline_chat_template(config: Config) -> Config:

@@ -77,9 +77,19 @@ def tokenize_sources(
                 data=config.data,
                 tokenizer=tokenizer,
                 vocab_size=vocab_size,
+                vocab_suggestion=_suggest_vocabulary(config),
             )
     problems.raise_if_any()
     return tokenized
+
+
+def _suggest_vocabulary(config: Config) -> str:
+    """Returns what to do about a token id without a row of the model's embedding."""
+    if config.model.source is None:
+        return "Set model.config.vocab_size."
+    if config.model.tokenizer is not None:
+        return "Use the model's own tokenizer: model.tokenizer=null."
+    return "Leave the record out, or use a model with more rows: jaxsp adds none to an embedding."
 
 
 def make_data_sets(

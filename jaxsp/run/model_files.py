@@ -2,17 +2,19 @@
 
 import dataclasses
 import pathlib
+import shutil
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizers
+from jaxsp.data.tokenization import tokenizer_json, tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.run.data_sets import OpenedSources
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import transformers
@@ -72,13 +74,14 @@ def load_checked_tokenizer(
     tokenizer = None
     with problems.collect():
         tokenizer = load_tokenizer(config, files.folder, run_model_dir)
-        if files.config is not None and len(tokenizer) > files.config.vocab_size:
-            suggestion = f"Set model.config.vocab_size={len(tokenizer)}, or more."
-            if config.model.source is not None:
-                suggestion = "Use the model's own tokenizer: model.tokenizer=null."
+        # A given model may have more tokens than rows of its embedding: gemma-3-1b has one more.
+        # tokenize_dataset refuses those that occur.
+        model = files.config if config.model.source is None else None
+        if model is not None and len(tokenizer) > model.vocab_size:
             raise UserError(
                 f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
-                f"vocab_size is {files.config.vocab_size:,}. {suggestion}"
+                f"vocab_size is {model.vocab_size:,}. Set "
+                f"model.config.vocab_size={len(tokenizer)}, or more."
             )
     return tokenizer
 
@@ -88,18 +91,50 @@ def load_tokenizer(
 ) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source.
 
+    The first process prints where it differs from what transformers' AutoTokenizer loads.
+
     Raises: UserError if there is none.
     """
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir))
+            return tokenizers.load(str(run_model_dir), report=_print_note)
     if name is not None:
-        return tokenizers.load(name)
+        return tokenizers.load(name, report=_print_note)
     if source is None:
         raise UserError(
             "model.tokenizer = null: text needs one. Use bytes, or a folder or hub name."
         )
     return tokenizers.load(
-        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
+        str(source.path),
+        error_prefix=f"model.source = {source.source}: its tokenizer",
+        report=_print_note,
     )
+
+
+def write_small_files(
+    directory: pathlib.Path,
+    *,
+    run_model_dir: pathlib.Path | None,
+    source: ModelFolder | None,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+) -> None:
+    """Writes a model's small files (config, tokenizer) into a run directory.
+
+    They are copies of those of the run that is resumed, else of the model's source; without both,
+    only the tokenizer is written.
+    """
+    directory.mkdir(exist_ok=True)
+    if run_model_dir is not None:
+        if not run_model_dir.samefile(directory):
+            shutil.copytree(run_model_dir, directory, dirs_exist_ok=True)
+    elif source is not None:
+        folder.copy_small_files(source.path, directory)
+        tokenizer_json.correct_file(directory)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _print_note(note: str) -> None:
+    if distributed.this_process().index == 0:
+        print(note, flush=True)

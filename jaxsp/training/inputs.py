@@ -53,6 +53,8 @@ class RunInputs:
     weights_origin: str
     """Description of the source of the weights."""
     attention_choices: AttentionChoices
+    stop_tokens: str
+    """Description of the tokens that end the turns of chats; empty without chats."""
     is_mesh_automatic: bool
     """True if the config has `mesh.seq: auto`."""
     make_weights: Callable[[], layers.Weights]

@@ -11,7 +11,8 @@ exchanges; longer ones in the reverse order.
 
 A span must begin with the message's content or its thinking: otherwise a header that the generation
 prompt does not write would be trained on. It must end with more than the content: a message without
-an end-of-turn token never teaches the model to stop.
+an end-of-turn token never teaches the model to stop. If a template writes none, the role marker of
+the next message is the end (turn_ends.py).
 
 A record that fails a check is refused; nothing is guessed. The text is always the template's. If it
 drops the thinking of earlier messages, data.earlier_reasoning decides about the bare answers.
@@ -22,9 +23,10 @@ import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.data.chat import generation_marks, reasoning, span_search, template_text
+from jaxsp.data.chat import generation_marks, reasoning, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
+from jaxsp.data.chat.turn_ends import TurnEnd
 
 if TYPE_CHECKING:
     import transformers
@@ -83,6 +85,7 @@ def render_record(
         return _render_conversation(
             record["messages"],
             render,
+            turn_ends.find(tokenizer, render.template),
             has_full_loss=has_full_loss,
             earlier_reasoning=earlier_reasoning,
         )
@@ -99,16 +102,23 @@ def render_record(
         prompt,
         completion,
         render,
+        turn_ends.find(tokenizer, render.template),
         has_full_loss=has_full_loss,
         earlier_reasoning=earlier_reasoning,
     )
 
 
 def _render_conversation(
-    messages: Messages, render: TemplateRenderer, *, has_full_loss: bool, earlier_reasoning: str
+    messages: Messages,
+    render: TemplateRenderer,
+    turn_end: TurnEnd,
+    *,
+    has_full_loss: bool,
+    earlier_reasoning: str,
 ) -> RenderedRecord:
     text, marks = render(messages)
     template_text.check_messages_present(messages, text)
+    ending = "" if render.has_marks else turn_end.complete(messages)
     indices = [
         index
         for index, message in enumerate(messages)
@@ -120,7 +130,7 @@ def _render_conversation(
         suggestion = "use data.train_on=assistant"
         _check_all_have_loss(messages, suggestion)
         reasoning.check_bare_answers(bare, earlier_reasoning, no_loss=suggestion)
-        return RenderedRecord(text=text, num_bare_answers=len(bare))
+        return RenderedRecord(text=text + ending, num_bare_answers=len(bare))
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise RecordError(
@@ -141,10 +151,10 @@ def _render_conversation(
         )
         bare = [index for index in bare if index in marked]
     else:
-        spans = infer_spans(messages, loss_indices, text, render)
+        spans = _infer_spans(messages, loss_indices, text, render, turn_end)
     reasoning.check_bare_answers(bare, earlier_reasoning)
     return RenderedRecord(
-        text=text,
+        text=text + ending,
         loss_spans=tuple(spans),
         has_exact_spans=not render.has_marks,
         num_bare_answers=len(bare),
@@ -165,12 +175,14 @@ def _render_completion(
     prompt: Messages,
     completion: Messages,
     render: TemplateRenderer,
+    turn_end: TurnEnd,
     *,
     has_full_loss: bool,
     earlier_reasoning: str,
 ) -> RenderedRecord:
     messages = prompt + completion
     text, _ = render(messages)
+    text += turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     suggestion = "use format: messages"
     first_with_loss = len(prompt)
@@ -189,8 +201,8 @@ def _render_completion(
         return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
-    start = common_prefix_length(prompted, text)
-    if start < min(len(prompted), common_prefix_length(prompt_text, prompted)):
+    start = template_text.common_prefix_length(prompted, text)
+    if start < min(len(prompted), template_text.common_prefix_length(prompt_text, prompted)):
         raise RecordError(
             "the chat template writes the prompt differently when the completion follows, so that "
             "the completion cannot be located: use data.train_on=all, or another template"
@@ -212,10 +224,16 @@ def _render_completion(
     )
 
 
-def infer_spans(
-    messages: Messages, indices: list[int], text: str, render: RenderFunction
+def _infer_spans(
+    messages: Messages,
+    indices: list[int],
+    text: str,
+    render: RenderFunction,
+    turn_end: TurnEnd,
 ) -> TextSpans:
     """Returns the spans of assistant messages for a template without marks.
+
+    The last may end after `text`, with the end that the template leaves out.
 
     Raises: RecordError if they cannot be determined with certainty.
     """
@@ -241,17 +259,21 @@ def infer_spans(
             "others follow, so that the assistant's text cannot be located: "
             f"{template_text.MARKS_SUGGESTION}"
         )
+    completed = text + turn_end.complete(messages)
+    extended = []
     for index, span in zip(indices, spans, strict=True):
+        start, end = span.span
+        extended.append((start, turn_end.extend(completed, end)))
         check_span(
             messages,
             [index],
-            text,
-            span.span,
+            completed,
+            extended[-1],
             render,
             suggestion=template_text.MARKS_SUGGESTION,
             opening=span.opening,
         )
-    return [span.span for span in spans]
+    return extended
 
 
 def check_span(
@@ -297,7 +319,7 @@ def check_span(
         else:
             prompt, header = opening
             content = header + word
-        start = common_prefix_length(prompt, content)
+        start = template_text.common_prefix_length(prompt, content)
         before = content[:start]
         content = content[start:]
     if not template_text.starts_with_message(message, content, before=before):
@@ -312,11 +334,3 @@ def check_span(
             f"({messages[indices[-1]]['role']}), so that the model would not learn to stop: "
             f"{suggestion}"
         )
-
-
-def common_prefix_length(a: str, b: str) -> int:
-    """Returns the length of the longest common prefix of two texts."""
-    if b.startswith(a):
-        return len(a)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))

@@ -153,7 +153,7 @@ class TemplateRenderer:
             raise RecordError(
                 "the tokenizer has no chat template for it. Set data.chat_template"
             ) from None
-        self._template = text = _fix_date(text, date)
+        self.template = text = _fix_date(text, date)
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
             self._check_tools_are_used(record)
@@ -177,7 +177,7 @@ class TemplateRenderer:
             rendered: Any = chat_template_utils.render_jinja_template(
                 [list(messages)],
                 tools=tools,
-                chat_template=self._template,
+                chat_template=self.template,
                 return_assistant_tokens_mask=self.has_marks,
                 add_generation_prompt=prompt,
                 **self._kwargs,

@@ -180,3 +180,11 @@ def unused_words(text: str) -> Iterator[str]:
     while tag in text:
         tag = f"Q{tag}"
     return (f"{tag}{number}z" for number in itertools.count())
+
+
+def common_prefix_length(a: str, b: str) -> int:
+    """Returns the length of the longest common prefix of two texts."""
+    if b.startswith(a):
+        return len(a)
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -32,53 +33,52 @@ def encode_texts(
 ) -> list[EncodedRecord]:
     """Returns the tokens and labels of each text; errors stay as they are.
 
-    A plain text gets the tokenizer's own special tokens, then its end token, if it has one and the
-    text does not end with it already (as in TRL, which adds a second one if the tokenizer itself
-    ends with it). A text without a token of its own gets none, and is empty.
+    A plain text gets the special tokens that the tokenizer writes before a text, unless it begins
+    with them, and an end token, unless it ends with one and white space: rendered chats have both.
+    A text without a token of its own gets none, and is empty.
 
     Text of special tokens inside a content becomes those tokens, as everywhere in transformers; it
     moves no label.
     """
     encoded: list[Any] = list(rendered)
-    # only texts with labels need offsets of tokens, and only plain texts special tokens
-    groups: dict[tuple[bool, bool], list[int]] = {}
+    # only texts with labels need offsets of tokens
+    groups: dict[bool, list[int]] = {}
     for index, record in enumerate(rendered):
         if isinstance(record, RenderedRecord):
-            key = (record.loss_spans is not None, record.is_plain)
-            groups.setdefault(key, []).append(index)
-    for (has_labels, is_plain), indices in groups.items():
+            groups.setdefault(record.loss_spans is not None, []).append(index)
+    for has_labels, indices in groups.items():
         encode = _encode_with_labels if has_labels else _encode_without_labels
-        results = encode([encoded[index] for index in indices], tokenizer, is_plain=is_plain)
+        results = encode([encoded[index] for index in indices], tokenizer)
         for index, result in zip(indices, results, strict=True):
             encoded[index] = result
     return encoded
 
 
 def _encode_without_labels(
-    rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool
+    rendered: Sequence[RenderedRecord], tokenizer: Any
 ) -> Iterator[EncodedRecord]:
     texts = [record.text for record in rendered]
+    lists: list[list[int] | RecordError]
     if _is_fast(tokenizer):
         tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
         # 1.6 us a token. Conversion to Python and to an array takes 0.04; a BatchEncoding as much
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
-            texts, add_special_tokens=is_plain
-        )
-        lists = [encoding.ids for encoding in encodings]
+        encodings = _encode_batch(tokenizer.backend_tokenizer.encode_batch_fast, texts)
+        lists = [each if isinstance(each, RecordError) else each.ids for each in encodings]
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        lists = tokenizer(texts, add_special_tokens=is_plain, **options)["input_ids"]
-    num_special = tokenizer.num_special_tokens_to_add(pair=False) if is_plain else 0
-    for ids in lists:
-        if len(ids) <= num_special:
-            ids = []
-        if is_plain:
-            _add_end_token(ids, tokenizer)
+        lists = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
+    frame = _TextFrame(tokenizer)
+    for record, ids in zip(rendered, lists, strict=True):
+        if isinstance(ids, RecordError):
+            yield ids
+            continue
+        if record.is_plain:
+            frame.add(ids, record.text)
         yield np.fromiter(ids, np.int32, len(ids)), None
 
 
 def _encode_with_labels(
-    rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool
+    rendered: Sequence[RenderedRecord], tokenizer: Any
 ) -> Iterator[EncodedRecord]:
     if not _is_fast(tokenizer):
         problem = (
@@ -88,26 +88,67 @@ def _encode_with_labels(
         yield from [RecordError(problem)] * len(rendered)
         return
     tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
-    before, after = _surrounding_tokens(tokenizer) if is_plain else ([], [])
+    frame = _TextFrame(tokenizer)
     with _without_post_processor(tokenizer.backend_tokenizer) as backend:
-        texts = [record.text for record in rendered]
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        encodings = _encode_batch(backend.encode_batch, [record.text for record in rendered])
     for record, encoding in zip(rendered, encodings, strict=True):
-        ids = [*before, *encoding.ids, *after] if encoding.ids else []
-        if is_plain:
-            _add_end_token(ids, tokenizer)
+        if isinstance(encoding, RecordError):
+            yield encoding
+            continue
+        ids = encoding.ids
+        num_before = 0
+        if record.is_plain:
+            num_before = frame.add(ids, record.text)
         tokens = np.fromiter(ids, np.int32, len(ids))
         try:
-            yield tokens, _make_labels(tokens, encoding, record, offset=len(before))
+            yield tokens, _make_labels(tokens, encoding, record, offset=num_before)
         except RecordError as problem:
             yield problem
 
 
-def _add_end_token(ids: list[int], tokenizer: Any) -> None:
-    """Appends the end token to ids that have no such end yet, unless they are empty."""
-    end = tokenizer.eos_token_id
-    if ids and end is not None and ids[-1] != end:
-        ids.append(end)
+def _encode_batch(encode: Any, texts: Sequence[str]) -> list[Any]:
+    """Encodes texts without special tokens; a text that the tokenizer refuses is a RecordError.
+
+    A word-level tokenizer without an unknown token refuses words that it does not have.
+    """
+    try:
+        return encode(texts, add_special_tokens=False)
+    except Exception as error:  # the library raises a bare Exception
+        if len(texts) == 1:
+            return [RecordError(f"the tokenizer refuses it: {errors.first_line(error)}")]
+        return [result for text in texts for result in _encode_batch(encode, [text])]
+
+
+class _TextFrame:
+    """Special tokens around a plain text: those that the tokenizer writes, and one end."""
+
+    def __init__(self, tokenizer: Any):
+        self._before, after = _surrounding_tokens(tokenizer)
+        end = tokenizer.eos_token_id
+        self._after = after if end is None or after[-1:] == [end] else [end]
+        self._end_text: str | None = tokenizer.eos_token
+
+    def add(self, ids: list[int], text: str) -> int:
+        """Adds tokens around the ids of a text; returns the number of those before it."""
+        if not ids:
+            return 0
+        if not self._is_ended(ids, text):
+            ids += self._after
+        num_before = len(self._before)
+        if ids[:num_before] == self._before:
+            return 0
+        ids[:0] = self._before
+        return num_before
+
+    def _is_ended(self, ids: list[int], text: str) -> bool:
+        if ids[len(ids) - len(self._after) :] == self._after:
+            return True
+        if self._end_text is None:
+            return False
+        tail = text.rpartition(self._end_text)[2]
+        # the text of an end token may be ordinary tokens; white space has at most one for each byte
+        num_last = len(tail.encode()) + 1
+        return not tail.strip() and self._after[-1] in ids[-num_last:]
 
 
 def _make_labels(
@@ -182,7 +223,17 @@ def _without_post_processor(backend: Any) -> Iterator[Any]:
 
 def _surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the special tokens that the tokenizer puts before and after a text."""
-    encoding = tokenizer.backend_tokenizer.encode("a")
-    mask = encoding.special_tokens_mask
-    own = [index for index, is_special in enumerate(mask) if not is_special]
-    return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+    if not _is_fast(tokenizer):
+        ids = tokenizer.build_inputs_with_special_tokens([-1])
+        place = ids.index(-1)
+        return ids[:place], ids[place + 1 :]
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is None:
+        return [], []
+    import tokenizers
+
+    # one token of another vocabulary: the tokenizer's own may lack any text to try
+    word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0})).encode("x")
+    encoding = backend.post_process(word)
+    place = encoding.special_tokens_mask.index(0)
+    return encoding.ids[:place], encoding.ids[place + 1 :]

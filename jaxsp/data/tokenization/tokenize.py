@@ -122,10 +122,12 @@ def tokenize_dataset(
     data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
+    vocab_suggestion: str = "Use the model's own tokenizer.",
     field: str,
 ) -> TokenizedSource:
     """Tokenizes the records of `sources.read`; labels are not shifted.
 
+    Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
     Raises: UserError for bad records, unless `data` skips them; for a token id without an embedding
         in the model; and if there is no chat template.
     """
@@ -157,8 +159,7 @@ def tokenize_dataset(
                 raise UserError(
                     f"{error_prefix}: {tokenized[document]['place']}: {column} contain the id "
                     f"{token_id}, but the model's vocab_size is {vocab_size}: ids must be 0 to "
-                    f"{vocab_size - 1}. Use the model's own tokenizer, or set "
-                    "model.config.vocab_size."
+                    f"{vocab_size - 1}. {vocab_suggestion}"
                 )
     return TokenizedSource(dataset=tokenized, digest=stats["digest"])
 

@@ -3,10 +3,12 @@
 import os
 import pathlib
 import tempfile
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
+from jaxsp.data.tokenization import tokenizer_json
 
 if TYPE_CHECKING:
     import transformers
@@ -38,10 +40,17 @@ def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     )
 
 
-def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrainedTokenizerBase":
+def load(
+    name: str,
+    *,
+    error_prefix: str | None = None,
+    report: Callable[[str], None] = lambda note: None,
+) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer of a folder or of the hub, or BYTE_TOKENIZER.
 
-    Args:   error_prefix: beginning of error messages; by default model.tokenizer and the name.
+    Args:
+        error_prefix: beginning of error messages; by default model.tokenizer and the name.
+        report: receives a line for each difference from what AutoTokenizer loads.
     Raises: UserError if it cannot be loaded, or has an empty vocabulary.
     """
     import transformers
@@ -55,34 +64,22 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     if paths.is_path(name) and not pathlib.Path(name).exists():
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, fix_mistral_regex=False
+        )
+        loaded.init_kwargs.pop("fix_mistral_regex", None)
+        tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
-    if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise UserError(
             f"{error_prefix} has an empty vocabulary, so text has no tokens. {suggestion}"
         )
+    for note in notes:
+        report(note)
     return tokenizer
-
-
-def is_loaded_unchanged(
-    tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os.PathLike[str]
-) -> bool:
-    """Returns True if AutoTokenizer loads the same tokenizer from an exported folder.
-
-    It does not always: from a folder with model_type qwen2 it loads a Qwen2Tokenizer, whatever the
-    folder contains.
-    """
-    import transformers
-
-    probe = "e\u0301 caf\u00e9\n\t2026 x_1"
-    # otherwise transformers asks on the terminal whether to run code that the folder names
-    loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return (
-        len(loaded) == len(tokenizer)
-        and loaded(probe)["input_ids"] == tokenizer(probe)["input_ids"]
-    )
 
 
 def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:

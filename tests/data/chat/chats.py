@@ -86,6 +86,15 @@ TURNS = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}"""
 """Template like Gemma's: another name for the assistant, alternating roles, no system message."""
 
+MARKERS = """{{- '[gMASK]<sop>' }}
+{%- for message in messages -%}
+{%- set role = 'observation' if message.role == 'tool' else message.role -%}
+{{ '<|' + role + '|>' + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"""
+"""Template like GLM-4's: role markers are special tokens, and no end token follows a message."""
+
 THINKING = (
     """{%- set ns = namespace(last=-1) -%}
 {%- for message in messages -%}
@@ -111,7 +120,8 @@ last message always has some."""
 
 SPECIAL = (
     "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
-    "[INST] [/INST] [TOOL_CALLS] <start_of_turn> <end_of_turn>"
+    "[INST] [/INST] [TOOL_CALLS] <start_of_turn> <end_of_turn> "
+    "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
 ).split()
 
 _WORDS = (

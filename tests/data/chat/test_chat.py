@@ -1,6 +1,7 @@
 """Tests of chat records: the loss is on assistant messages and their end tokens, to the token."""
 
 import datetime
+import itertools
 import unicodedata
 
 import jinja2
@@ -12,7 +13,7 @@ from transformers.utils import chat_template_utils
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, chat_template, span_search, template_text
+from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -74,6 +75,66 @@ def test_the_loss_is_on_assistant_messages_and_their_end_tokens(tokenizer, name)
         whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
         assert tokens.tolist() == whole
         assert encode({"messages": messages}, tokenizer, template, "all")[1] is None
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_without_end_tokens_the_next_role_marker_is_the_end(tokenizer, alternating):
+    for messages in chats.conversations(50, alternating=alternating):
+        tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKERS)
+        expected = []
+        for message, follower in itertools.zip_longest(messages, messages[1:]):
+            if message["role"] == "assistant":
+                next_role = "user" if follower is None else follower["role"]
+                end = {"tool": "<|observation|>"}.get(next_role, f"<|{next_role}|>")
+                said = "\n" + (message["content"] or "") + chats.call_text(message)
+                expected.append(said + end)
+        assert [tokenizer.decode(run) for run in learned(tokens, labels)] == expected
+        whole = tokenizer.apply_chat_template(messages, chat_template=chats.MARKERS)["input_ids"]
+        assert tokens.tolist() == [*whole, tokenizer.convert_tokens_to_ids("<|user|>")]
+        all_tokens, _ = encode({"messages": messages}, tokenizer, chats.MARKERS, "all")
+        assert all_tokens.tolist() == tokens.tolist()
+        prompt_completion = {"prompt": messages[:-1], "completion": messages[-1:]}
+        tokens, labels = encode(prompt_completion, tokenizer, chats.MARKERS)
+        assert [tokenizer.decode(run) for run in learned(tokens, labels)] == expected[-1:]
+
+
+def test_a_call_at_the_end_stops_at_the_marker_of_its_result(tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [chats.CALL]}
+    chat = [{"role": "user", "content": "q"}, call]
+    tokens, labels = encode({"messages": chat}, tokenizer, chats.MARKERS)
+    said = f"\n{chats.call_text(call)}<|observation|>"
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == [said]
+    # nothing is added after a message of another role
+    chat.append({"role": "tool", "content": "t"})
+    tokens, labels = encode({"messages": chat}, tokenizer, chats.MARKERS)
+    assert tokenizer.decode(tokens).endswith("<|observation|>\nt")
+
+
+LAST = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot_id|>{% endfor %}</s>"
+PARTS = "{% for m in messages %}<|user|>{% if m.content is not string %}x{% endif %}{% endfor %}"
+TWO = "{% for m in messages %}{{ m.content }}<|im_end|><|eot_id|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "stops"),
+    [
+        (chats.CHATML, [["<|im_end|>"]]),
+        (chats.THINKING, [["<|im_end|>"]]),
+        (chats.MARKED, [["<|im_end|>"]]),
+        (chats.HEADERS, [["<|eot_id|>"]]),
+        (chats.INST, [["</s>"]]),
+        (chats.TURNS, [["<end_of_turn>"]]),
+        (chats.MARKERS, [["<|user|>"], ["<|observation|>"]]),
+        (TWO, [["<|im_end|>", "<|eot_id|>"]]),
+        (LAST, [["<|eot_id|>"]]),
+        (PARTS, []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<stop>\n{% endfor %}", []),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_the_tokens_that_end_turns_are_found(tokenizer, template, stops):
+    assert turn_ends.find(tokenizer, template).stops == stops
 
 
 def test_marks_give_the_same_mask_as_transformers(tokenizer):
@@ -159,6 +220,7 @@ def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, na
     call = {"role": "assistant", "tool_calls": [chats.CALL]}
     called = [] if name == "turns" else [TALK[0], call, {"role": "tool", "content": "t"}, TALK[1]]
     messages = [*TALK, *called] * 20
+    turn_ends.find(tokenizer, LONG[name])  # once for a template
     render = chat_template_utils.render_jinja_template
     rendered = []
 

@@ -14,6 +14,7 @@ import transformers
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
+from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.ingest import formats, record_cache, sources
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
@@ -69,11 +70,84 @@ def write(path, *records):
 
 
 def test_an_end_is_added_once_and_special_tokens_are_the_tokenizers_own(tmp_path):
-    write(tmp_path / "a.jsonl", *({"text": words} for words in ("one two", "two </s>", "")))
+    texts = ("one two", "two </s>", "", "<s> one", "<s> two </s> \n", "</s> one")
+    write(tmp_path / "a.jsonl", *({"text": words} for words in texts))
     both = words_tokenizer(bos_token="<s>", eos_token="</s>")
-    assert tokens("a.jsonl", tokenizer=both) == [[1, 3, 4, 2], [1, 4, 2], []]
-    assert tokens("a.jsonl", tokenizer=words_tokenizer(eos_token="</s>")) == [[3, 4, 2], [4, 2], []]
-    assert tokens("a.jsonl", tokenizer=words_tokenizer()) == [[3, 4], [4, 2], []]
+    assert tokens("a.jsonl", tokenizer=both) == [
+        [1, 3, 4, 2],
+        [1, 4, 2],
+        [],
+        [1, 3, 2],
+        [1, 4, 2],
+        [1, 2, 3, 2],
+    ]
+    ends = [[3, 4, 2], [4, 2], [], [1, 3, 2], [1, 4, 2], [2, 3, 2]]
+    assert tokens("a.jsonl", tokenizer=words_tokenizer(eos_token="</s>")) == ends
+    assert tokens("a.jsonl", tokenizer=words_tokenizer())[:2] == [[3, 4], [4, 2]]
+
+
+@pytest.mark.parametrize(
+    ("single", "eos", "expected"),
+    [
+        ("$A <s>", "</s>", [3, 2]),  # the end token replaces that of the post-processor
+        ("$A <s>", None, [3, 1]),
+        ("$A <s> </s>", "</s>", [3, 1, 2]),
+        ("<s> </s> $A", None, [1, 2, 3]),
+    ],
+)
+def test_a_text_has_one_end(single, eos, expected):
+    tokenizer = words_tokenizer(eos_token=eos)
+    tokenizer.backend_tokenizer.post_processor = library.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    record = RenderedRecord(text="one", is_plain=True)
+    labeled = RenderedRecord(text="one", loss_spans=((0, 3),), is_plain=True)
+    results = encoding.encode_texts([record, labeled], tokenizer)
+    assert [result[0].tolist() for result in results] == [expected, expected]
+
+
+def test_rendered_chats_get_no_second_frame():
+    """The text of an end token may be followed by white space, which is several tokens."""
+    tokenizer = chats.tokenizer()
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    for end in ("<|im_end|>", "<|im_end|>\n", "<|im_end|> \n\t \r\n"):
+        prompt = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        text = prompt + "yo" + end
+        whole = RenderedRecord(text=text, is_plain=True)
+        part = RenderedRecord(text=text, loss_spans=((len(prompt), len(text)),), is_plain=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        (all_ids, _), (same_ids, labels) = encoding.encode_texts([whole, part], tokenizer)
+        assert all_ids.tolist() == same_ids.tolist() == ids
+        assert tokenizer.decode(labels[labels != -100]) == "yo" + end
+        unfinished = RenderedRecord(text=f"{text}more", is_plain=True)
+        ((ids, _),) = encoding.encode_texts([unfinished], tokenizer)
+        assert tokenizer.decode(ids) == f"{text}more<|im_end|>"
+
+
+def test_text_that_spells_an_end_token_of_the_bytes_tokenizer_is_not_an_end():
+    record = RenderedRecord(text="a<eos>\n", is_plain=True)
+    ((ids, _),) = encoding.encode_texts([record], tokenizers.make_byte_tokenizer())
+    assert ids.tolist() == [*b"a<eos>\n", 256]
+
+
+def test_a_vocabulary_without_an_unknown_token(tmp_path):
+    """Letters of DNA; another letter is refused with its line."""
+    backend = library.Tokenizer(library.models.WordLevel({"<e>": 0, "A": 1, "C": 2, "G": 3}))
+    backend.pre_tokenizer = library.pre_tokenizers.Split("", "isolated")
+    letters = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    letters.save_pretrained(tmp_path / "letters")
+    letters = tokenizers.load(str(tmp_path / "letters"))
+    write(tmp_path / "a.jsonl", {"text": "GAC"}, {"text": "A<e>"})
+    assert tokens("a.jsonl", tokenizer=letters) == [[3, 1, 2, 0], [1, 0]]
+    write(tmp_path / "b.jsonl", {"prompt": "GA", "completion": "C"})
+    source = tokenize("b.jsonl", format="prompt_completion", tokenizer=letters).dataset
+    assert source["labels"][:] == [[-100, -100, 2, 0]]
+    write(tmp_path / "c.jsonl", {"text": "GAC"}, {"text": "GATC"})
+    with pytest.raises(UserError, match=r"c\.jsonl, line 2: .*UNK"):
+        tokens("c.jsonl", tokenizer=letters)
 
 
 def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
