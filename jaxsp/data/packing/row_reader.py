@@ -1,13 +1,14 @@
 """Reads tokens, labels and positions of any part of any row from memory-mapped documents."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.packing import document_selection
 from jaxsp.data.packing.document_selection import Chunk, SourceCounts
 from jaxsp.data.packing.packing import PackedRow
@@ -57,10 +58,11 @@ class Documents:
             are left out, or with `use_held_out` the others are. None: no document is held out.
         longest_row: tokens of the longest row; None: documents have any length.
         long_documents: data.long_documents, what to do with documents longer than `longest_row`.
+        stats: statistics of the datasets, with checksums of what is read; None: not checked.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
         UserError for a document that is too long for a row or for the model's positions, and if no
-        token has a label.
+        token has a label; DamagedCacheError.
     """
 
     def __init__(
@@ -72,37 +74,29 @@ class Documents:
         use_held_out: bool = False,
         longest_row: int | None = None,
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
+        stats: Sequence[TokenStats] | None = None,
         field: str = "data.train",
     ):
         if source_names is None:
             source_names = [str(number) for number in range(len(tokenized))]
+        self._max_id = _find_highest_id(stats)
         self._tokenized = tokenized
         self._chunks: list[Chunk] = []
         # for each chunk: index of its dataset, and index of its first record in the dataset
         self._chunk_origins: list[tuple[int, int]] = []
         self.sources: tuple[SourceCounts, ...] = ()
-        lengths = []
-        chunk_of_document = []
-        index_in_chunk = []
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
-            chunks = document_selection.read_chunks(dataset)
+            chunks = document_selection.read_chunks(
+                dataset, None if stats is None else stats[number]
+            )
             stored = np.concatenate([chunk.lengths for chunk in chunks])
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = held_out[number] == use_held_out
             used = document_selection.choose_lengths(stored, longest_row, long_documents)
             used = np.where(is_in_split, used, 0)
-            first_record = 0
-            for chunk, chunk_used in zip(
-                chunks, document_selection.split_by_chunk(chunks, used), strict=True
-            ):
-                indices = np.flatnonzero(chunk_used)
-                lengths.append(chunk_used[indices])
-                chunk_of_document.append(np.full(len(indices), len(self._chunks), np.int32))
-                index_in_chunk.append(indices)
-                self._chunks.append(chunk)
-                self._chunk_origins.append((number, first_record))
-                first_record += len(chunk_used)
+            parts += self._add_chunks(number, chunks, used)
             if long_documents == "error" and longest_row is not None:
                 _check_lengths(dataset, stored, longest_row, field)
             counts = document_selection.count_source(
@@ -116,13 +110,31 @@ class Documents:
             )
             self.sources += (counts,)
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
-        self.lengths = np.concatenate(lengths).astype(np.int64)
+        lengths, self._chunk_of_document, self._index_in_chunk = map(
+            np.concatenate, zip(*parts, strict=True)
+        )
+        self.lengths = lengths.astype(np.int64)
         """Number of tokens that are used of each document."""
-        self._chunk_of_document = np.concatenate(chunk_of_document)
-        self._index_in_chunk = np.concatenate(index_in_chunk)
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
         self._check_positions(field)
         self._check_has_labels(field, longest_row)
+
+    def _add_chunks(
+        self, number: int, chunks: Sequence[Chunk], used: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Adds the chunks of a dataset.
+
+        Yields: length, chunk, and index in the chunk of each document that is used.
+        """
+        first_record = 0
+        for chunk, lengths in zip(
+            chunks, document_selection.split_by_chunk(chunks, used), strict=True
+        ):
+            indices = np.flatnonzero(lengths)
+            yield lengths[indices], np.full(len(indices), len(self._chunks), np.int32), indices
+            self._chunks.append(chunk)
+            self._chunk_origins.append((number, first_record))
+            first_record += len(lengths)
 
     def _check_positions(self, field: str) -> None:
         longest = int(self.lengths.max(initial=0))
@@ -200,12 +212,26 @@ class Documents:
         for chunk_number, index, skipped, at, count, label_count in segments:
             chunk = self._chunks[chunk_number]
             start = int(chunk.starts[index]) + skipped
-            part.tokens[at : at + count] = chunk.tokens[start : start + count]
-            targets = slice(start + 1, start + 1 + label_count)
-            part.labels[at : at + label_count] = chunk.labels[targets]
+            part.tokens[at : at + count] = chunk.tokens.read(start, start + count)
+            first = start + 1
+            end = first + label_count
+            part.labels[at : at + label_count] = chunk.labels.read(first, end)
             if part.weights is not None and chunk.weights is not None:
-                part.weights[at : at + label_count] = chunk.weights[targets]
+                part.weights[at : at + label_count] = chunk.weights[first:end]
+        self._check_ids(part)
         return part
+
+    def _check_ids(self, part: RowSlice) -> None:
+        """Checks ids again, after their checksums: an index that is too large changes weights.
+
+        It takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError.
+        """
+        for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
+            if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
+                raise NeedsAttentionError(
+                    f"data: a row has ids from {ids.min()} to {ids.max()}, but those of its "
+                    f"documents end at {self._max_id}: the memory of this machine is bad."
+                )
 
 
 def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
@@ -224,6 +250,13 @@ def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
         starts=np.pad(row.starts, padding).astype(np.int32),
         lengths=np.pad(row.length, padding).astype(np.int32),
     )
+
+
+def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
+    """Highest id of all tokens and labels; that of int32 without statistics."""
+    if stats is None:
+        return np.iinfo(np.int32).max
+    return max((ends[1][0] for source in stats for ends in source.ids.values()), default=0)
 
 
 def _check_lengths(
