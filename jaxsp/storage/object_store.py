@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from jaxsp.core import errors, files, urls
+from jaxsp.core import files, redaction, urls
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import distributed
 
@@ -203,8 +203,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the first line of a store's error."""
-    reason = errors.first_line(error)[:300].rstrip(".")
+    """Returns the first line of a store's error, without secrets."""
+    reason = redaction.redact(str(error)).strip().partition("\n")[0][:300].rstrip(" .:")
     return reason or type(error).__name__
 
 
