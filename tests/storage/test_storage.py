@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import threading
 import time
 
 import pytest
@@ -112,11 +111,17 @@ def deny(*_, **__):
     raise PermissionError("Access Denied")
 
 
-def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(server, store, capfd):
+def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(
+    server, store, monkeypatch, capfd
+):
     server.stop()
     with pytest.raises(UserError, match="connect"):
         store.list()
-    threading.Timer(0.3, server.start).start()
+    monkeypatch.setattr(object_store, "START_PATIENCE_S", 60.0)
+    is_transient = object_store.is_transient
+    monkeypatch.setattr(
+        object_store, "is_transient", lambda error: server.start() or is_transient(error)
+    )
     assert store.list() == {}
     assert capfd.readouterr().err.count("Trying again") == 2
 
