@@ -238,10 +238,9 @@ def _read_rows(config: Config, model: ModelConfig) -> dict[int, LengthData]:
         if config.model.tokenizer is None and config.model.source is not None:
             source = folder.find(config.model.source)
         tokenizer = model_files.load_tokenizer(config, source, None)
-    tokenized = data_sets.tokenize_sources(
-        opened, config, tokenizer=tokenizer, vocab_size=model.vocab_size
+    train, _ = data_sets.make_data_sets(
+        opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
     )
-    train, _ = data_sets.make_data_sets(opened, tokenized, config, for_training=True)
     assert train is not None, "made for training"
     return data_rows.read_rows(train, config)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Sequence
@@ -12,11 +11,9 @@ import jax
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_dir, run_paths
-
-PARTIAL_SUFFIX = ".partial"
-"""Suffix of a checkpoint, or of its metadata file, while it is being written."""
 
 DELETING_SUFFIX = ".deleting"
 
@@ -27,7 +24,7 @@ def is_unfinished(path: pathlib.Path) -> bool:
     items = {run_paths.MASTER, run_paths.OPT, run_paths.META}
     return (
         step.isdecimal()
-        and f".{suffix}" in (PARTIAL_SUFFIX, DELETING_SUFFIX)
+        and f".{suffix}" in (files.PARTIAL_SUFFIX, DELETING_SUFFIX)
         and {child.name for child in path.iterdir()} <= items
     )
 
@@ -35,8 +32,8 @@ def is_unfinished(path: pathlib.Path) -> bool:
 def leftover_bytes(directory: pathlib.Path) -> int:
     """Returns the size of unfinished checkpoints, which `remove_leftovers` frees."""
     leftovers = filter(is_unfinished, directory.glob("*"))
-    files = itertools.chain.from_iterable(path.rglob("*") for path in leftovers)
-    return sum(file.stat().st_size for file in files if file.is_file())
+    contents = itertools.chain.from_iterable(path.rglob("*") for path in leftovers)
+    return sum(path.stat().st_size for path in contents if path.is_file())
 
 
 def remove_leftovers(directory: pathlib.Path) -> None:
@@ -55,24 +52,22 @@ def make_dirs(partial: pathlib.Path, items: Iterable[str]) -> None:
 
 def write_meta(checkpoint: pathlib.Path, meta: CheckpointMeta) -> None:
     """Writes a checkpoint's metadata atomically: a crash leaves either the old or the new file."""
-    folder = checkpoint / run_paths.META
-    partial = folder / f"metadata{PARTIAL_SUFFIX}"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(reader.to_json(meta))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / "metadata")
-    sync_dir(folder)
+    files.write_atomic(checkpoint / run_paths.META / "metadata", reader.to_json(meta))
 
 
-def sync_dir(folder: pathlib.Path) -> None:
-    """Makes new names in a folder survive a power failure, where the file system supports it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+def record_complete(directory: pathlib.Path, step: int) -> None:
+    """Makes the name of a complete checkpoint survive a power failure, and records its step."""
+    files.sync_dir(directory)
+    files.write_json(directory.parent / run_paths.LAST_CHECKPOINT_FILE, {"step": step})
+
+
+def delete_superseded(
+    directory: pathlib.Path, retention: CheckpointConfig, eval_set: dict[str, str] | None
+) -> None:
+    """Deletes the checkpoints that `find_superseded` finds. Raises: OSError."""
+    steps = run_paths.list_steps(directory)
+    for step in find_superseded(directory, steps, retention, eval_set):
+        delete(directory / str(step))
 
 
 def delete(checkpoint: pathlib.Path) -> None:

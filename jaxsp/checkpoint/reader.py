@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -19,16 +18,13 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import checksums
-from jaxsp.core import errors
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding, trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
-
-_DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
-"""errno values that mean a damaged or missing file. Others are treated as machine faults."""
 
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
@@ -91,15 +87,13 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     Raises: DamagedCheckpointError; UserError for the fields of another version of jaxsp.
     """
     name = f"{run_paths.META}/metadata"
-    try:
-        # Not with orbax: it would initialize JAX before the config sets the number of devices
-        fields = json.loads((checkpoint / name).read_bytes())
-        checksum = fields.pop("digest", None)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedCheckpointError(checkpoint, f"{name} is missing") from None
-    except (ValueError, AttributeError) as error:
-        reason = f"{name} is not valid JSON: {describe_error(error)}"
-        raise DamagedCheckpointError(checkpoint, reason) from None
+    # Not with orbax: it would initialize JAX before the config sets the number of devices
+    fields = files.read_json(checkpoint / name)
+    if fields is None:
+        is_file = (checkpoint / name).is_file()
+        reason = f"{name} is {'not a JSON object' if is_file else 'missing, or not a file'}"
+        raise DamagedCheckpointError(checkpoint, reason)
+    checksum = fields.pop("digest", None)
     if checksum != _checksum(fields):
         raise DamagedCheckpointError(checkpoint, f"the contents of {name} have changed")
     try:
@@ -265,11 +259,10 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
         silence_orbax_errors()
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(epath.Path(checkpoint / item), args=args)
-    except (MemoryError, jax.errors.JaxRuntimeError):
+    except jax.errors.JaxRuntimeError:
         raise
-    except Exception as error:  # a flipped bit can cause any error
-        is_machine_fault = isinstance(error, OSError) and error.errno not in _DAMAGE_ERRNOS
-        if is_machine_fault or any(code in str(error) for code in _MACHINE_ERRORS):
+    except Exception as error:
+        if not files.is_damage(error) or any(code in str(error) for code in _MACHINE_ERRORS):
             raise
         raise DamagedCheckpointError(checkpoint, f"{item}: {describe_error(error)}") from error
 

@@ -18,6 +18,7 @@ from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
+from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import distributed, run_dir, run_paths
@@ -290,15 +291,12 @@ class CheckpointWriter:
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
         try:
-            files.sync_dir(self._directory)
-            for step in files.find_superseded(
-                self._directory, self.steps, self._retention, self._eval_set
-            ):
-                files.delete(self._directory / str(step))
+            files.record_complete(self._directory, meta.step)
+            files.delete_superseded(self._directory, self._retention, self._eval_set)
         except OSError as error:
             distributed.log(
-                f"checkpoint {meta.step} is complete, but an older one could not be deleted: "
-                f"{reader.describe_error(error)}"
+                f"checkpoint {meta.step} is complete, but it could not be recorded, or an older "
+                f"one could not be deleted: {reader.describe_error(error)}"
             )
 
     def _clean_up_failure(self, write: _PendingWrite, first: int) -> str:
@@ -319,7 +317,7 @@ class CheckpointWriter:
         return reason
 
     def _partial_path(self, step: int) -> pathlib.Path:
-        return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
+        return self._directory / f"{step}{core_files.PARTIAL_SUFFIX}"
 
     def _checksum_arrays(self, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
         unpadded = checksums.unpadded_shapes(self._trained, items)

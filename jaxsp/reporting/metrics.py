@@ -88,7 +88,8 @@ class MetricsWriter:
     """Appends lines to metrics.jsonl and eval.jsonl, and gives their numbers to the trackers.
 
     A line can be read as soon as it is written. Existing lines of steps after `from_step` are
-    removed: the run repeats those steps. Process 0 writes; the others ignore every call.
+    removed: the run repeats those steps. Damaged lines are set aside. Process 0 writes; the others
+    ignore every call.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class MetricsWriter:
         if jax.process_index() > 0:
             return
         for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
-            jsonl.truncate_after(directory / name, from_step)
+            jsonl.truncate_after(
+                directory / name, from_step, has_regular_steps=name == METRICS_FILE
+            )
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
         if trackers is not None:

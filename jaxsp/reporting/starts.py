@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import pathlib
 import platform
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxsp.core import files
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import METRICS_FILE
 from jaxsp.runtime import jsonl, run_dir, run_paths
@@ -122,8 +122,8 @@ def _read_last_step(path: pathlib.Path) -> int | None:
     if not path.exists():
         return None
     for line in reversed(path.read_bytes().splitlines()):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):  # the last line of a killed run may be damaged
-            continue
+        # the last line of a killed run may be damaged
+        step = (files.parse_json(line) or {}).get("step")
+        if isinstance(step, int):
+            return step
     return None

@@ -221,10 +221,9 @@ def resolve_config(
     config = config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
     assert choices is not None
-    tokenized = data_sets.tokenize_sources(
-        opened, config, tokenizer=tokenizer, vocab_size=files.config.vocab_size
+    train, evals = data_sets.make_data_sets(
+        opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
     )
-    train, evals = data_sets.make_data_sets(opened, tokenized, config, for_training=for_training)
     program = row_meshes.make_program(
         config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
     )

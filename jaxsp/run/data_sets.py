@@ -9,7 +9,8 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.ingest import duplicates, sources
+from jaxsp.data.ingest import duplicates, record_cache, sources
+from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -59,7 +60,38 @@ def open_sources(
     return OpenedSources(train=train, evals=evals, records=records)
 
 
-def tokenize_sources(
+def make_data_sets(
+    opened: OpenedSources,
+    config: Config,
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    for_training: bool,
+) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
+    """Tokenizes and packs the training set (None unless `for_training`) and the eval sets.
+
+    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
+    have rows of the greatest length only. Damaged caches are made again.
+
+    Raises: UserError with the problems of all sources.
+    """
+    for is_last in (False, False, True):  # damaged tokens, made again from damaged records
+        try:
+            tokenized = _tokenize_sources(
+                opened, config, tokenizer=tokenizer, vocab_size=vocab_size
+            )
+            return _pack_sources(opened, tokenized, config, for_training=for_training)
+        except DamagedCacheError as damage:
+            if is_last:
+                raise
+            record_cache.report_damage(damage)
+        problems = ProblemCollector()
+        opened = open_sources(config, for_training=for_training, problems=problems)
+        problems.raise_if_any()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _tokenize_sources(
     opened: OpenedSources, config: Config, *, tokenizer: Any, vocab_size: int
 ) -> dict[str, TokenizedSource]:
     """Tokenizes all sources, by the field of the config.
@@ -92,18 +124,14 @@ def _suggest_vocabulary(config: Config) -> str:
     return "Leave the record out, or use a model with more rows: jaxsp adds none to an embedding."
 
 
-def make_data_sets(
+def _pack_sources(
     opened: OpenedSources,
     tokenized: Mapping[str, TokenizedSource],
     config: Config,
     *,
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
-    """Packs the training set (None unless `for_training`) and the eval sets.
-
-    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
-    have rows of the greatest length only.
-    """
+    """Packs the training set (None unless `for_training`) and the eval sets."""
     eval_config = config.with_row_tokens(config.data.max_row_tokens)
     evals = [
         _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
@@ -159,12 +187,13 @@ def _pack(
         use_held_out=use_held_out,
         longest_row=config.data.max_row_tokens,
         long_documents=config.data.long_documents,
+        stats=[tokenized[member].stats for member in members],
         field=field,
     )
     weights = [source.weight for source in members.values() if source.weight is not None]
     if len(members) == 1 or use_held_out:
         weights = []
-    digests = [tokenized[member].digest for member in members]
+    digests = [tokenized[member].stats.digest for member in members]
     if masks is not None:
         digests = [
             document_selection.digest_split(digest, mask, is_held_out=use_held_out)

@@ -13,6 +13,7 @@ from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
+from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -80,8 +81,8 @@ def _find_own_checkpoint(
 ) -> pathlib.Path | None:
     """Latest checkpoint in the run's own directory.
 
-    Raises: UserError if it had checkpoints but all are damaged, and if it started from another
-        run's checkpoint but has none of its own yet.
+    Raises: UserError if it had checkpoints but all are damaged or gone, and if it started from
+        another run's checkpoint but has none of its own yet.
     """
     directory = run_paths.local_dir(run)
     checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
@@ -93,6 +94,14 @@ def _find_own_checkpoint(
             f"run.directory = {run.directory}: all its checkpoints are damaged; they are in "
             f"{damaged}. Put a copy of one into {directory / run_paths.CHECKPOINTS_DIR}, or start "
             f"again in another folder: run.directory={run.directory}-2."
+        )
+    checkpoints = directory / run_paths.CHECKPOINTS_DIR
+    last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    if last is not None:
+        raise UserError(
+            f"run.directory = {run.directory}: this run has written a checkpoint after step "
+            f"{last.get('step')}, but {checkpoints} has none. Put it back (is its disk mounted?), "
+            f"or start again in another folder: run.directory={run.directory}-2."
         )
     if first_resume is not None and run.resume != first_resume:
         raise UserError(

@@ -5,7 +5,7 @@ import rich.console
 from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
-from jaxsp.run import preflight
+from jaxsp.run import completion, preflight
 from jaxsp.run.preflight import StepFunctions
 from jaxsp.run.session import Session
 from jaxsp.runtime.preemption import Preemption
@@ -40,8 +40,10 @@ def train(
     preemption = preemption or Preemption(program.config.run, RunStatus())
     preflight.check_agreement(program, inputs)
     early_stopping = preflight.make_early_stopping(program, inputs)
-    if completion := preflight.describe_completion(program, inputs, early_stopping):
-        output.print_line(console, completion)
+    if message := preflight.describe_completion(program, inputs, early_stopping):
+        eval_set = preflight.ranking_eval_set(program, inputs)
+        completion.finish_run(program.config, inputs.start, eval_set=eval_set)
+        output.print_line(console, message)
         return
     description = banner.describe_run(program, inputs)
     output.print_pairs(console, description)

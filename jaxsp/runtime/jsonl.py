@@ -1,19 +1,28 @@
-"""JSON Lines files that lose no record to a full disk or a killed process."""
+"""JSON Lines files that lose no record to a full or failing disk, or to a killed process."""
 
 import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import json
+import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
+from jaxsp.core import files
 from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+DAMAGED_SUFFIX = ".damaged"
+
+_MAX_PLACES = 5
+"""Number of damaged lines whose places a message names."""
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -21,66 +30,91 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class AppendFile:
     """File to which records are appended, each of them completely or not at all.
 
-    While the disk is full, records wait in memory, and are written as soon as there is space again.
-    Both are printed once.
+    While it cannot be written, because the disk is full or a network file system fails for a
+    moment, records wait in memory. They are written as soon as that works. Both are printed once.
     """
 
     def __init__(self, path: pathlib.Path):
         self._path = path
         self._pending = bytearray()
-        self._file = path.open("ab", buffering=0)
-        self._is_full = False
+        self._file: IO[bytes] | None = None
+        self._error: OSError | None = None
+        self._partial_begin: int | None = None
+        """Place of a part of a record that could not be removed; None if there is none."""
+        self._write()
 
     def add(self, record: bytes) -> None:
-        """Appends a record, or keeps it in memory if the disk is full."""
+        """Appends a record, or keeps it in memory if the file cannot be written."""
         self._pending += record
         self._write()
 
     def sync(self) -> None:
-        """Makes all records outlive a power cut. Raises: OSError if the disk is full."""
+        """Makes all records outlive a power cut. Raises: OSError if that is not possible now."""
         self._write()
-        if self._pending:
-            reason = f"{os.strerror(errno.ENOSPC)}, needed by {self._path.name}"
-            raise OSError(errno.ENOSPC, reason)
-        os.fsync(self._file.fileno())
+        if self._error is not None or self._file is None:
+            assert self._error is not None, "a file that is not open has an error"
+            number = self._error.errno
+            raise OSError(number, f"{self._error.strerror}, in writing {self._path.name}")
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._close_file()
+            raise
 
     def close(self) -> None:
-        """Writes the remaining records, and prints how much is lost if the disk is still full."""
+        """Writes the remaining records, and prints how much is lost if that is not possible."""
         self._write()
-        if self._pending:
+        if self._error is not None:
             distributed.log(
-                f"{self._path}: {len(self._pending):,} bytes ARE LOST, since the disk is still full"
+                f"{self._path}: {len(self._pending):,} bytes ARE LOST: {self._error.strerror}"
             )
-        self._file.close()
+        self._close_file()
 
     def _write(self) -> None:
         try:
+            if self._file is None:
+                self._file = self._open()
             with _lock(self._file):
-                self._write_or_truncate()
+                self._write_or_truncate(self._file)
         except OSError as error:
-            if error.errno not in _DISK_FULL_ERRNOS:
-                raise
-            if not self._is_full:
+            if self._error is None:
                 distributed.log(
-                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. "
-                    "Records wait in memory until there is space"
+                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. Records wait in memory"
                 )
-            self._is_full = True
+            self._error = error
+            if error.errno not in _DISK_FULL_ERRNOS:
+                self._close_file()  # its handle may be stale
             return
-        if self._is_full:
+        if self._error is not None:
             distributed.log(f"{self._path} is written again, and no record is missing")
-        self._is_full = False
+        self._error = None
 
-    def _write_or_truncate(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
+    def _open(self) -> IO[bytes]:
+        return self._path.open("ab", buffering=0)
+
+    def _write_or_truncate(self, file: IO[bytes]) -> None:
+        end = file.seek(0, os.SEEK_END)
+        if self._partial_begin is not None:
+            # unless another process has appended a line since
+            if self._partial_begin < end <= self._partial_begin + len(self._pending):
+                end = file.truncate(self._partial_begin)
+            self._partial_begin = None
         num_written = 0
         try:
             while num_written < len(self._pending):
-                num_written += self._file.write(self._pending[num_written:])
+                num_written += file.write(self._pending[num_written:])
         except OSError:
-            self._file.truncate(end)  # removes a partial record
+            self._partial_begin = end
+            file.truncate(end)
+            self._partial_begin = None
             raise
         self._pending.clear()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
 
 
 @contextlib.contextmanager
@@ -115,25 +149,61 @@ def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
             line = line[file.write(line) :]
 
 
-def truncate_after(path: pathlib.Path, step: int) -> None:
-    """Removes lines of steps after `step`, and damaged lines, from a file that may not exist."""
+def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = False) -> None:
+    """Removes lines of steps after `step` from a file that may not exist.
+
+    Damaged lines are moved to a file beside it, and printed, as is an end that is missing.
+
+    Args: has_regular_steps: True if the steps of the lines have equal distances.
+    """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_of_step(line, step)]
-    if kept == lines:
-        return
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    kept: list[bytes] = []
+    steps: list[int] = []
+    damaged: list[bytes] = []
+    places: list[str] = []
+    for line in lines:
+        line_step = _read_step(line)
+        if line_step is None:
+            # the last line of a killed run may be incomplete
+            if line.endswith(b"\n") or _guess_step(line) <= step:
+                damaged.append(line)
+                places.append(str(steps[-1] if steps else 0))
+        elif line_step <= step:
+            kept.append(line)
+            steps.append(line_step)
+    if damaged:
+        copy = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
+        with copy.open("ab") as file:
+            file.writelines(line.rstrip(b"\r\n") + b"\n" for line in damaged)
+            file.flush()
+            os.fsync(file.fileno())
+        more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
+        distributed.log(
+            f"{path}: {len(damaged)} of {len(lines)} lines are damaged, and now in {copy.name}. "
+            f"They follow the lines of steps {', '.join(places[:_MAX_PLACES])}{more}"
+        )
+    if has_regular_steps and _is_end_missing(steps, step):
+        distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")
+    if kept != lines:
+        files.write_atomic(path, b"".join(kept))
 
 
-def _is_of_step(line: bytes, last_step: int) -> bool:
-    """True for a complete line of a step up to the last one."""
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= last_step
-    except (ValueError, TypeError, KeyError):  # a damaged disk can leave anything
-        return False
+def _is_end_missing(steps: list[int], last_step: int) -> bool:
+    """True if lines up to `last_step` are missing, by the distances of the last lines' steps."""
+    latest = steps[-10:]
+    distances = [after - before for before, after in itertools.pairwise(latest)]
+    return bool(latest) and last_step - latest[-1] >= max(1, *distances, 0)
+
+
+def _read_step(line: bytes) -> int | None:
+    """Step of a line; None if it is damaged or incomplete."""
+    step = (files.parse_json(line) or {}).get("step") if line.endswith(b"\n") else None
+    return step if isinstance(step, int) else None
+
+
+def _guess_step(line: bytes) -> float:
+    """Step of an incomplete line."""
+    match = re.match(rb'{"step": (\d+),', line)
+    return float(match[1]) if match else math.inf

@@ -166,7 +166,7 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
 
     Raises: UserError if another run holds the lock, or if the file system has no locks.
     """
-    holder = _read_json(folder / HOLDER_FILE)
+    holder = files.read_json(folder / HOLDER_FILE) or {}
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,20 +216,11 @@ def describe_holder(holder: dict[str, Any]) -> str:
 
 def _is_alive(heartbeat: pathlib.Path) -> bool:
     """True if the heartbeat file changes within HEARTBEAT_TIMEOUT_S."""
-    before = _read_json(heartbeat)
+    before = files.read_json(heartbeat)
     deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < deadline and _read_json(heartbeat) == before:
+    while time.monotonic() < deadline and files.read_json(heartbeat) == before:
         time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
-    return _read_json(heartbeat) != before
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Fields of a small file; empty if it does not exist or was written only in part."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    return files.read_json(heartbeat) != before
 
 
 def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -13,6 +13,10 @@ DAMAGED_DIR = "damaged"
 CONFIG_FILE = "config.yaml"
 """File that marks a run directory: once it exists, the run has started."""
 
+LAST_CHECKPOINT_FILE = "last_checkpoint.json"
+"""File with the step of the latest complete checkpoint: without it, a run whose checkpoints have
+vanished would look like one that has not written any yet."""
+
 MASTER = "master"
 
 OPT = "opt"

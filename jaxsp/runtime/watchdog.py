@@ -170,7 +170,7 @@ class Watchdog:
             "written_at": time.time(),
         }
         try:
-            files.write_atomic(self._path, json.dumps(fields) + "\n")
+            files.write_atomic(self._path, json.dumps(fields) + "\n", is_durable=False)
             self._is_broken = False
         except OSError as error:
             if not self._is_broken:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -12,13 +11,8 @@ import filelock
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import distributed, run_dir, run_paths
-from jaxsp.storage import session_lock
+from jaxsp.storage import checkpoint_names, session_lock
 from jaxsp.storage.object_store import ObjectInfo, ObjectStore
-
-_META = f"{run_paths.META}/metadata"
-
-PARTS_DIR = "parts"
-"""Folder of a checkpoint in the store with an empty object for each local copy that has shards."""
 
 _LAST_FILE = f"{run_paths.MASTER}/manifest.ocdbt"
 """File that a checkpoint has once all its files are there. It is absent if several nodes wrote the
@@ -47,12 +41,13 @@ def make_local(text: str, *, field: str) -> str:
     run_url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(run_url, label=f"{field} = {text}")
     folder = urls.cache_dir() / "downloads" / urls.name_local(run_url)
-    listing = store.retry(store.list)
+    listing = store.list()
     if run_paths.CONFIG_FILE not in listing:
         raise UserError(f"{field} = {text}: contains no run. Use the URL of a run's directory.")
     with lock(folder):
         _download_small(store, folder, listing)
     register(folder, store)
+    step = step.partition("-")[0]  # the name of its folder in the store also has the session
     return str(folder / run_paths.CHECKPOINTS_DIR / step) if step else str(folder)
 
 
@@ -76,7 +71,7 @@ def download_run(store: ObjectStore, folder: pathlib.Path) -> None:
             shutil.rmtree(path)
         elif path.name not in run_dir.BOOKKEEPING_FILES:
             path.unlink()
-    _download_small(store, folder, store.retry(store.list))
+    _download_small(store, folder, store.list())
 
 
 def _download_small(
@@ -86,20 +81,20 @@ def _download_small(
 
     A local checkpoint is removed if its metadata, which has checksums of the arrays, differs.
     """
-    checkpoints = folder / run_paths.CHECKPOINTS_DIR
-    for path in checkpoints.glob("*"):
-        name = f"{run_paths.CHECKPOINTS_DIR}/{path.name}/{_META}"
-        local = path / _META
-        in_store = store.retry(functools.partial(store.read, name))
+    names = checkpoint_names.map_to_local(listing)
+    for path in (folder / run_paths.CHECKPOINTS_DIR).glob("*"):
+        local = path / checkpoint_names.META
+        name = names.get(local.relative_to(folder).as_posix())
+        in_store = None if name is None else store.read(name)
         if not local.is_file() or local.read_bytes() != in_store:
             shutil.rmtree(path)
-    small = {name: info for name, info in listing.items() if _is_small(name)}
-    _download(store, folder, small)
+    _download(store, folder, {local: names[local] for local in filter(_is_small, names)}, listing)
 
 
 def _is_small(name: str) -> bool:
+    """Args: name: name in a local copy."""
     if name.startswith(f"{run_paths.CHECKPOINTS_DIR}/"):
-        return name.endswith(f"/{_META}")
+        return name.endswith(f"/{checkpoint_names.META}")
     skipped = (session_lock.LOCK_PREFIX, "profile/", f"{run_paths.DAMAGED_DIR}/")
     return not name.startswith(skipped) and name not in run_dir.BOOKKEEPING_FILES
 
@@ -121,22 +116,23 @@ def fetch(checkpoint: pathlib.Path) -> None:
     store = _stores.get(folder)
     if store is None:
         return
-    prefix = f"{run_paths.CHECKPOINTS_DIR}/{checkpoint.name}/"
+    prefix = f"{checkpoint_names.ALL}{checkpoint.name}/"
     with lock(folder):
         # after a kill, this machine may have a checkpoint that the store does not have yet
         if (checkpoint / _LAST_FILE).exists():
             return
+        listing = store.list(checkpoint_names.ALL)
         missing = {
-            name: info
-            for name, info in store.retry(lambda: store.list(prefix)).items()
-            if not name.startswith(f"{prefix}{PARTS_DIR}/") and not (folder / name).exists()
+            local: name
+            for local, name in checkpoint_names.map_to_local(listing).items()
+            if local.startswith(prefix) and not (folder / local).exists()
         }
         if not missing:
             return
-        mib = sum(info.size for info in missing.values()) / 2**20
+        mib = sum(listing[name].size for name in missing.values()) / 2**20
         distributed.log(f"{show(checkpoint)}: downloading {mib:,.0f} MiB")
         partial = folder.with_name(f"{folder.name}.download")
-        _download(store, partial, missing)
+        _download(store, partial, missing, listing)
         for name in sorted(missing, key=lambda name: name.endswith(f"/{_LAST_FILE}")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).rename(folder / name)
@@ -153,8 +149,8 @@ def fetch_again(checkpoint: pathlib.Path) -> bool:
     if store is None or checkpoint in _fetched_again:
         return False
     _fetched_again.add(checkpoint)
-    name = f"{run_paths.CHECKPOINTS_DIR}/{checkpoint.name}/{_META}"
-    if store.retry(lambda: store.read(name)) is None:
+    complete = checkpoint_names.find_complete(store.list(checkpoint_names.ALL))
+    if checkpoint.name not in map(str, complete):
         return False
     distributed.log(f"{checkpoint} IS DAMAGED; it is replaced by the copy in {store.url}")
     with lock(folder):
@@ -163,16 +159,21 @@ def fetch_again(checkpoint: pathlib.Path) -> bool:
     return True
 
 
-def _download(store: ObjectStore, folder: pathlib.Path, objects: dict[str, ObjectInfo]) -> None:
-    """Downloads objects to files with their names."""
+def _download(
+    store: ObjectStore,
+    folder: pathlib.Path,
+    names: dict[str, str],
+    listing: dict[str, ObjectInfo],
+) -> None:
+    """Downloads objects. Args: names: name of each object, by that of its file."""
 
-    def download(name: str, info: ObjectInfo) -> None:
-        path = folder / name
+    def download(local: str, name: str) -> None:
+        path = folder / local
         if not path.is_relative_to(folder) or ".." in path.parts:
             raise UserError(f"{store.url}: has an object named {name}. Remove it.")
-        store.retry(lambda: store.download(name, path, size=info.size))
+        store.download(name, path, size=listing[name].size)
 
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        futures = [pool.submit(download, *item) for item in objects.items()]
+        futures = [pool.submit(download, *item) for item in names.items()]
         for future in futures:
             future.result()

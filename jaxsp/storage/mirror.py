@@ -2,18 +2,17 @@
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from jaxsp.core import durations, files
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.runtime import distributed, run_dir, run_paths
-from jaxsp.storage import copies, object_store
+from jaxsp.storage import checkpoint_names, object_store
 from jaxsp.storage.object_store import ObjectStore
 
 POLL_S = 2.0
@@ -31,9 +30,10 @@ _MIN_INTERVAL_S = 10.0
 _NUM_THREADS = 4
 """Files that are uploaded at the same time; s3fs also uploads parts of one file in parallel."""
 
-_META = f"{run_paths.META}/metadata"
-
 _SKIPPED_DIRS = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR)
+
+_SKIPPED_FILES = (*run_dir.BOOKKEEPING_FILES, run_paths.LAST_CHECKPOINT_FILE)
+"""Files besides checkpoints that are not uploaded, or after the checkpoint that they name."""
 
 
 class Mirror:
@@ -42,7 +42,8 @@ class Mirror:
     A checkpoint is complete in the store once its metadata is there, which is uploaded last, after
     the metrics of its steps. One that was deleted locally is deleted in the store after a later one
     is complete there. If processes have folders of their own, each folder has shards of the arrays:
-    process 0 waits for all of them before it uploads the metadata.
+    process 0 waits for all of them before it uploads the metadata. Its folder in the store has the
+    session's number in its name, so that no other session can change it.
 
     While the store is unreachable, training continues and the files wait in the local folder. This
     is printed once, and so is its end.
@@ -55,23 +56,31 @@ class Mirror:
         *,
         part: int,
         num_parts: int,
+        session: int,
         check_lock: Callable[[], None],
     ):
         """Args:
         part: index of this process. Process 0 also uploads all files besides the arrays.
         num_parts: number of folders that together have all arrays.
-        check_lock: ends the process if another run has taken over; called before each upload.
+        session: number of this session, greater than those of all sessions before it.
+        check_lock: ends the process if another run has taken over; called before each upload, but
+            not again within POLL_S.
         """
-        self._store = store
+        self._start_store = store
+        self._store = store.without_retries()
         self._folder = folder
         self._links = folder.with_name(f"{folder.name}.uploading")
         self._part = part
         self._num_parts = num_parts
+        self._session = session
         self._check_lock = check_lock
+        self._lock_checked_at = -float("inf")
         self._uploaded: dict[pathlib.Path, tuple[tuple[int, int], float]] = {}
         """Size and mtime of uploaded files, and the time of the upload."""
         self._complete: dict[int, bytes] = {}
         """Metadata of the checkpoints that are complete in the store, by step."""
+        self._prefixes: dict[int, str] = {}
+        """Beginning of the names of these checkpoints' objects, by step."""
         self._sent: dict[int, set[str]] = {}
         """Names of uploaded files of checkpoints, by step."""
         self._failure = ""
@@ -86,14 +95,25 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
     def start(self) -> None:
-        """Removes incomplete checkpoints from the store, and starts the thread."""
+        """Removes incomplete checkpoints from the store, and starts the thread.
+
+        Raises: UserError if the store cannot be used.
+        """
         shutil.rmtree(self._links, ignore_errors=True)
-        for step, names in _group_by_step(self._store.list(_checkpoint_name())).items():
-            content = self._store.read(f"{_checkpoint_name(step)}{_META}")
-            if content is not None:
-                self._complete[step] = content
-            elif self._part == 0:
-                self._store.delete(names)
+        names = self._start_store.list(checkpoint_names.ALL)
+        self._prefixes = checkpoint_names.find_complete(names)
+        for step, prefix in self._prefixes.items():
+            content = self._start_store.read(f"{prefix}{checkpoint_names.META}")
+            self._complete[step] = content or b""
+        if self._part == 0:
+            # another process may have begun to upload a checkpoint of this session
+            complete = tuple(self._prefixes.values())
+            self._start_store.delete(
+                name
+                for name in names
+                if not name.startswith(complete)
+                and checkpoint_names.parse(name)[1] != self._session
+            )
         self._thread.start()
 
     def stop(self) -> None:
@@ -138,7 +158,7 @@ class Mirror:
             must not end a run.
         """
         try:
-            self._check_lock()
+            self._ensure_lock()
             is_done = self._sync(everything=everything)
         except Exception as error:
             self._failure = object_store.describe(error)
@@ -186,7 +206,7 @@ class Mirror:
         is_due = everything or time.monotonic() - uploaded_at > interval_s
         if state == before or not is_due:
             return
-        self._store.upload(path, path.relative_to(self._folder).as_posix())
+        self._upload(path, path.relative_to(self._folder).as_posix())
         self._uploaded[path] = (state, time.monotonic())
 
     def _upload_checkpoint(self, step: int) -> bool:
@@ -197,26 +217,31 @@ class Mirror:
         linked = self._link(step)
         if linked is None:
             return True
-        meta = (linked / _META).read_bytes()
-        prefix = _checkpoint_name(step)
+        meta = (linked / checkpoint_names.META).read_bytes()
         in_store = self._complete.get(step)
         if in_store is None or _arrays(in_store) != _arrays(meta):
             if in_store is not None:
                 self._delete_checkpoint(step)
+            self._prefixes[step] = checkpoint_names.make_prefix(step, self._session)
             self._upload_arrays(step, linked)
+        prefix = self._prefixes[step]
+        parts = f"{prefix}{checkpoint_names.PARTS_DIR}/"
         if self._part > 0:
-            self._store.write(f"{prefix}{copies.PARTS_DIR}/{self._part}", b"")
+            self._store.write(f"{parts}{self._part}", b"")
         else:
             names = self._store.list(prefix)
             self._progress += len(names) != self._num_seen
             self._num_seen = len(names)
-            num_parts = sum(name.startswith(f"{prefix}{copies.PARTS_DIR}/") for name in names)
+            num_parts = sum(name.startswith(parts) for name in names)
             if num_parts < self._num_parts - 1:
                 self._failure = f"the shards of checkpoint {step} from other nodes are missing"
                 return False
             # the metrics of its steps must be there before it can be resumed from
             self._upload_files(everything=True)
-            self._store.write(f"{prefix}{_META}", meta)
+            self._ensure_lock(is_final=True)
+            self._store.write(f"{prefix}{checkpoint_names.META}", meta)
+            with contextlib.suppress(FileNotFoundError):
+                self._upload_file(self._folder / run_paths.LAST_CHECKPOINT_FILE, everything=True)
         self._complete[step] = meta
         shutil.rmtree(self._links, ignore_errors=True)
         return True
@@ -229,10 +254,10 @@ class Mirror:
         sent = self._sent.setdefault(step, set())
         paths = [path for path in sorted(linked.rglob("*")) if path.is_file()]
         names = {path.relative_to(linked).as_posix(): path for path in paths}
-        names.pop(_META)
+        names.pop(checkpoint_names.META)
 
         def upload(name: str) -> None:
-            self._store.upload(names[name], f"{_checkpoint_name(step)}{name}")
+            self._upload(names[name], f"{self._prefixes[step]}{name}")
             sent.add(name)
             self._progress += 1
 
@@ -241,7 +266,6 @@ class Mirror:
             return
         for future in concurrent.futures.as_completed(futures):
             future.result()
-        self._check_lock()
         mib = sum(path.stat().st_size for path in paths) / 2**20
         seconds = durations.describe(round(time.monotonic() - self._began, 1))
         distributed.log(f"checkpoint {step}: {mib:,.0f} MiB uploaded in {seconds}")
@@ -260,7 +284,7 @@ class Mirror:
         source = self._folder / run_paths.CHECKPOINTS_DIR / str(step)
         partial = target.with_name(f"{step}{files.PARTIAL_SUFFIX}")
         try:
-            if self._complete.get(step) == (source / _META).read_bytes():
+            if self._complete.get(step) == (source / checkpoint_names.META).read_bytes():
                 return None
             self._began = time.monotonic()
             shutil.rmtree(self._links, ignore_errors=True)
@@ -281,12 +305,30 @@ class Mirror:
                 self._delete_checkpoint(step)
 
     def _delete_checkpoint(self, step: int) -> None:
-        prefix = _checkpoint_name(step)
         if self._part == 0:
-            self._store.delete([f"{prefix}{_META}"])  # from here on it is incomplete
-            self._store.delete(self._store.list(prefix))
+            # also what other sessions have written of it, the metadata first: from then on it is
+            # incomplete
+            listing = self._store.list(checkpoint_names.ALL)
+            names = [name for name in listing if checkpoint_names.parse(name)[0] == step]
+            self._store.delete(
+                sorted(names, key=lambda name: not name.endswith(checkpoint_names.META))
+            )
         self._complete.pop(step, None)
+        self._prefixes.pop(step, None)
         self._sent.pop(step, None)
+
+    def _upload(self, path: pathlib.Path, name: str) -> None:
+        self._ensure_lock()
+        self._store.upload(path, name)
+
+    def _ensure_lock(self, *, is_final: bool = False) -> None:
+        """Ends the process if another run has taken over. Several threads call it.
+
+        Args: is_final: True before the upload that completes a checkpoint.
+        """
+        if is_final or time.monotonic() - self._lock_checked_at > POLL_S:
+            self._check_lock()
+            self._lock_checked_at = time.monotonic()
 
 
 def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -294,29 +336,11 @@ def _walk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in _SKIPPED_DIRS:
             yield from (file for file in sorted(path.rglob("*")) if file.is_file())
-        elif path.is_file() and path.name not in run_dir.BOOKKEEPING_FILES:
+        elif path.is_file() and path.name not in _SKIPPED_FILES:
             if path.suffix != files.PARTIAL_SUFFIX:
                 yield path
 
 
-def _checkpoint_name(step: int | None = None) -> str:
-    prefix = f"{run_paths.CHECKPOINTS_DIR}/"
-    return prefix if step is None else f"{prefix}{step}/"
-
-
-def _group_by_step(names: Iterable[str]) -> dict[int, list[str]]:
-    """Names of objects in checkpoints, by step."""
-    groups: dict[int, list[str]] = {}
-    for name in names:
-        step = name.split("/")[1]
-        if step.isdecimal():
-            groups.setdefault(int(step), []).append(name)
-    return groups
-
-
 def _arrays(meta: bytes) -> object:
     """Checksums of the arrays of a checkpoint, from its metadata."""
-    try:
-        return json.loads(meta).get("arrays")
-    except (ValueError, AttributeError):
-        return None
+    return (files.parse_json(meta) or {}).get("arrays")

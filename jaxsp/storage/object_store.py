@@ -1,6 +1,9 @@
 """Objects below a URL of an object store, read and written through fsspec."""
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -9,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from jaxsp.core import errors, files, urls
+from jaxsp.core import files, redaction, urls
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import distributed
 
@@ -34,11 +37,22 @@ class ObjectInfo:
     """Value that changes when the object is written with other content: its ETag."""
 
 
+def _with_retries(method: Callable[..., _T]) -> Callable[..., _T]:
+    """Decorates a method of ObjectStore, which is repeated while the store is unreachable."""
+
+    @functools.wraps(method)
+    def call(self: "ObjectStore", *args: Any, **kwargs: Any) -> _T:
+        action = functools.partial(method, self, *args, **kwargs)
+        return self._retry(action) if self._is_patient else action()
+
+    return call
+
+
 class ObjectStore:
     """Objects below a URL, by their names relative to it. Several threads may use it.
 
-    Credentials and endpoint come from where s3fs and gcsfs look for them. Every method raises the
-    library's own errors: `is_transient` and `describe` classify them.
+    Credentials and endpoint come from where s3fs and gcsfs look for them. A request is repeated for
+    START_PATIENCE_S while the store is unreachable; then UserError has the reason.
     """
 
     def __init__(self, url: str, *, label: str):
@@ -49,7 +63,18 @@ class ObjectStore:
         self._label = label
         self._root = self.url.partition("://")[2]
         self._fs = _open_filesystem(self.url, label)
+        self._is_patient = True
 
+    def without_retries(self) -> "ObjectStore":
+        """The same store for a thread that tries again later: its requests are not repeated.
+
+        They raise the library's own errors, which `describe` describes.
+        """
+        store = copy.copy(self)
+        store._is_patient = False
+        return store
+
+    @_with_retries
     def list(self, prefix: str = "") -> dict[str, ObjectInfo]:
         """Returns all objects whose names begin with a prefix, which ends in / or is empty."""
         folder = f"{self._root}/{prefix}".rstrip("/")
@@ -65,6 +90,7 @@ class ObjectStore:
             if info["type"] == "file" and path.startswith(f"{folder}/")
         }
 
+    @_with_retries
     def find(self, pattern: str, *, is_glob: bool) -> dict[str, ObjectInfo]:
         """Returns the objects that match a name or a glob; a folder matches nothing."""
         path = self._path(pattern)
@@ -79,6 +105,7 @@ class ObjectStore:
             name[start:]: _to_info(info) for name, info in found.items() if info["type"] == "file"
         }
 
+    @_with_retries
     def read(self, name: str) -> bytes | None:
         """Returns the content of a small object; None if it does not exist."""
         try:
@@ -86,23 +113,27 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
+    @_with_retries
     def write(self, name: str, content: bytes) -> None:
         self._fs.pipe_file(self._path(name), content)
 
+    @_with_retries
     def create(self, name: str, content: bytes) -> bool:
-        """Writes an object unless it exists; False if it does. At most one writer succeeds."""
+        """Writes an object unless it exists; False if it does. At most one writer succeeds.
+
+        False may also follow a request that was successful without an answer, and was repeated.
+        """
         try:
             self._fs.pipe_file(self._path(name), content, mode="create")
         except FileExistsError:
             return False
         return True
 
-    def exists(self, name: str) -> bool:
-        return self._fs.exists(self._path(name))
-
+    @_with_retries
     def upload(self, file: pathlib.Path, name: str) -> None:
         self._fs.put_file(str(file), self._path(name))
 
+    @_with_retries
     def download(self, name: str, file: pathlib.Path, *, size: int) -> None:
         """Downloads an object; the file gets its name when it is complete.
 
@@ -121,12 +152,14 @@ class ObjectStore:
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects, which need not exist."""
         for name in names:
-            try:
-                self._fs.rm_file(self._path(name))
-            except FileNotFoundError:
-                continue
+            self._delete_one(name)
 
-    def retry(self, action: Callable[[], _T]) -> _T:
+    @_with_retries
+    def _delete_one(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def _retry(self, action: Callable[[], _T]) -> _T:
         """Calls a function that uses the store; repeats it while the store is unreachable.
 
         Raises: UserError with the store's reason, after START_PATIENCE_S.
@@ -170,8 +203,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the first line of a store's error."""
-    reason = errors.first_line(error)[:300].rstrip(".")
+    """Returns the first line of a store's error, without secrets."""
+    reason = redaction.redact(str(error)).strip().partition("\n")[0][:300].rstrip(" .:")
     return reason or type(error).__name__
 
 

@@ -50,7 +50,8 @@ def open_run(run: RunConfig) -> Iterator[None]:
         lock = None
         if distributed.this_process().index == 0:
             lock = stack.enter_context(_hold_lock(store, folder))
-        _prepare_copy(store, folder, _share_sessions(lock))
+        session, previous, number = _share_sessions(lock)
+        _prepare_copy(store, folder, session, previous)
         with copies.lock(folder):
             is_owner = lock is not None or stack.enter_context(_own_folder(folder))
         num_owners = _count_owners(is_owner)
@@ -61,9 +62,10 @@ def open_run(run: RunConfig) -> Iterator[None]:
                 folder,
                 part=distributed.this_process().index,
                 num_parts=num_owners,
+                session=number,
                 check_lock=(lambda: None) if lock is None else lock.check,
             )
-            store.retry(uploads.start)
+            uploads.start()
         try:
             yield
         except Exception:
@@ -77,10 +79,10 @@ def open_run(run: RunConfig) -> Iterator[None]:
 def _hold_lock(store: ObjectStore, folder: pathlib.Path) -> Iterator[SessionLock]:
     """Context in which no other run uses the store's URL. Only process 0 enters it."""
     _check_contents(store)
-    holder = json.loads((folder / run_dir.HOLDER_FILE).read_text(encoding="utf-8"))
-    holder["session"] = uuid.uuid4().hex
+    description = files.read_json(folder / run_dir.HOLDER_FILE) or {}
+    holder = {**description, "session": uuid.uuid4().hex}
     lock = SessionLock(store, holder, heartbeat=folder / run_dir.HEARTBEAT_FILE)
-    latest = store.retry(lock.find_holder)
+    latest = lock.find_holder()
     own_sessions = _read_sessions(folder)
     is_own = latest.get("session") in own_sessions
     if is_own:
@@ -100,7 +102,7 @@ def _check_contents(store: ObjectStore) -> None:
     """Raises: UserError if the store has objects below the URL that are not a run's."""
     names = [
         name
-        for name in store.retry(store.list)
+        for name in store.list()
         if not name.startswith(LOCK_PREFIX) and name not in run_dir.BOOKKEEPING_FILES
     ]
     if names and run_paths.CONFIG_FILE not in names:
@@ -110,22 +112,24 @@ def _check_contents(store: ObjectStore) -> None:
         )
 
 
-def _share_sessions(lock: SessionLock | None) -> tuple[str, str | None]:
-    """Returns the ids of this session and the previous one, which process 0 knows."""
+def _share_sessions(lock: SessionLock | None) -> tuple[str, str | None, int]:
+    """Returns the ids of this session and of the previous one, and this one's number.
+
+    Process 0 knows them.
+    """
     if lock is not None:
-        distributed.publish(_SESSIONS_KEY, json.dumps(lock.sessions))
-        return lock.sessions
+        distributed.publish(_SESSIONS_KEY, json.dumps([*lock.sessions, lock.number]))
+        return *lock.sessions, lock.number
     while 0 not in (published := distributed.read_published(_SESSIONS_KEY)):
         time.sleep(_POLL_S)
-    session, previous = json.loads(published[0])
-    return session, previous
+    session, previous, number = json.loads(published[0])
+    return session, previous, number
 
 
 def _prepare_copy(
-    store: ObjectStore, folder: pathlib.Path, sessions: tuple[str, str | None]
+    store: ObjectStore, folder: pathlib.Path, session: str, previous: str | None
 ) -> None:
     """Makes the local copy a valid start: as this machine left it, or downloaded again."""
-    session, previous = sessions
     with copies.lock(folder):
         own_sessions = _read_sessions(folder)
         if session not in own_sessions:
@@ -142,10 +146,8 @@ def _sessions_file(folder: pathlib.Path) -> pathlib.Path:
 
 def _read_sessions(folder: pathlib.Path) -> list[Any]:
     """Ids of the last two sessions of the run that used a local copy."""
-    try:
-        return json.loads(_sessions_file(folder).read_bytes())["sessions"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return []
+    sessions = (files.read_json(_sessions_file(folder)) or {}).get("sessions")
+    return sessions if isinstance(sessions, list) else []
 
 
 def _write_sessions(folder: pathlib.Path, sessions: list[str | None]) -> None:

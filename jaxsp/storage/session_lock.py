@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.core import exit_codes
+from jaxsp.core import exit_codes, files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import distributed, run_dir
 from jaxsp.storage.object_store import ObjectStore
@@ -36,9 +36,11 @@ class SessionLock:
         heartbeat: local file of the watchdog, whose fields become part of the heartbeat.
         """
         self._store = store
+        self._hasty_store = store.without_retries()
         self._holder = holder
         self._heartbeat = heartbeat
-        self._number = 0
+        self.number = 0
+        """Number of this session, greater than those of all sessions before it."""
         self.sessions: tuple[str, str | None] = (holder["session"], None)
         """Ids of this session and of the one before it."""
         self._closed = threading.Event()
@@ -46,8 +48,8 @@ class SessionLock:
 
     def find_holder(self) -> dict[str, Any]:
         """Returns the description of the latest session, whether it has ended or not."""
-        self._number = max(_list_numbers(self._store), default=0)
-        content = self._store.read(_name(self._number)) if self._number else None
+        self.number = max(_list_numbers(self._store), default=0)
+        content = self._store.read(_name(self.number)) if self.number else None
         return _parse(content)
 
     def acquire(self, latest: dict[str, Any], *, is_dead: Callable[[dict[str, Any]], bool]) -> None:
@@ -68,22 +70,21 @@ class SessionLock:
                 f"{self._store.url}: the run of {description} was killed; this run takes over"
             )
         self.sessions = (self._holder["session"], latest.get("session"))
-        self._number += 1
+        self.number += 1
         content = f"{json.dumps(self._holder)}\n".encode()
-        self._store.retry(lambda: self._store.create(_name(self._number), content))
-        # False says nothing: a request that was repeated may have been successful before
-        winner = _parse(self._store.read(_name(self._number)))
+        self._store.create(_name(self.number), content)
+        winner = _parse(self._store.read(_name(self.number)))
         if winner.get("session") != self._holder["session"]:
             raise self._in_use_error(run_dir.describe_holder(winner))
-        self._write_heartbeat()
-        older = [number for number in _list_numbers(self._store) if number < self._number]
+        self._write_heartbeat(self._store)
+        older = [number for number in _list_numbers(self._store) if number < self.number]
         self._store.delete(map(_name, older))
         self._thread.start()
 
     def check(self) -> None:
         """Ends this process if another run has taken over."""
-        highest = max(_list_numbers(self._store), default=0)
-        winner = _parse(self._store.read(_name(highest)))
+        highest = max(_list_numbers(self._hasty_store), default=0)
+        winner = _parse(self._hasty_store.read(_name(highest)))
         if winner.get("session", self._holder["session"]) == self._holder["session"]:
             return
         distributed.log(
@@ -98,23 +99,28 @@ class SessionLock:
         self._closed.set()
         self._thread.join()
         if is_unused:
-            self._store.delete([_name(self._number), run_dir.HEARTBEAT_FILE])
+            self._hasty_store.delete([_name(self.number), run_dir.HEARTBEAT_FILE])
         else:
-            self._write_heartbeat(ended=True)
+            self._write_heartbeat(self._hasty_store, ended=True)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_INTERVAL_S):
             # the uploads report an unreachable store
             with contextlib.suppress(Exception):
-                self._write_heartbeat()
+                self._write_heartbeat(self._hasty_store)
                 self.check()
 
-    def _write_heartbeat(self, *, ended: bool = False) -> None:
-        status: dict[str, Any] = {}
+    def _write_heartbeat(self, store: ObjectStore, *, ended: bool = False) -> None:
+        status = None
         with contextlib.suppress(OSError):
-            status = _parse(self._heartbeat.read_bytes())
-        fields = {**status, "session": self._holder["session"], "ended": ended, "at": time.time()}
-        self._store.write(run_dir.HEARTBEAT_FILE, f"{json.dumps(fields)}\n".encode())
+            status = files.read_json(self._heartbeat)
+        fields = {
+            **(status or {}),
+            "session": self._holder["session"],
+            "ended": ended,
+            "at": time.time(),
+        }
+        store.write(run_dir.HEARTBEAT_FILE, f"{json.dumps(fields)}\n".encode())
 
     def _has_ended(self, holder: dict[str, Any]) -> bool:
         heartbeat = _parse(self._store.read(run_dir.HEARTBEAT_FILE))
@@ -123,11 +129,14 @@ class SessionLock:
     def _is_alive(self) -> bool:
         """True if the heartbeat changes within HEARTBEAT_TIMEOUT_S."""
         before = self._store.read(run_dir.HEARTBEAT_FILE)
-        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while time.monotonic() - began < HEARTBEAT_TIMEOUT_S:
             time.sleep(min(1.0, HEARTBEAT_TIMEOUT_S / 10))
+            request_began = time.monotonic()
             if self._store.read(run_dir.HEARTBEAT_FILE) != before:
                 return True
+            if time.monotonic() - request_began > HEARTBEAT_INTERVAL_S:
+                began = time.monotonic()  # the store was unreachable, also for the holder
         return False
 
     def _in_use_error(self, description: str) -> UserError:
@@ -147,8 +156,4 @@ def _list_numbers(store: ObjectStore) -> list[int]:
 
 
 def _parse(content: bytes | None) -> dict[str, Any]:
-    try:
-        fields = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    return files.parse_json(content) or {}

@@ -80,8 +80,8 @@ def test_warning_if_space_for_all_checkpoints_that_exist_at_the_same_time_is_mis
 
 
 def test_unfinished_checkpoints_count_as_free(tmp_path):
-    (tmp_path / f"8{files.PARTIAL_SUFFIX}/master").mkdir(parents=True)
-    (tmp_path / f"8{files.PARTIAL_SUFFIX}/master/a").write_bytes(bytes(1000))
+    (tmp_path / "8.partial/master").mkdir(parents=True)
+    (tmp_path / "8.partial/master/a").write_bytes(bytes(1000))
     (tmp_path / "6/master").mkdir(parents=True)
     (tmp_path / "6/master/a").write_bytes(bytes(500))
     assert files.leftover_bytes(tmp_path) == 1000

@@ -102,3 +102,24 @@ def test_field_changed_without_its_checksum_is_damage(tmp_path):
     (tmp_path / "4/meta/metadata").write_text(text)
     with pytest.raises(DamagedCheckpointError, match=messages.containing("meta/metadata")):
         reader.read_meta(tmp_path / "4")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b"3", b"null", b'"text"', bytes(300), b"\xff\xfe", b'{"step": 4'),
+        *(b'{"config": ' * depth + b"1" + b"}" * depth for depth in (300, 900, 985, 1100, 99_999)),
+        *(b"[" * depth + b"]" * depth for depth in (900, 99_999)),
+        b'{"step": ' + b"9" * 5_000 + b"}",
+        None,  # a folder
+    ],
+)
+def test_metadata_that_is_not_a_json_object_is_damage(tmp_path, content):
+    path = tmp_path / "4/meta/metadata"
+    path.parent.mkdir(parents=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=messages.containing("meta/metadata")):
+        reader.read_meta(tmp_path / "4")

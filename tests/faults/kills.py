@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxsp.checkpoint import files
+from jaxsp.core import files
 from jaxsp.runtime import run_paths
 from tests import batches, commands, tolerances
 

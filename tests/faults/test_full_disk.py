@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import pathlib
 import re
 import resource
 import signal
@@ -17,6 +16,7 @@ import rich.console
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
+from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import build, trainer
@@ -189,7 +189,7 @@ def test_records_wait_for_space_and_none_is_cut(tmp_path, limit_file_size, capfd
     for record in records[1:3]:
         file.add(record)
         assert path.read_bytes() == records[0]
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="File too large, in writing a"):
         file.sync()
     limit_file_size(None)
     file.add(records[3])
@@ -254,16 +254,16 @@ def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch,
     train(make_config(tmp_path, directory, "run.steps=2"))
     config = make_config(tmp_path, directory, "run.steps=3")
     before = (directory / "config.yaml").read_text()
-    write_text = pathlib.Path.write_text
+    write_atomic = files.write_atomic
 
-    def write_to_full_disk(self, text, **options):
-        if not self.is_relative_to(directory):  # such as the cache of tokens
-            return write_text(self, text, **options)
-        write_text(self, text[:10], **options)
+    def write_to_full_disk(path, text, **options):
+        if not path.is_relative_to(directory):  # such as the cache of tokens
+            return write_atomic(path, text, **options)
+        path.with_name(f"{path.name}{files.PARTIAL_SUFFIX}").write_text(text[:10])
         raise OSError(28, "No space left on device")
 
     with run_dir.lock(directory) if is_locked else contextlib.nullcontext():
-        monkeypatch.setattr(pathlib.Path, "write_text", write_to_full_disk)
+        monkeypatch.setattr(files, "write_atomic", write_to_full_disk)
         parts = messages.containing(f"run.directory = {directory}", "No space left on device")
         with pytest.raises(UserError, match=parts):
             train(config)

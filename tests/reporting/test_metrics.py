@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import io
 import json
+import os
 import re
 import resource
 import threading
@@ -98,13 +99,90 @@ def test_lines_after_the_step_that_a_run_resumes_from_are_removed(tmp_path):
     assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
-def test_corrupt_lines_are_removed(tmp_path):
-    corrupt = b'\xff\xfe{"step": 2}\n[3]\n{"step": "2"}\n{"loss": 1}\n'
-    truncated = b'{"step": 2'
-    text = b'{"step": 1}\n' + corrupt + b'{"step": 2}\n' + truncated
+def test_damaged_lines_are_set_aside_and_printed(tmp_path, capfd):
+    deep = b"[" * 100_000
+    damaged = [b'\xff\xfe{"step": 2}', b"[3]", b'{"step": "2"}', b'{"loss": 1}', deep, b"{" * 9_999]
+    lines = [b'{"step": 1}', *damaged, b'{"step": 2}', b'{"step": 9}', b'{"step": 3, "lo']
+    (tmp_path / "eval.jsonl").write_bytes(b"\n".join(lines))
+    jsonl.truncate_after(tmp_path / "eval.jsonl", 2)
+    assert (tmp_path / "eval.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "eval.jsonl.damaged").read_bytes().splitlines() == damaged
+    (output,) = capfd.readouterr().err.splitlines()
+    assert re.search(messages.containing(tmp_path / "eval.jsonl", len(damaged)), output)
+    jsonl.truncate_after(tmp_path / "eval.jsonl", 2)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+@pytest.mark.parametrize(
+    ("damage", "kept", "message"),
+    [
+        (lambda text: text, [1, 2, 3, 4, 5, 6], ""),
+        (lambda text: text.replace(b'{"step": 3', b'{"stes": 3'), [1, 2, 4, 5, 6], "1 of 6 .*s 2"),
+        (
+            lambda text: text.replace(b'0}\n{"step": 3', b'0}{"step": 3'),
+            [1, 4, 5, 6],
+            "1 of 5 .*s 1",
+        ),
+        (lambda text: text.replace(b'{"', b"{", 1), [2, 3, 4, 5, 6], "1 of 6 .*s 0"),
+        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*s 3.*\n.*step 3"),
+        (lambda text: text[: text.index(b'{"step": 4')], [1, 2, 3], "ends at step 3"),
+        (lambda text: text + b'{"step": 70, "los', [1, 2, 3, 4, 5, 6], ""),
+    ],
+)
+def test_damaged_and_missing_lines_of_metrics_are_named(
+    tmp_path, capfd, damage, kept, message, interval
+):
+    text = b"".join(b'{"step": %d, "loss": 0}\n' % step for step in range(1, 7))
+    text = damage(text)
+    if interval == 10:
+        text = re.sub(rb'"step": (\d),', rb'"step": \g<1>0,', text)
+        kept = [10 * step for step in kept]
     (tmp_path / "metrics.jsonl").write_bytes(text)
-    jsonl.truncate_after(tmp_path / "metrics.jsonl", 2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    with MetricsWriter(tmp_path, from_step=6 * interval + interval // 2):
+        pass
+    assert read_steps(tmp_path / "metrics.jsonl") == kept
+    output = capfd.readouterr().err
+    assert re.search(message, output)
+    assert bool(message) == bool(output)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC])
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_disk_that_fails_for_a_moment_costs_no_line(
+    tmp_path, monkeypatch, capfd, number, can_truncate
+):
+    is_failing = []
+
+    class FailingFile(io.FileIO):
+        def write(self, data):
+            if is_failing:
+                super().write(data[:3])
+                raise OSError(number, os.strerror(number))
+            return super().write(data)
+
+        def truncate(self, size=None):
+            if is_failing and not can_truncate:
+                raise OSError(number, os.strerror(number))
+            return super().truncate(size)
+
+    monkeypatch.setattr(AppendFile, "_open", lambda self: FailingFile(self._path, "a"))
+    path = tmp_path / "metrics.jsonl"
+    file = AppendFile(path)
+    file.add(b"one\n")
+    is_failing.append(True)
+    for record in (b"two\n", b"three\n"):
+        file.add(record)
+        with pytest.raises(OSError, match="metrics") as caught:
+            file.sync()
+        assert caught.value.errno == number
+    is_failing.clear()
+    file.add(b"four\n")
+    file.sync()
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
+    output = capfd.readouterr().err
+    assert output.count("CANNOT BE WRITTEN") == output.count("is written again") == 1
 
 
 def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):

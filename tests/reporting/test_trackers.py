@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+import types
 
 import pytest
 
@@ -255,6 +256,71 @@ def test_only_a_resumed_run_keeps_its_ids(tmp_path):
     assert TrackedRun(config, from_step=0, is_resume=False).read_id("wandb") is None
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"complete": 3}'])
+def test_damaged_ids_are_as_those_of_a_new_run(tmp_path, content):
+    (tmp_path / tracker.STATE_FILE).write_text(content)
+    run = TrackedRun(make_config(tmp_path), from_step=1, is_resume=True)
+    assert run.read_id("wandb") is None
+    assert run.complete == []
+    run.write_id("wandb", "abc")
+    again = TrackedRun(make_config(tmp_path), from_step=1, is_resume=True)
+    assert again.read_id("wandb") == "abc"
+
+
+@pytest.fixture
+def fake_kind(monkeypatch):
+    """Lets logging.trackers=[mlflow] be the tracker that the test appends to a list."""
+    fakes = []
+    module = types.SimpleNamespace(make_tracker=lambda run: fakes[-1])
+    monkeypatch.setattr(registry.TrackerKind, "load", lambda self: module)
+    return fakes
+
+
+def run_trackers(run, files):
+    with registry.open_trackers(run, ("mlflow",), find_outcome=lambda: "finished") as trackers:
+        trackers.start(files.metrics, files.evals)
+
+
+def test_a_tracker_on_this_machine_is_waited_for(files, tmp_path, fake_kind, monkeypatch, capfd):
+    monkeypatch.setattr(registry, "FINISH_TIMEOUT_S", 0.01)
+    files.add_step(1)
+    for is_local in (True, False):
+        released = threading.Event()
+        fake = FakeTracker(blocked_by=released)
+        fake.is_local = is_local
+        fake_kind.append(fake)
+        threading.Timer(0.3, released.set).start()
+        run_trackers(TrackedRun(make_config(tmp_path), from_step=0, is_resume=False), files)
+        assert fake.is_abandoned != is_local
+    waiting, lost = capfd.readouterr().err.splitlines()
+    assert "waiting" in waiting
+    assert "ARE NOT SENT" in lost
+
+
+def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fake_kind, capfd):
+    config = make_config(tmp_path)
+    for step in (1, 2, 3):
+        files.add_step(step)
+    fake_kind.append(FakeTracker(num_failures=10**9))
+    run_trackers(TrackedRun(config, from_step=0, is_resume=False), files)
+    assert fake_kind[-1].points == []
+
+    def send():
+        fake_kind.append(FakeTracker(known_step=1))
+        run = TrackedRun(config, from_step=-1, is_resume=True)
+        paths = {"metrics": files.metrics, "evals": files.evals}
+        registry.send_missing(run, ("tensorboard", "mlflow"), **paths)
+        return [point.step for point in fake_kind[-1].points], fake_kind[-1].outcome
+
+    capfd.readouterr()
+    assert send() == ([2, 3], "finished")
+    assert capfd.readouterr().err.splitlines() == ["mlflow: has all values of this run"]
+    assert send() == ([], None)
+    # a run that goes on after all has new values
+    run_trackers(TrackedRun(config, from_step=3, is_resume=True), files)
+    assert fake_kind[-1].outcome == "finished"
+
+
 def test_params_have_the_names_of_the_command_line(tmp_path):
     run = TrackedRun(make_config(tmp_path), from_step=0, is_resume=False)
     params = dict(tracker.flatten(run.config))
@@ -291,9 +357,16 @@ def test_names_for_mlflow_have_no_character_that_it_refuses(name, key):
     assert mlflow_tracker.to_key(name) == key
 
 
-def test_an_address_is_printed_without_its_password():
-    assert mlflow_tracker.hide_password("https://me:secret@host:5000/a") == "https://host:5000/a"
-    assert mlflow_tracker.hide_password("sqlite:////runs/a@b.db") == "sqlite:////runs/a@b.db"
+def test_neither_the_banner_nor_an_error_has_a_password(tmp_path, monkeypatch):
+    uri = "http://me:se/cr@et@host:5000/a?token=also-secret"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    run = TrackedRun(make_config(tmp_path), from_step=0, is_resume=False)
+    assert mlflow_tracker.describe(run) == "mlflow at http://host:5000/a, experiment jaxsp"
+    error = ValueError(f"request to {uri} failed: 0123456789 is refused")
+    connection = ConnectionError(f"cannot reach {uri}")
+    for text in map(background.describe_error, (error, connection, OSError(5, f"of {uri}"))):
+        assert not any(secret in text for secret in ("se/cr", "et@", "also-secret", "0123456789"))
 
 
 def test_an_error_is_described_by_the_reason_that_the_system_gives():

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import threading
 import time
 
 import pytest
@@ -47,9 +46,11 @@ def short_times(monkeypatch, tmp_path):
     monkeypatch.setattr(session_lock, "HEARTBEAT_TIMEOUT_S", 1.0)
 
 
-def make_mirror(store, folder, *, part=0, num_parts=1):
+def make_mirror(store, folder, *, part=0, num_parts=1, session=1):
     folder.mkdir(exist_ok=True)
-    return Mirror(store, folder, part=part, num_parts=num_parts, check_lock=lambda: None)
+    return Mirror(
+        store, folder, part=part, num_parts=num_parts, session=session, check_lock=lambda: None
+    )
 
 
 def write_checkpoint(folder, step, content="weights", meta="{}"):
@@ -97,7 +98,7 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
         store = ObjectStore(url, label=f"run.directory = {url}")
         if reason == "Access Denied":
             monkeypatch.setattr(store._fs, "find", deny)
-        store.retry(store.list)
+        store.list()
 
     with pytest.raises(UserError) as caught:
         use_store()
@@ -110,24 +111,33 @@ def deny(*_, **__):
     raise PermissionError("Access Denied")
 
 
-def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(server, store, capfd):
+def test_a_store_without_an_answer_is_tried_again_and_then_a_user_error(
+    server, store, monkeypatch, capfd
+):
     server.stop()
     with pytest.raises(UserError, match="connect"):
-        store.retry(store.list)
-    threading.Timer(0.3, server.start).start()
-    assert store.retry(store.list) == {}
-    assert capfd.readouterr().err.count("Trying again") == 2
+        store.list()
+    capfd.readouterr()
+    monkeypatch.setattr(object_store, "START_PATIENCE_S", 60.0)
+    is_transient = object_store.is_transient
+    monkeypatch.setattr(
+        object_store, "is_transient", lambda error: server.start() or is_transient(error)
+    )
+    assert store.list() == {}
+    assert capfd.readouterr().err.count("Trying again") == 1
 
 
 def test_the_config_is_first_and_metadata_are_after_the_metrics(store, tmp_path, monkeypatch):
     names = []
-    upload = store.upload
-    write = store.write
-    monkeypatch.setattr(
-        store, "upload", lambda file, name: names.append(name) or upload(file, name)
-    )
-    monkeypatch.setattr(store, "write", lambda name, text: names.append(name) or write(name, text))
     uploads = make_mirror(store, tmp_path / "run")
+    upload = uploads._store.upload
+    write = uploads._store.write
+    monkeypatch.setattr(
+        uploads._store, "upload", lambda file, name: names.append(name) or upload(file, name)
+    )
+    monkeypatch.setattr(
+        uploads._store, "write", lambda name, text: names.append(name) or write(name, text)
+    )
     write_checkpoint(tmp_path / "run", 3)
     (tmp_path / "run/config.yaml").touch()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 3}\n')
@@ -135,9 +145,9 @@ def test_the_config_is_first_and_metadata_are_after_the_metrics(store, tmp_path,
     uploads._try_sync(everything=False)
     assert names == [
         "config.yaml",
-        "checkpoints/3/master/manifest.ocdbt",
+        "checkpoints/3-1/master/manifest.ocdbt",
         "metrics.jsonl",
-        "checkpoints/3/meta/metadata",
+        "checkpoints/3-1/meta/metadata",
     ]
 
 
@@ -148,31 +158,31 @@ def test_a_checkpoint_is_deleted_after_a_later_one_is_complete(store, tmp_path, 
     write_checkpoint(tmp_path / "run", 6)
     (tmp_path / "run/checkpoints/3").rename(tmp_path / "run/3.deleting")
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write", deny)  # the metadata
+        patch.setattr(uploads._store, "write", deny)  # the metadata
         assert uploads._try_sync(everything=False) is None
-        assert "checkpoints/3/meta/metadata" in store.list()
+        assert "checkpoints/3-1/meta/metadata" in store.list()
     assert uploads._try_sync(everything=False)
     assert [name for name in read_names(store) if name.startswith("checkpoints")] == [
-        "checkpoints/6/master/manifest.ocdbt",
-        "checkpoints/6/meta/metadata",
+        "checkpoints/6-1/master/manifest.ocdbt",
+        "checkpoints/6-1/meta/metadata",
     ]
     shutil.rmtree(tmp_path / "run/checkpoints/6")
     assert uploads._try_sync(everything=False)
-    assert "checkpoints/6/meta/metadata" in store.list()
+    assert "checkpoints/6-1/meta/metadata" in store.list()
 
 
 def test_a_checkpoint_that_is_deleted_during_its_upload_is_completed(store, tmp_path, monkeypatch):
     uploads = make_mirror(store, tmp_path / "run")
     write_checkpoint(tmp_path / "run", 3)
-    upload = store.upload
+    upload = uploads._store.upload
 
     def delete_and_upload(file, name):
         shutil.rmtree(tmp_path / "run/checkpoints/3")
         upload(file, name)
 
-    monkeypatch.setattr(store, "upload", delete_and_upload)
+    monkeypatch.setattr(uploads._store, "upload", delete_and_upload)
     assert uploads._try_sync(everything=False)
-    assert "checkpoints/3/meta/metadata" in store.list()
+    assert "checkpoints/3-1/meta/metadata" in store.list()
 
 
 def test_an_evaluated_checkpoint_uploads_only_its_metadata_again(store, tmp_path, monkeypatch):
@@ -181,12 +191,12 @@ def test_an_evaluated_checkpoint_uploads_only_its_metadata_again(store, tmp_path
     uploads._try_sync(everything=False)
     write_checkpoint(tmp_path / "run", 3, meta='{"arrays": 1, "eval_loss": 2}')
     with monkeypatch.context() as patch:
-        patch.setattr(store, "upload", deny)
+        patch.setattr(uploads._store, "upload", deny)
         assert uploads._try_sync(everything=False)
-    assert store.read("checkpoints/3/meta/metadata") == b'{"arrays": 1, "eval_loss": 2}'
+    assert store.read("checkpoints/3-1/meta/metadata") == b'{"arrays": 1, "eval_loss": 2}'
     write_checkpoint(tmp_path / "run", 3, content="other", meta='{"arrays": 2}')
     assert uploads._try_sync(everything=False)
-    assert store.read("checkpoints/3/master/manifest.ocdbt") == b"other"
+    assert store.read("checkpoints/3-1/master/manifest.ocdbt") == b"other"
 
 
 def test_metadata_waits_for_the_shards_of_all_nodes(store, tmp_path):
@@ -196,12 +206,12 @@ def test_metadata_waits_for_the_shards_of_all_nodes(store, tmp_path):
         write_checkpoint(tmp_path / folder, 3)
     (tmp_path / "second/checkpoints/3/master/shard").write_text("of second")
     assert first._try_sync(everything=True) is False
-    assert "checkpoints/3/meta/metadata" not in store.list()
+    assert "checkpoints/3-1/meta/metadata" not in store.list()
     with pytest.raises(NeedsAttentionError, match="other nodes"):
         first.flush(patience_s=0.0)
     assert second._try_sync(everything=True)
     assert first._try_sync(everything=True)
-    assert {"checkpoints/3/meta/metadata", "checkpoints/3/master/shard"} <= {*store.list()}
+    assert {"checkpoints/3-1/meta/metadata", "checkpoints/3-1/master/shard"} <= {*store.list()}
 
 
 def test_an_outage_costs_nothing_and_is_printed_once(server, store, tmp_path, capfd):
@@ -216,7 +226,7 @@ def test_an_outage_costs_nothing_and_is_printed_once(server, store, tmp_path, ca
     wait_until(lambda: uploads._is_broken)
     time.sleep(0.5)
     server.start()
-    wait_until(lambda: "checkpoints/3/meta/metadata" in store.list())
+    wait_until(lambda: "checkpoints/3-1/meta/metadata" in store.list())
     (folder / "metrics.jsonl").write_text("1, 2, 3")
     uploads.stop()
     uploads.flush(patience_s=1.0)
@@ -235,12 +245,83 @@ def test_a_store_that_stays_away_at_the_end_needs_attention(server, store, tmp_p
 
 
 def test_incomplete_checkpoints_of_a_killed_run_are_removed_from_the_store(store, tmp_path):
-    store.write("checkpoints/3/master/a", b"")
-    store.write("checkpoints/2/meta/metadata", b"{}")
-    uploads = make_mirror(store, tmp_path / "run")
+    store.write("checkpoints/3-1/master/a", b"")
+    store.write("checkpoints/2-1/meta/metadata", b"{}")
+    uploads = make_mirror(store, tmp_path / "run", session=2)
     uploads.start()
     uploads.stop()
-    assert read_names(store) == ["checkpoints/2/meta/metadata"]
+    assert read_names(store) == ["checkpoints/2-1/meta/metadata"]
+
+
+def test_a_replaced_session_changes_no_checkpoint_of_the_next(store, url, tmp_path, monkeypatch):
+    class ReplacedError(Exception):
+        pass
+
+    def end():
+        raise ReplacedError
+
+    monkeypatch.setattr(mirror, "_NUM_THREADS", 1)
+    first = make_mirror(store, tmp_path / "a", session=1)
+    write_checkpoint(tmp_path / "a", 4, content="of a", meta='{"arrays": "a"}')
+    (tmp_path / "a/checkpoints/4/master/shard").write_text("of a")
+    upload = first._store.upload
+
+    def upload_and_lose_lock(file, name):
+        upload(file, name)
+        monkeypatch.setattr(first, "_check_lock", end)
+        first._lock_checked_at = -float("inf")  # the process was suspended
+
+    monkeypatch.setattr(first._store, "upload", upload_and_lose_lock)
+    assert first._try_sync(everything=False) is None
+    late = [name for name in read_names(store) if name.startswith("checkpoints/")]
+    assert len(late) == 1
+
+    second = make_mirror(store, tmp_path / "b", session=2)
+    (tmp_path / "b/config.yaml").touch()
+    second.start()
+    write_checkpoint(tmp_path / "b", 4, content="of b", meta='{"arrays": "b"}')
+    second.stop()
+    assert second._try_sync(everything=True)
+    for name in (*late, "checkpoints/4-1/meta/metadata"):  # requests that arrive late
+        store.write(name, b"of a")
+    checkpoint = run_paths.find_latest(copies.make_local(url, field="RUN"))
+    assert checkpoint is not None
+    copies.fetch(checkpoint)
+    assert (checkpoint / "master/manifest.ocdbt").read_text() == "of b"
+    assert not (checkpoint / "master/shard").exists()
+    shutil.rmtree(tmp_path / "b/checkpoints/4")
+    write_checkpoint(tmp_path / "b", 5)
+    assert second._try_sync(everything=True)
+    assert not [name for name in store.list() if name.startswith("checkpoints/4-")]
+
+
+def test_a_store_that_fails_for_a_moment_delays_a_start(store, tmp_path, monkeypatch):
+    """Each kind of request fails once, as with an internal error of the store."""
+    failed = set()
+    for name in ("find", "cat_file", "pipe_file", "rm_file"):
+        monkeypatch.setattr(store._fs, name, fail_once(name, getattr(store._fs, name), failed))
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    store.write("lock/000001.json", b"{}")
+    store.write("checkpoints/3-1/master/a", b"")
+    lock = make_lock(store, tmp_path, "a")
+    acquire(lock)
+    uploads = make_mirror(store, tmp_path / "run", session=lock.number)
+    uploads.start()
+    uploads.stop()
+    lock.release(is_unused=True)
+    assert failed == {"find", "cat_file", "pipe_file", "rm_file"}
+    assert lock.number == 2
+    assert read_names(store) == []
+
+
+def fail_once(name, method, failed):
+    def call(*args, **kwargs):
+        if name not in failed:
+            failed.add(name)
+            raise OSError(f"500 of {name}")
+        return method(*args, **kwargs)
+
+    return call
 
 
 def make_lock(store, tmp_path, session):
@@ -343,7 +424,7 @@ def test_a_damaged_local_checkpoint_is_downloaded_again_once(url, tmp_path, monk
         write_checkpoint(folder, 3)
         wait_until(lambda: copies.fetch_again(folder / "checkpoints/4") is False)
         store = ObjectStore(url, label="")
-        wait_until(lambda: "checkpoints/3/meta/metadata" in store.list())
+        wait_until(lambda: "checkpoints/3-1/meta/metadata" in store.list())
         (folder / "checkpoints/3/master/manifest.ocdbt").write_text("weighta")
         assert copies.fetch_again(folder / "checkpoints/3")
         assert (folder / "checkpoints/3/master/manifest.ocdbt").read_text() == "weights"

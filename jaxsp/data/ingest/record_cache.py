@@ -1,15 +1,13 @@
-"""Cached records and tokens: Arrow files that are mapped into memory, written and counted once."""
+"""Cached records and tokens: Arrow files that are written once and mapped into memory."""
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -18,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxsp.config.data_schema import DataConfig
-from jaxsp.core import files
-from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core import errors, files
+from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.ingest import columnar
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import datasets
@@ -52,10 +50,60 @@ _COLUMN_TYPES = {
 }
 
 
+class DamagedCacheError(NeedsAttentionError):
+    """Cached files whose contents are not those that were written; they have been removed."""
+
+    def __init__(self, paths: Sequence[pathlib.Path], reason: str):
+        """Removes the files. Raises: UserError if that is not allowed."""
+        self.problem = f"{paths[0]} IS DAMAGED: {reason}"
+        super().__init__(
+            f"{self.problem}. It was removed; the same command makes it again, and a run resumes "
+            "from its latest checkpoint."
+        )
+        for path in paths:
+            try:
+                files.remove_with_checksum(path)
+            except OSError as error:
+                raise UserError(
+                    f"{self.problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
+                    "set HF_DATASETS_CACHE to another folder."
+                ) from None
+
+
+def report_damage(damage: DamagedCacheError) -> None:
+    """Prints that damaged files are made again."""
+    distributed.log(f"{damage.problem}. It is made again")
+
+
+def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
+    """Maps a cached file into memory; None if it does not exist, or was damaged and is removed."""
+    if not path.exists():
+        return None
+    try:
+        return open_file(path)
+    except DamagedCacheError as damage:
+        report_damage(damage)
+        return None
+
+
+def open_file(path: pathlib.Path) -> "datasets.Dataset":
+    """Maps a cached file into memory. Raises: DamagedCacheError if it is empty or cut."""
+    import datasets
+
+    try:
+        dataset = datasets.Dataset.from_file(str(path))
+        dataset.data.table.validate()
+    except Exception as error:
+        if not files.is_damage(error):
+            raise
+        raise DamagedCacheError((path,), errors.first_line(error)) from None
+    return dataset
+
+
 def write_cache(
     entries: Iterator[RecordEntry], columns: list[str], path: pathlib.Path, *, desc: str
 ) -> None:
-    """Writes entries to an Arrow file, which gets its name when it is complete.
+    """Writes entries to an Arrow file, which gets its name when it is complete, and its checksum.
 
     Args:
         columns: columns with the content of a record.
@@ -84,7 +132,10 @@ def write_cache(
                     size = 0
             if batch:
                 stream.write_batch(_to_record_batch(batch, schema))
+        files.sync(partial)
+        files.write_checksum(path, content=partial)
         partial.replace(path)
+    files.sync_dir(path.parent)
 
 
 def _to_record_batch(entries: list[RecordEntry], schema: pa.Schema) -> pa.RecordBatch:
@@ -105,7 +156,8 @@ def read_lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.nd
     for chunk in dataset.data.column(column).chunks:
         if len(chunk):
             offsets = chunk.offsets.to_numpy()
-            yield offsets - offsets[0], chunk.flatten().to_numpy()
+            # not flatten(), which reads anywhere in memory if the offsets are damaged
+            yield offsets - offsets[0], chunk.values.to_numpy()[offsets[0] : offsets[-1]]
 
 
 @contextlib.contextmanager
@@ -201,48 +253,3 @@ def list_examples(examples: list[tuple[str, str]]) -> list[str]:
         f"{place}: {'the same' if problem == last else problem}."
         for (place, problem), last in zip(examples, problems, strict=False)
     ]
-
-
-def cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
-    """Returns the statistics of `compute_token_stats`, from the file if it exists.
-
-    Computing them reads all tokens, about 1 GB per second.
-    """
-    with build_once(cached):
-        if not cached.exists():
-            stats = compute_token_stats(dataset)
-            if not os.access(cached.parent, os.W_OK):
-                return stats
-            files.write_atomic(cached, json.dumps(stats))
-        return json.loads(cached.read_text(encoding="utf-8"))
-
-
-def compute_token_stats(dataset: "datasets.Dataset") -> dict[str, Any]:
-    """Returns a digest of all tokens and labels, and the extreme ids of each column.
-
-    `ids` maps a column to its lowest and its highest id, each with the first document that has it.
-    """
-    digests = []
-    extremes = {}
-    for column in ("tokens", "labels"):
-        if column not in dataset.column_names:
-            continue
-        # lengths and values are hashed as two streams, so that chunk borders change nothing
-        lengths = hashlib.sha256()
-        values = hashlib.sha256()
-        ends: list[tuple[int, int]] = []
-        num_documents = 0
-        for offsets, ids in read_lists(dataset, column):
-            lengths.update(np.diff(offsets).astype("<i8").data)
-            values.update(np.ascontiguousarray(ids, "<i4").data)
-            has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
-            known = ids if has_loss is None else ids[has_loss]
-            for index in (known.argmin(), known.argmax()) if len(known) else ():
-                place = index if has_loss is None else has_loss[index]
-                document = int(np.searchsorted(offsets, place, side="right")) - 1
-                ends.append((int(known[index]), num_documents + document))
-            num_documents += len(offsets) - 1
-        digests += [column, lengths.hexdigest(), values.hexdigest()]
-        if ends:
-            extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
-    return {"digest": hashlib.sha256(" ".join(digests).encode()).hexdigest(), "ids": extremes}

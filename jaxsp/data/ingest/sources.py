@@ -73,9 +73,11 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
         cached = folder / "records.arrow"
         folder.mkdir(parents=True, exist_ok=True)
         with record_cache.build_once(cached):
-            if not cached.exists():
+            dataset = record_cache.open_or_none(cached)
+            if dataset is None:
                 entries = _check_records(source, origin, columns, data=data)
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
+                dataset = record_cache.open_file(cached)
     except (UserError, PermissionError) as error:
         problems = error.problems if isinstance(error, UserError) else [str(error)]
         group = f"{field.rpartition('.')[0]}."
@@ -84,7 +86,6 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
             problem if problem.startswith(group) else f"{error_prefix}: {problem}"
             for problem in problems
         ) from None
-    dataset = datasets.Dataset.from_file(str(cached))
     if origin.split is not None:
         # the whole source is cached, so that its parts for training and for evaluation share it
         dataset = hub.select_ranges({"train": dataset}, origin.split, field=field)

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import filelock
 
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.core import urls
+from jaxsp.core import files, urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import source_files
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
+from jaxsp.runtime import distributed
 from jaxsp.storage.object_store import ObjectInfo, ObjectStore
 
 
@@ -30,7 +31,8 @@ class StoredFiles:
         return [(url, info.size, info.version) for url, info in self.objects.items()]
 
     def read(self, columns: RecordColumns) -> Iterator[LocatedRecord]:
-        """Yields every record of the files, which are downloaded if this version never was.
+        """Yields every record of the files, which are downloaded if this version never was, or if
+        the downloaded file is damaged.
 
         Places and errors name URLs instead of the downloaded files.
         """
@@ -46,9 +48,12 @@ class StoredFiles:
         path = _cached_path(url, info)
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
-            if not path.exists():
+            if not files.is_intact(path):
+                if path.exists():
+                    distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{self.store.url}/")
-                self.store.retry(lambda: self.store.download(name, path, size=info.size))
+                self.store.download(name, path, size=info.size)
+                files.write_checksum(path)
         return path
 
 
@@ -65,7 +70,7 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     bucket = "/".join(url.split("/")[:3])
     store = ObjectStore(bucket, label=f"{field} = {url}")
     pattern = url.removeprefix(f"{bucket}/")
-    objects = store.retry(lambda: store.find(pattern, is_glob=glob.has_magic(pattern)))
+    objects = store.find(pattern, is_glob=glob.has_magic(pattern))
     if not objects:
         raise UserError(
             "no object matches. Name objects, for example "

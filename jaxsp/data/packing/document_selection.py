@@ -11,6 +11,7 @@ import numpy as np
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import record_cache
+from jaxsp.data.ingest.token_stats import CheckedIds, TokenStats
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import Segments
 
@@ -24,15 +25,15 @@ class Chunk:
 
     starts: np.ndarray
     lengths: np.ndarray
-    tokens: np.ndarray
-    labels: np.ndarray
+    tokens: CheckedIds
+    labels: CheckedIds
     """Targets of the tokens before: the tokens themselves unless the records have labels."""
     weights: np.ndarray | None
     """Weight of the loss of predicting each token."""
 
 
-def read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
-    """Returns the stored documents of a dataset."""
+def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) -> list[Chunk]:
+    """Returns the stored documents of a dataset. Args: stats: checksums of the ids, if known."""
     tokens = list(record_cache.read_lists(dataset, "tokens"))
     labels = tokens
     if "labels" in dataset.column_names:
@@ -43,6 +44,8 @@ def read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
     weights: list[np.ndarray] | list[None] = [None] * len(tokens)
     if "weights" in dataset.column_names:
         weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
+    checked_tokens = _check_ids("tokens", tokens, stats)
+    checked_labels = checked_tokens if labels is tokens else _check_ids("labels", labels, stats)
     return [
         Chunk(
             starts=offsets[:-1],
@@ -51,10 +54,17 @@ def read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
             labels=chunk_labels,
             weights=chunk_weights,
         )
-        for (offsets, chunk_tokens), (_, chunk_labels), chunk_weights in zip(
-            tokens, labels, weights, strict=True
+        for (offsets, _), chunk_tokens, chunk_labels, chunk_weights in zip(
+            tokens, checked_tokens, checked_labels, weights, strict=True
         )
     ]
+
+
+def _check_ids(
+    column: str, lists: list[tuple[np.ndarray, np.ndarray]], stats: TokenStats | None
+) -> list[CheckedIds]:
+    ids = [values for _, values in lists]
+    return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
 
 
 def choose_lengths(stored: np.ndarray, longest_row: int | None, long_documents: str) -> np.ndarray:
@@ -118,7 +128,9 @@ def _select_chunk_segments(
     last = np.minimum(segments.offset + segments.length, lengths[segments.document] - 1)
     counts = last - first
     if chunk.labels is not chunk.tokens:
-        num_before = np.concatenate([[0], np.cumsum(chunk.labels != NO_LABEL, dtype=np.int32)])
+        num_before = np.concatenate(
+            [[0], np.cumsum(chunk.labels.read_all() != NO_LABEL, dtype=np.int32)]
+        )
         start = chunk.starts[indices][segments.document]
         counts = num_before[start + last + 1] - num_before[start + first + 1]
     has_loss = counts > 0

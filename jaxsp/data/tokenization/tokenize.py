@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +19,15 @@ from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import columnar, formats, record_cache
 from jaxsp.data.ingest.formats import BARE_ANSWERS, Format
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.ingest.token_stats import TokenStats
+from jaxsp.data.tokenization import encoding, token_cache, tokenizers
 from jaxsp.data.tokenization.encoding import EncodedRecord
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 """Part of the cache's name. Increase it when the same record would give other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -42,7 +42,7 @@ class TokenizedSource:
     dataset: "datasets.Dataset"
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
     BARE_ANSWERS. A record with a problem has no tokens."""
-    digest: str
+    stats: TokenStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,32 +128,34 @@ def tokenize_dataset(
     """Tokenizes the records of `sources.read`; labels are not shifted.
 
     Args: vocab_suggestion: what to do about a token id that is not below `vocab_size`.
-    Raises: UserError for bad records, unless `data` skips them; for a token id without an embedding
-        in the model; and if there is no chat template.
+    Raises:
+        UserError: bad records, unless `data` skips them; a token id without an embedding in the
+            model; no chat template.
+        DamagedCacheError: the cached records are damaged, and must be read again.
     """
     import datasets
 
     error_prefix = f"{field} = {source.source}"
-    folder = pathlib.Path(dataset.cache_files[0]["filename"]).parent
-    if formats.FORMATS[source.format].is_tokenized:
-        fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, dataset._fingerprint))
-        tokenized = dataset.rename_column("input_ids", "tokens")
-    else:
+    key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
+    options = None
+    if not formats.FORMATS[source.format].is_tokenized:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
         options = resolve_options(source, data=data, tokenizer=tokenizer)
-        key = (_CACHE_VERSION, dataset._fingerprint, _cache_key(options))
-        fingerprint = datasets.fingerprint.Hasher.hash(key)
-        with record_cache.build_once(folder / f"cache-{fingerprint}.arrow"):
-            tokenized = _map_dataset(
-                dataset,
-                options,
-                max_workers=data.num_workers,
-                fingerprint=fingerprint,
-                title=source.source,
-            )
-    stats = record_cache.cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
+        key += (_cache_key(options),)
+    fingerprint = datasets.fingerprint.Hasher.hash(key)
+    make = None
+    if options is not None:
+        make = functools.partial(
+            _map_dataset,
+            dataset,
+            options,
+            max_workers=data.num_workers,
+            fingerprint=fingerprint,
+            title=source.source,
+        )
+    tokenized, stats = token_cache.open_or_make(dataset, fingerprint, make)
     record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
-    for column, extremes in stats["ids"].items():
+    for column, extremes in stats.ids.items():
         for token_id, document in extremes:
             if not 0 <= token_id < vocab_size:
                 raise UserError(
@@ -161,7 +163,7 @@ def tokenize_dataset(
                     f"{token_id}, but the model's vocab_size is {vocab_size}: ids must be 0 to "
                     f"{vocab_size - 1}. {vocab_suggestion}"
                 )
-    return TokenizedSource(dataset=tokenized, digest=stats["digest"])
+    return TokenizedSource(dataset=tokenized, stats=stats)
 
 
 def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from jaxsp.core import redaction
 from jaxsp.reporting.trackers.line_reader import LineReader
 from jaxsp.reporting.trackers.tracker import Outcome, Point, Tracker
 from jaxsp.runtime import distributed
@@ -32,7 +33,7 @@ class BackgroundTracker:
     def __init__(
         self, name: str, tracker: Tracker, make_reader: Callable[[], LineReader], *, from_step: int
     ):
-        self._name = name
+        self.name = name
         self._tracker = tracker
         self._make_reader = make_reader
         self._from_step = from_step
@@ -63,15 +64,29 @@ class BackgroundTracker:
         self._finish_requested.set()
         self._new_lines.set()
 
+    @property
+    def is_local(self) -> bool:
+        """True if the numbers go to a file of this machine."""
+        return self._tracker.is_local
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the tracker has all numbers, and is closed."""
+        return self._is_finished
+
+    def wait(self, deadline: float) -> bool:
+        """Waits for the thread until a time of time.monotonic(). Returns: whether it has ended."""
+        if self._thread.ident:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
     def join(self, deadline: float) -> None:
         """Waits until the tracker is finished, or until a time of time.monotonic().
 
         Prints how many numbers it did not receive.
         """
-        if not self._thread.ident:
-            return
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._is_finished:
+        self.wait(deadline)
+        if self._is_finished or not self._thread.ident:
             return
         self._is_abandoned = True
         reason = self._failure or "it does not answer"
@@ -81,11 +96,11 @@ class BackgroundTracker:
             count = sum(len(point.numbers) for point in unsent)
             steps = f"steps {unsent[0].step} to {unsent[-1].step}"
             distributed.log(
-                f"{self._name}: {count:,} values of {steps} ARE NOT SENT: {reason}. "
+                f"{self.name}: {count:,} values of {steps} ARE NOT SENT: {reason}. "
                 "metrics.jsonl and eval.jsonl have them"
             )
         else:
-            distributed.log(f"{self._name}: has all values, but the run is not closed: {reason}")
+            distributed.log(f"{self.name}: has all values, but the run is not closed: {reason}")
 
     def _run(self) -> None:
         while not self._is_abandoned:
@@ -142,28 +157,31 @@ class BackgroundTracker:
         if not self._has_printed_failure and not self._is_abandoned:
             self._has_printed_failure = True
             distributed.log(
-                f"{self._name}: FAILS: {self._failure}. "
+                f"{self.name}: FAILS: {self._failure}. "
                 "The run continues, and values wait in metrics.jsonl"
             )
 
     def _record_success(self) -> None:
         if self._failure and not self._has_printed_recovery:
             self._has_printed_recovery = True
-            distributed.log(f"{self._name}: works again, and no value is missing")
+            distributed.log(f"{self.name}: works again, and no value is missing")
         self._failure = ""
         self._retry_s = FIRST_RETRY_S
 
 
 def describe_error(error: BaseException) -> str:
-    """Describes an error in a line: the system's reason if there is one, such as a closed port."""
+    """Describes an error in a line without secrets.
+
+    It is the system's reason if there is one, such as a closed port.
+    """
     for cause in _causes(error):
         if isinstance(cause, TimeoutError):
             return "it does not answer"
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+            return redaction.redact(cause.strerror)
         if isinstance(cause, ConnectionError) and str(cause):
-            return str(cause)
-    text = " ".join(str(error).split()).rstrip(".")
+            return redaction.redact(str(cause))
+    text = " ".join(redaction.redact(str(error)).split()).rstrip(".")
     if len(text) > MAX_ERROR_LENGTH:
         text = f"{text[:MAX_ERROR_LENGTH].rpartition(' ')[0]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

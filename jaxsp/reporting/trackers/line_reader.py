@@ -1,9 +1,9 @@
 """Reads the points of metrics.jsonl and eval.jsonl while a run appends to them."""
 
-import json
 import pathlib
 from typing import Any
 
+from jaxsp.core import files
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.tracker import Point
 
@@ -27,12 +27,9 @@ class _File:
                 if not line.endswith(b"\n"):  # the end, or a line that is being written
                     break
                 self._offset += len(line)
-                try:
-                    fields = json.loads(line)
-                    if isinstance(fields["step"], int):
-                        records.append(fields)
-                except (ValueError, TypeError, KeyError):  # a damaged disk can leave anything
-                    continue
+                fields = files.parse_json(line)
+                if fields is not None and isinstance(fields.get("step"), int):
+                    records.append(fields)
         return records
 
 

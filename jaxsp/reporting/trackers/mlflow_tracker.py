@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxsp.core import redaction
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
 
@@ -42,7 +43,8 @@ ENVIRONMENT = {
 
 
 def describe(run: TrackedRun) -> str:
-    return f"mlflow at {hide_password(_find_uri(run))}, experiment {_find_experiment(run)}"
+    address = redaction.strip_credentials(_find_uri(run))
+    return f"mlflow at {address}, experiment {_find_experiment(run)}"
 
 
 def make_tracker(run: TrackedRun) -> Tracker:
@@ -59,6 +61,7 @@ class MlflowTracker(Tracker):
     def __init__(self, run: TrackedRun):
         self._run = run
         self._uri = _find_uri(run)
+        self.is_local = self._uri.startswith("sqlite:")
         self._run_id = ""
         """Id of the run; empty before the first start."""
         self._last_steps: dict[str, int] = {}
@@ -74,7 +77,7 @@ class MlflowTracker(Tracker):
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
         self._last_steps = {}
         saved = self._run.read_id(NAME)
-        address = hide_password(self._uri)
+        address = redaction.strip_credentials(self._uri)
         if not self._run_id and saved is not None and saved["tracking_uri"] == address:
             self._run_id = saved["run_id"]
         if not self._run_id:
@@ -150,11 +153,6 @@ def to_key(name: str) -> str:
     """Returns a name with _ for what MLflow refuses in names of metrics and params."""
     parts = re.sub(r"[^\w/.\- :]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
-
-
-def hide_password(uri: str) -> str:
-    """Returns an address without user name and password."""
-    return re.sub(r"(?<=://)[^/@]*@", "", uri)
 
 
 def _split(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

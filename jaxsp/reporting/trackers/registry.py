@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +15,16 @@ from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers.background import BackgroundTracker
 from jaxsp.reporting.trackers.line_reader import LineReader
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
+from jaxsp.runtime import distributed
 
 FINISH_TIMEOUT_S = 10.0
 """Time limit for all trackers to receive the last values, and at most run.shutdown_grace."""
+
+LOCAL_TIMEOUT_S = 300.0
+"""The same for a tracker on this machine's disk, which a busy machine may delay."""
+
+SEND_TIMEOUT_S = 600.0
+"""The same for a run that is done already."""
 
 STOP_TIMEOUT_S = 3.0
 """The same for a run that was asked to stop, whose checkpoint has taken its part of the grace."""
@@ -77,6 +84,8 @@ class Trackers:
 
     def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
         """Starts all trackers. The files have no lines of steps that the run repeats."""
+        if self._run.complete:
+            self._run.write_complete([])
         for name in self._names:
             tracker: Any = TRACKERS[name].load().make_tracker(self._run)
             if TRACKERS[name].is_remote:
@@ -104,17 +113,42 @@ class Trackers:
         for tracker in self._direct:
             tracker.sync()
 
-    def finish(self, outcome: Outcome) -> None:
-        """Finishes all trackers, in a limited time."""
+    def finish(self, outcome: Outcome, *, limit_s: float | None = None) -> None:
+        """Finishes all trackers, in a limited time. Args: limit_s: None: by the outcome."""
         for tracker in self._direct:
             tracker.finish(outcome)
-        limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
-        limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
+        if limit_s is None:
+            limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
+            limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
         deadline = time.monotonic() + limit_s
         for remote in self._remote:
             remote.request_finish(outcome)
         for remote in self._remote:
-            remote.join(deadline)
+            is_waited_for = remote.is_local and outcome == "finished"
+            if is_waited_for and not remote.wait(deadline):
+                distributed.log(f"{remote.name}: waiting until its file has all values")
+            remote.join(time.monotonic() + LOCAL_TIMEOUT_S if is_waited_for else deadline)
+        if outcome == "finished":
+            names = [remote.name for remote in self._remote if remote.is_finished]
+            if names:
+                self._run.write_complete([*self._run.complete, *names])
+
+
+def send_missing(
+    run: TrackedRun, names: Sequence[str], *, metrics: pathlib.Path, evals: pathlib.Path
+) -> None:
+    """Sends the numbers of a run that is done to remote trackers that do not have all of them."""
+    complete = run.complete
+    missing = [name for name in names if TRACKERS[name].is_remote and name not in complete]
+    if not missing:
+        return
+    trackers = Trackers(run, tuple(missing))
+    trackers.start(metrics, evals)
+    run.write_complete(complete)
+    trackers.finish("finished", limit_s=SEND_TIMEOUT_S)
+    for name in missing:
+        if name in run.complete:
+            distributed.log(f"{name}: has all values of this run")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Interface of trackers, which show the numbers of a run, and what they need to know of it."""
 
 import abc
+import contextlib
 import dataclasses
 import json
 import threading
@@ -13,6 +14,8 @@ from jaxsp.runtime import run_paths
 
 STATE_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
+
+_COMPLETE_KEY = "complete"
 
 DEFAULT_PROJECT = "jaxsp"
 
@@ -37,6 +40,9 @@ class Tracker(abc.ABC):
     One thread calls all methods. Any of them may raise any exception, after which `start` is called
     again.
     """
+
+    is_local = False
+    """True if the numbers go to a file of this machine, which cannot be out of reach."""
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -98,13 +104,22 @@ class TrackedRun:
             ids[tracker] = run_id
             files.write_json(self.directory / STATE_FILE, ids)
 
+    @property
+    def complete(self) -> list[str]:
+        """Trackers that have all numbers of a run that is done."""
+        names = self.read_id(_COMPLETE_KEY)
+        return names if isinstance(names, list) else []
+
+    def write_complete(self, names: Sequence[str]) -> None:
+        """Keeps the names of these trackers. A failure is ignored: they receive numbers again."""
+        with contextlib.suppress(OSError):
+            self.write_id(_COMPLETE_KEY, list(names))
+
     def _read_ids(self) -> dict[str, Any]:
         """Ids by tracker. A run that does not resume from a checkpoint of its own is new."""
         if self._ids is None:
-            path = self.directory / STATE_FILE
-            self._ids = {}
-            if self.is_resume and path.exists():
-                self._ids = json.loads(path.read_text(encoding="utf-8"))
+            saved = files.read_json(self.directory / STATE_FILE) if self.is_resume else None
+            self._ids = saved or {}
         return self._ids
 
 

@@ -164,7 +164,7 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
     assert Documents([tokenized.dataset for tokenized in results]).lengths.tolist() == list(
         range(2, 11)
     )
-    assert results[0].digest != results[1].digest
+    assert results[0].stats.digest != results[1].stats.digest
 
 
 def test_options_without_effect_on_a_saved_folder_are_refused(tmp_path):

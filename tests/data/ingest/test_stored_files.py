@@ -31,6 +31,7 @@ def cache(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -90,6 +91,19 @@ def test_a_glob_is_downloaded_once_per_version_of_each_file(files, downloads):
     assert read(pattern)["text"] == ["A", "b"]
     assert read(pattern, split="train[:1]")["text"] == ["A"]
     assert downloads[3:] == ["glob/a.txt"]
+
+
+def test_a_damaged_download_is_downloaded_again(files, downloads, cache, capfd):
+    files.pipe_file(f"{BUCKET}/damaged/a.txt", b"abc")
+    url = f"s3://{BUCKET}/damaged/a.txt"
+    assert read(url)["text"] == ["abc"]
+    (downloaded,) = cache.rglob("a.txt")
+    downloaded.write_text("abd")
+    for cached in cache.rglob("records.arrow*"):  # as if it were read with other fields
+        cached.unlink()
+    assert read(url)["text"] == ["abc"]
+    assert len(downloads) == 2
+    assert capfd.readouterr().err.count("IS DAMAGED") == 1
 
 
 @pytest.mark.parametrize(

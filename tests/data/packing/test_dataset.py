@@ -517,7 +517,7 @@ def test_skipped_records_are_named(tmp_path):
         field="data.train.0.source",
     )
     documents = Documents([new_tokenizer.dataset], source_names=["a"], longest_row=32)
-    data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.digest])
+    data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.stats.digest])
     actual = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     assert [5.0] in [numbers(words) for word, words in actual if word == ""]
     named = [words for word, words in actual if word == "skipped"]

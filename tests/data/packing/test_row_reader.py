@@ -120,8 +120,8 @@ def test_tokens_are_not_copied(tmp_path):
     dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
     datasets.disable_progress_bars()
     (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
-    assert not chunk.tokens.flags.owndata
-    assert not chunk.tokens.flags.writeable
+    assert not chunk.tokens.ids.flags.owndata
+    assert not chunk.tokens.ids.flags.writeable
 
 
 def test_documents_without_labels_are_an_error():

@@ -15,7 +15,7 @@ import transformers
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.chat import RenderedRecord
-from jaxsp.data.ingest import formats, record_cache, sources
+from jaxsp.data.ingest import formats, sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import encoding, examples, tokenizers
@@ -237,7 +237,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
         raise RuntimeError("tokenized again")
 
     monkeypatch.setattr(encoding, "encode_texts", encode)
-    monkeypatch.setattr(record_cache, "compute_token_stats", encode)
+    monkeypatch.setattr(token_stats, "compute", encode)
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -312,7 +312,7 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             result = datasets.concatenate_datasets([result, column], axis=1)
-        return record_cache.compute_token_stats(result)["digest"]
+        return token_stats.compute(result).digest
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -332,8 +332,8 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
     assert (
-        tokenize("a.jsonl", format="tokens").digest
-        == tokenize("elsewhere/b.jsonl", format="tokens").digest
+        tokenize("a.jsonl", format="tokens").stats.digest
+        == tokenize("elsewhere/b.jsonl", format="tokens").stats.digest
     )
 
 
@@ -343,7 +343,7 @@ def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert record_cache.compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
+    assert token_stats.compute(datasets.concatenate_datasets(parts)).ids == {
         "tokens": [(3, 2), (9, 3)]
     }
 
@@ -377,7 +377,7 @@ tokenized = tokenize.tokenize_dataset(
     vocab_size=257,
     field="f",
 )
-print([workers, tokenized.digest, tokenized.dataset["tokens"][:]])
+print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
 """
     process = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
@@ -386,7 +386,7 @@ print([workers, tokenized.digest, tokenized.dataset["tokens"][:]])
     assert "os.fork" not in process.stderr, process.stderr
     assert "Tokenizing" not in process.stderr, "a progress bar in a log"
     expected = tokenize("a.jsonl")
-    assert eval(process.stdout) == [[2], expected.digest, expected.dataset["tokens"][:]]
+    assert eval(process.stdout) == [[2], expected.stats.digest, expected.dataset["tokens"][:]]
 
 
 def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):

@@ -1,0 +1,92 @@
+"""Removes secrets from texts of trackers, stores and other libraries before they are printed."""
+
+import base64
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+
+_HIDDEN = "***"
+
+_MIN_SECRET_LENGTH = 4
+"""Shorter values of variables are not hidden: they would hide parts of many words."""
+
+_SECRET_NAME = re.compile(r"(^|_)(TOKEN|[A-Z]*KEY|PASSWORD|PASSWD|PASSPHRASE)$|SECRET")
+
+_ADDRESS_NAME = re.compile(r"(^|_)(UR[IL]S?|ENDPOINT|DSN|PROXY|CONNECTION_STRING)(_|$)")
+
+_URL = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]*""")
+
+
+def strip_credentials(address: str) -> str:
+    """Returns an address without user, password, query and fragment.
+
+    A password may contain any character that a URL should not have: everything before the last @ is
+    left out. An address without a host, such as a path, may contain @.
+    """
+    scheme, separator, rest = address.rpartition("://") if "://" in address else ("", "", address)
+    before, at, after = rest.rpartition("@")
+    if at and (":" in before or (separator and not rest.startswith("/"))):
+        rest = after
+    if separator:
+        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    return f"{scheme}{separator}{rest}"
+
+
+def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns a text with *** instead of secrets.
+
+    Secrets are the values of variables such as WANDB_API_KEY, and user, password, query and
+    fragment of URLs, those of variables and those in the text.
+    """
+    secrets = {form for secret in _find_secrets(environment) for form in _list_forms(secret)}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _URL.sub(lambda match: _redact_url(match[0]), text)
+
+
+def _find_secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if _SECRET_NAME.search(name.upper()):
+            yield value
+        elif _ADDRESS_NAME.search(name.upper()):
+            yield from _find_url_secrets(value)
+
+
+def _find_url_secrets(address: str) -> Iterator[str]:
+    """Yields user and password together, each password, and the query of an address."""
+    rest = address.partition("://")[2] or address
+    userinfo, at, host = rest.rpartition("@")
+    if at:
+        yield userinfo
+        yield userinfo.partition(":")[2]
+        yield base64.b64encode(userinfo.encode()).decode()
+    query = re.split(r"[?#]", host if at else rest, maxsplit=1)
+    yield from query[1:]
+    yield from (value for _, value in urllib.parse.parse_qsl("".join(query[1:])))
+
+
+def _list_forms(secret: str) -> Iterator[str]:
+    """Yields a secret as it may be written in a URL or in quotes."""
+    forms = (
+        secret,
+        secret.strip(),
+        urllib.parse.quote(secret),
+        urllib.parse.quote(secret, safe=""),
+        urllib.parse.quote_plus(secret),
+        urllib.parse.unquote(secret),
+        urllib.parse.unquote_plus(secret),
+        repr(secret)[1:-1],
+    )
+    yield from (form for form in forms if len(form) >= _MIN_SECRET_LENGTH)
+
+
+def _redact_url(url: str) -> str:
+    """Hides user, password, query and fragment of a URL in a text."""
+    scheme, _, rest = url.partition("://")
+    userinfo, at, host = rest.rpartition("@")
+    if at and (":" in userinfo or not rest.startswith("/")):
+        rest = f"{_HIDDEN}@{host}"
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    mark = rest[len(place) : len(place) + 1]
+    return f"{scheme}://{place}{mark}{_HIDDEN if mark else ''}"

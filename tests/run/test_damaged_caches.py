@@ -1,0 +1,177 @@
+"""Damaged caches of records and tokens are noticed and made again; nothing else is learned."""
+
+import json
+import pathlib
+import random
+
+import datasets
+import numpy as np
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.core.errors import NeedsAttentionError, ProblemCollector, UserError
+from jaxsp.data.ingest import record_cache, token_stats
+from jaxsp.data.ingest.record_cache import DamagedCacheError
+from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.run import data_sets
+from tests import batches
+from tests.data.packing.test_row_reader import row_of
+
+TEXTS = [f"document {number} " + "word " * 9 * number for number in range(12)]
+
+FILES = ["records.arrow", "records.arrow.crc32", "cache-*.arrow", "counted-*.npz"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(token_stats, "BLOCK_IDS", 64)
+    monkeypatch.chdir(tmp_path)
+    records = {
+        "text": [{"text": text} for text in TEXTS],
+        "tokens": [{"input_ids": list(text.encode())} for text in TEXTS],
+        "prompt_completion": [{"prompt": text, "completion": text[::-1]} for text in TEXTS],
+    }
+    for record_format, items in records.items():
+        lines = "".join(f"{json.dumps(item)}\n" for item in items)
+        (tmp_path / f"{record_format}.jsonl").write_text(lines)
+    return tmp_path / "cache/jaxsp"
+
+
+def read_rows(record_format="text"):
+    """Ids and labels of every document, as a run reads them, and again after damage."""
+    fields = {
+        "run": {"directory": "run", "steps": 1},
+        "model": {"config": batches.SMALL_LLAMA},
+        "data": {
+            "train": [{"source": f"{record_format}.jsonl", "format": record_format}],
+            "row_tokens": 2048,
+            "num_workers": 1,
+        },
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    config = config_file.parse(fields)
+    problems = ProblemCollector()
+    opened = data_sets.open_sources(config, for_training=True, problems=problems)
+    problems.raise_if_any()
+    tokenizer = tokenizers.make_byte_tokenizer()
+    train, _ = data_sets.make_data_sets(
+        opened, config, tokenizer, vocab_size=300, for_training=True
+    )
+    try:
+        rows = []
+        for number, length in enumerate(train.documents.lengths.tolist()):
+            part = train.documents.read_slice(row_of((number, 0, length)), 0, length)
+            rows.append((part.tokens.tolist(), part.labels.tolist()))
+        return rows
+    except DamagedCacheError:
+        return read_rows(record_format)  # the same command again
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def test_a_changed_bit_of_any_token_is_noticed_when_it_is_read(cache, capfd):
+    expected = read_rows()
+    (path,) = cache.rglob("cache-*.arrow")
+    place = find_ids(path, expected[7][0])
+    for offset in (0, 5, 4 * len(expected[7][0]) - 1):
+        flip(path, place + offset)
+        assert read_rows() == expected
+    with pytest.raises(DamagedCacheError, match=r"cache-.*same command") as caught:
+        read_damaged(path, place)
+    assert isinstance(caught.value, NeedsAttentionError)
+    assert not path.exists()
+
+
+def test_labels_are_checked_when_the_data_are_opened(cache, capfd):
+    expected = read_rows("prompt_completion")
+    (path,) = cache.rglob("cache-*.arrow")
+    stored = expected[7][0]
+    flip(path, path.read_bytes().rindex(np.array(stored[-9:], np.int32).tobytes()))
+    capfd.readouterr()
+    assert read_rows("prompt_completion") == expected
+    assert capfd.readouterr().err.count("IS DAMAGED") == 1
+
+
+def find_ids(path, ids):
+    return path.read_bytes().index(np.array(ids, np.int32).tobytes())
+
+
+def read_damaged(path, place):
+    flip(path, place)
+    stats = token_stats.read(next(path.parent.glob("counted-*.npz")))
+    documents = Documents([record_cache.open_file(path)], stats=[stats])
+    assert documents.read_slice(row_of((0, 0, 9)), 0, 9).tokens.tolist()  # another block
+    documents.read_slice(row_of((7, 0, 9)), 0, 9)
+
+
+@pytest.mark.parametrize("record_format", ["text", "tokens"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_made_again(cache, capfd, name, record_format):
+    if record_format == "tokens" and name == "cache-*.arrow":
+        return  # records of tokens are not tokenized
+    expected = read_rows(record_format)
+    (path,) = cache.rglob(name)
+    for kind in ("flip", "cut", "empty", "remove"):
+        damage(path, kind, random.Random(f"{name} {kind}").randrange(path.stat().st_size))
+        if name.startswith("records"):
+            for cached in path.parent.glob("counted-*"):  # as if the tokenizer had changed
+                cached.unlink()
+        capfd.readouterr()
+        assert read_rows(record_format) == expected
+        if kind in ("cut", "empty") and not name.endswith("crc32"):
+            output = capfd.readouterr().err
+            assert output.count("IS DAMAGED") == 1
+            assert str(path) in output
+
+
+def damage(path, kind, place):
+    match kind:
+        case "flip":
+            flip(path, place)
+        case "cut":
+            path.write_bytes(path.read_bytes()[:place])
+        case "empty":
+            path.write_bytes(b"")
+        case "remove":
+            path.unlink()
+
+
+def test_tokens_without_statistics_are_made_again(cache, monkeypatch):
+    """A machine that loses power may leave a file with the right name and other contents."""
+    expected = read_rows()
+    (path,) = cache.rglob("cache-*.arrow")
+    next(cache.rglob("counted-*.npz")).unlink()
+    flip(path, find_ids(path, expected[7][0]))
+    assert read_rows() == expected
+
+
+def test_a_damaged_cache_that_cannot_be_removed_is_a_user_error(cache, monkeypatch):
+    read_rows()
+    (path,) = cache.rglob("records.arrow")
+    path.write_bytes(b"")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
+    with pytest.raises(UserError, match=r"records\.arrow.*Permission.*HF_DATASETS_CACHE"):
+        read_rows()
+
+
+def test_an_id_that_no_document_has_is_not_learned():
+    features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
+    dataset = datasets.Dataset.from_dict({"tokens": [[1, 7, 3]]}, features=features)
+    stats = token_stats.compute(dataset)
+    documents = Documents([dataset], stats=[stats])
+    row = row_of((0, 0, 3))
+    assert documents.read_slice(row, 0, 3).tokens.tolist() == [1, 7, 3]
+    documents._max_id = 6  # as if memory had changed after the checksums were compared
+    with pytest.raises(NeedsAttentionError, match="7"):
+        documents.read_slice(row, 0, 3)
