@@ -1,6 +1,7 @@
 """Parts that all commands share: argument parser, error output and exit codes."""
 
 import argparse
+import io
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxsp.config import config_errors
-from jaxsp.core import exit_codes
+from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.runtime import cluster, distributed
 from jaxsp.runtime.cluster import Process
@@ -127,6 +128,9 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     several processes fails, it ends all of them; its lines carry its index, except for process 0.
     """
     code = exit_codes.OK
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # tests replace them
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
         distributed.shutdown()
@@ -134,7 +138,7 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         code, message = _explain(error)
         if "--verbose" in sys.argv and message is not None:
             message = f"{traceback.format_exc()}{message}"
-        message = message or traceback.format_exc().rstrip()
+        message = errors.escape(message or traceback.format_exc().rstrip(), keep="\n\t")
         if (index := distributed.this_process().index) > 0:
             message = textwrap.indent(message, distributed.line_prefix(index))
         with distributed.ignore_broken_pipe():

@@ -55,7 +55,7 @@ def find(name: str) -> Counterpart | None:
     counts.
     """
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
-    for start in range(len(words)):
+    for start in range(max(len(words) - _MAX_WORDS, 0), len(words)):
         end = ".".join(words[start:])
         if end in _BY_NAME and (start == 0 or end not in _TOP_LEVEL_ONLY):
             return _BY_NAME[end].with_list_entry(name)
@@ -407,3 +407,4 @@ COUNTERPARTS = tuple(_parse_entry(text) for text in re.split(r"\n(?! )", _TABLE.
 
 _BY_NAME = {name: counterpart for counterpart in COUNTERPARTS for name in counterpart.names}
 _PREFIXES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("*"))
+_MAX_WORDS = max(name.count(".") + 1 for name in _BY_NAME)

@@ -1,7 +1,25 @@
 """User errors, one line per problem."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+_CONTROLS = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""C0 and C1 controls, line separators, marks that reorder text, and lone surrogates."""
+
+
+def escape(text: str, *, keep: str = "") -> str:
+    r"""Escapes characters that control a terminal: `\x1b` for an escape character.
+
+    Documents, file names and keys could otherwise forge lines, or set title and clipboard.
+
+    Args: keep: characters to leave as they are, such as line breaks.
+    """
+    return _CONTROLS.sub(
+        lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
+    )
 
 
 class UserError(ValueError):
@@ -12,7 +30,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        lines = [problems] if isinstance(problems, str) else problems
+        self.problems = [escape(line) for line in lines]
         super().__init__("\n".join(self.problems))
 
 
@@ -37,7 +56,9 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
     letters = _letters(word)
     max_typos = 1 if len(letters) < 6 else 2
     distances = sorted(
-        (_count_typos(letters, _letters(candidate)), candidate) for candidate in known
+        (_count_typos(letters, _letters(candidate)), candidate)
+        for candidate in known
+        if abs(len(letters) - len(_letters(candidate))) <= max_typos
     )
     if not distances or distances[0][0] > max_typos:
         return None

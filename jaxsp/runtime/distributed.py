@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from jaxsp.core import exit_codes
+from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster, hardware, join_timeout
 from jaxsp.runtime.cluster import Process
@@ -182,7 +182,7 @@ def log(text: str) -> None:
 
     Writes to the file descriptor, so that it works whatever the main thread is doing.
     """
-    text = text.rstrip()
+    text = errors.escape(text.rstrip(), keep="\n\t")
     if _this_process.index > 0:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
     with ignore_broken_pipe():

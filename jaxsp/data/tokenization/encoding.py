@@ -9,12 +9,14 @@ borders of the parts:
 """
 
 import contextlib
+import functools
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxsp.core import errors, limits
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -58,18 +60,22 @@ def _encode_without_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool
 ) -> Iterator[EncodedRecord]:
     texts = [record.text for record in rendered]
+    encode: Callable[[list[str]], list[Any]]
     if _is_fast(tokenizer):
         tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
         # 1.6 us a token. Conversion to Python and to an array takes 0.04; a BatchEncoding as much
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
-            texts, add_special_tokens=is_plain
+        encode = functools.partial(
+            tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=is_plain
         )
-        lists = [encoding.ids for encoding in encodings]
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        lists = tokenizer(texts, add_special_tokens=is_plain, **options)["input_ids"]
+        encode = lambda texts: tokenizer(texts, add_special_tokens=is_plain, **options)["input_ids"]
     num_special = tokenizer.num_special_tokens_to_add(pair=False) if is_plain else 0
-    for ids in lists:
+    for result in _encode_each(encode, texts):
+        if isinstance(result, RecordError):
+            yield result
+            continue
+        ids = result if isinstance(result, list) else result.ids
         if len(ids) <= num_special:
             ids = []
         if is_plain:
@@ -91,8 +97,12 @@ def _encode_with_labels(
     before, after = _surrounding_tokens(tokenizer) if is_plain else ([], [])
     with _without_post_processor(tokenizer.backend_tokenizer) as backend:
         texts = [record.text for record in rendered]
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        encode = functools.partial(backend.encode_batch, add_special_tokens=False)
+        encodings = _encode_each(encode, texts)
     for record, encoding in zip(rendered, encodings, strict=True):
+        if isinstance(encoding, RecordError):
+            yield encoding
+            continue
         ids = [*before, *encoding.ids, *after] if encoding.ids else []
         if is_plain:
             _add_end_token(ids, tokenizer)
@@ -101,6 +111,17 @@ def _encode_with_labels(
             yield tokens, _make_labels(tokens, encoding, record, offset=len(before))
         except RecordError as problem:
             yield problem
+
+
+def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> list[Any]:
+    """Returns what a tokenizer returns for each text, or a RecordError where it fails."""
+    try:
+        with limits.convert_panics():
+            return encode(texts)
+    except Exception as error:  # the library raises a bare Exception
+        if len(texts) > 1:
+            return [result for text in texts for result in _encode_each(encode, [text])]
+        return [RecordError(f"the tokenizer fails: {errors.first_line(error)}")]
 
 
 def _add_end_token(ids: list[int], tokenizer: Any) -> None:

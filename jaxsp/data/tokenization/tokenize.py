@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.core.limits import LimitError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -77,24 +78,36 @@ def resolve_options(
     )
 
 
-def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
-    """Returns tokens and labels of texts, or of records as JSON; or their problem."""
-    rendered = [_render_record(record, options) for record in records]
-    return encoding.encode_texts(rendered, options.tokenizer)
+def encode_records(
+    records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
+) -> list[EncodedRecord]:
+    """Returns tokens and labels of texts, or of records as JSON; or their problem.
+
+    Args: places: of the records, for messages.
+    """
+    size = sum(map(len, records))
+    where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
+    with tokenizers.limit(size, error_prefix=f"{where}:"):
+        with chat_template.limit_memory(size):
+            rendered = [_render_record(record, options) for record in records]
+        return encoding.encode_texts(rendered, options.tokenizer)
 
 
 def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
     if options.format.is_text:
         return RenderedRecord(text=record, is_plain=True)
     try:
-        return chat.render_record(
-            json.loads(record),
-            tokenizer=options.tokenizer,
-            template=options.template,
-            train_on=options.train_on,
-        )
+        with chat_template.limit_time(len(record)):
+            return chat.render_record(
+                json.loads(record),
+                tokenizer=options.tokenizer,
+                template=options.template,
+                train_on=options.train_on,
+            )
     except RecordError as problem:
         return problem
+    except (LimitError, MemoryError) as error:  # outside of the template
+        return RecordError(f"cannot be rendered: {error or 'it needs too much memory'}")
 
 
 @record_cache.hide_progress_without_terminal()
@@ -131,6 +144,7 @@ def tokenize_dataset(
                 max_workers=data.num_workers,
                 fingerprint=fingerprint,
                 title=source.source,
+                error_prefix=error_prefix,
             )
     stats = record_cache.cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
     record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
@@ -172,7 +186,9 @@ def encode_first_record(
             labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
             encoded = (np.asarray(entry["input_ids"], np.int32), labels)
         else:
-            (encoded,) = encode_records([entry[record_format.column]], options)
+            (encoded,) = encode_records(
+                [entry[record_format.column]], options, places=[entry["place"]]
+            )
         if not isinstance(encoded, RecordError):
             if len(encoded[0]):
                 return entry["place"], *encoded
@@ -203,8 +219,12 @@ def _map_dataset(
     max_workers: int | None,
     fingerprint: str,
     title: str,
+    error_prefix: str,
 ) -> "datasets.Dataset":
-    """Tokenizes a dataset, in worker processes if it is large."""
+    """Tokenizes a dataset, in worker processes if it is large.
+
+    Raises: UserError if one of these has been killed.
+    """
     import datasets
     import multiprocess
 
@@ -220,17 +240,25 @@ def _map_dataset(
     batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
-    tokenized = dataset.with_format("arrow").map(
-        functools.partial(_encode_table, options=options, num_threads=num_threads),
-        batched=True,
-        batch_size=batch_size,
-        writer_batch_size=batch_size,
-        remove_columns=dataset.column_names,
-        features=datasets.Features(types),
-        num_proc=num_workers if num_workers > 1 else None,  # None: in this process
-        new_fingerprint=fingerprint,
-        desc=f"Tokenizing {title}",
-    )
+    try:
+        tokenized = dataset.with_format("arrow").map(
+            functools.partial(_encode_table, options=options, num_threads=num_threads),
+            batched=True,
+            batch_size=batch_size,
+            writer_batch_size=batch_size,
+            remove_columns=dataset.column_names,
+            features=datasets.Features(types),
+            num_proc=num_workers if num_workers > 1 else None,  # None: in this process
+            new_fingerprint=fingerprint,
+            desc=f"Tokenizing {title}",
+        )
+    except RuntimeError as error:
+        if num_workers == 1 or "abruptly died" not in str(error):
+            raise
+        raise UserError(
+            f"{error_prefix}: a process that tokenizes was killed. If no line above has the "
+            f"reason, memory ended: set data.num_workers={max(num_workers // 2, 1)}."
+        ) from None
     return tokenized.with_format(None)
 
 
@@ -253,7 +281,10 @@ def _encode_table(
     usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
-    encoded = encode_records([contents[index] for index in usable], options)
+    places = records["place"].to_pylist()
+    encoded = encode_records(
+        [contents[index] for index in usable], options, places=[places[index] for index in usable]
+    )
     for index, result in zip(usable, encoded, strict=True):
         if isinstance(result, RecordError):
             problems[index] = str(result)

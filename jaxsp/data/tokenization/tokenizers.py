@@ -1,12 +1,14 @@
 """Loads tokenizers: the built-in byte tokenizer, a folder's, or the hub's."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, exit_codes, files, limits, paths
 from jaxsp.core.errors import UserError
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import transformers
@@ -15,6 +17,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 BYTE_TOKENIZER = "bytes"
+
+_SECONDS = 60.0
+"""Processor time to tokenize texts, in addition to that for their length."""
+
+_CHARS_PER_SECOND = 10**4
+"""Characters that extend this time by a second. An ordinary tokenizer reads 2 x 10**6."""
+
+_MEMORY = 2**32
+"""Memory to tokenize texts, in addition to that for their length."""
+
+_MEMORY_PER_CHAR = 200
+"""Memory for each character; an ordinary tokenizer takes about 40 bytes."""
 
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
@@ -54,16 +68,41 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     )
     if paths.is_path(name) and not pathlib.Path(name).exists():
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
+    if pathlib.Path(name).is_dir():
+        files.check_model_folder(pathlib.Path(name), error_prefix=error_prefix)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        with limits.convert_panics():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            with limit(0, error_prefix=error_prefix):
+                ids = tokenizer("some text 1", add_special_tokens=False)["input_ids"]
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
-    if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
+    if not ids:
         raise UserError(
             f"{error_prefix} has an empty vocabulary, so text has no tokens. {suggestion}"
         )
     return tokenizer
+
+
+def limit(num_chars: int, *, error_prefix: str) -> contextlib.AbstractContextManager[None]:
+    """Ends the process if a block tokenizes for too long, or needs too much memory.
+
+    Tokenizers are native code, which cannot be interrupted.
+    """
+
+    def end_process(reason: str) -> None:
+        distributed.log(
+            f"{error_prefix} tokenizing {reason}. Use another tokenizer or chat template, or leave "
+            "this text out."
+        )
+        distributed.abort_job(exit_codes.USER_ERROR)
+
+    return limits.watch_native(
+        seconds=_SECONDS + num_chars / _CHARS_PER_SECOND,
+        num_bytes=_MEMORY + num_chars * _MEMORY_PER_CHAR,
+        end_process=end_process,
+    )
 
 
 def is_loaded_unchanged(
