@@ -225,7 +225,7 @@ def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
 
 
 def _format_setting(name: str, value: Any) -> str:
-    return f"{yaml_io.shorten(name)} = {yaml_io.format_value(value)}"
+    return f"{name} = {yaml_io.format_value(value)}"
 
 
 def _inner_sections(annotation: Any) -> list[Section]:

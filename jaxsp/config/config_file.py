@@ -72,10 +72,8 @@ def _apply_override(fields: dict[str, Any], override: str, *, example_override: 
     key, equals, text = override.partition("=")
     path = key.split(".")
     is_name = all(path) and len(path) <= yaml_io.MAX_DEPTH and key == errors.escape(key)
-    key = yaml_io.shorten(key)
     if not equals or not is_name:
-        shown = yaml_io.shorten(override)
-        return f"{shown}: must be key.path=value, for example {example_override}."
+        return f"{override}: must be key.path=value, for example {example_override}."
     try:
         value = yaml_io.load(text)
     except yaml.YAMLError:

@@ -22,6 +22,17 @@ def escape(text: str, *, keep: str = "") -> str:
     )
 
 
+_MAX_CHARS = 2000
+"""Longest line of a message; longer ones contain a large value."""
+
+
+def _shorten(line: str) -> str:
+    """Cuts out the middle of a long line; its end has the suggestion."""
+    if len(line) <= _MAX_CHARS:
+        return line
+    return f"{line[: _MAX_CHARS // 2]} ... {line[-_MAX_CHARS // 2 :]}"
+
+
 class UserError(ValueError):
     """One or more problems with the user's input. Commands print one line each and exit with 2.
 
@@ -31,7 +42,7 @@ class UserError(ValueError):
 
     def __init__(self, problems: str | Iterable[str]):
         lines = [problems] if isinstance(problems, str) else problems
-        self.problems = [escape(line) for line in lines]
+        self.problems = [_shorten(escape(line)) for line in lines]
         super().__init__("\n".join(self.problems))
 
 

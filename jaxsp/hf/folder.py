@@ -103,13 +103,13 @@ def find(
                 raise
             problem = _missing_problem(path, config_file)
             raise HubError(f"{asked}: {problem}", reason=error.reason) from None
+    files.check_model_folder(path, error_prefix=f"{asked}:")
     if not (path / config_file).is_file():
         library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
         suggestion = f"Give a folder that {library} loads."
         if is_on_hub:
             suggestion += f" If a download was interrupted, complete it with: hf download {source}."
         raise UserError(f"{asked}: {path} contains no {config_file}. {suggestion}")
-    files.check_model_folder(path, error_prefix=f"{asked}:")
     fields = read_json(path / config_file, error_prefix=asked)
     return ModelFolder(
         source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
