@@ -9,7 +9,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxsp.config import config_errors
 from jaxsp.core import errors, exit_codes
@@ -35,6 +35,27 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+class _Help(argparse.Action):
+    """`--help` prints the whole help, and `--help SECTION` the fields of a section."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Prints the help and exits with 0."""
+        if values is None:
+            parser.print_help()
+        elif values in config_errors.SECTIONS:
+            print(config_errors.describe_fields([values]))
+        else:
+            sections = errors.format_choices(config_errors.SECTIONS)
+            parser.error(f"--help {values}: must be a section of the config: {sections}")
+        parser.exit()
+
+
 def make_parser(
     command: str,
     description: str,
@@ -56,7 +77,17 @@ def make_parser(
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=not documents_fields,
     )
+    if documents_fields:
+        parser.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="SECTION",
+            help="prints this text, or the fields of a section, such as optimizer",
+        )
     parser.add_argument(
         "--verbose",
         action="store_true",

@@ -21,10 +21,18 @@ def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
 
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
+    path = pathlib.Path(path)
+    if path.suffix in (".py", ".sh"):
+        raise UserError(
+            f"{path}: is a script. A config is a YAML file: write the options of the script into "
+            "one (learning_rate: 1e-5), and the command answers with jaxsp's names."
+        )
     try:
         text = files.read_text(path)
     except FileNotFoundError:
-        suggestion, *lines = _suggest_start()
+        neighbors = [file.name for file in path.parent.glob("*.y*ml")]
+        near = errors.did_you_mean(path.name, neighbors)
+        suggestion, *lines = [near.strip()] if near else _suggest_start()
         raise UserError([f"{path}: no such file. {suggestion}", *lines]) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None

@@ -148,7 +148,12 @@ def format_value(value: object) -> str:
         return repr(value)
     try:
         text = yaml.dump(
-            value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True
+            value,
+            Dumper=_Dumper,
+            default_flow_style=True,
+            sort_keys=False,
+            width=10**9,
+            allow_unicode=True,
         )
     except yaml.YAMLError:
         text = repr(value)
