@@ -177,6 +177,11 @@ CASES = {
         [],
         "config.yaml ... configs/quickstart.yaml",
     ),
+    "a name with a typo": (
+        lambda: pathlib.Path("config.yaml").rename("confg.yaml"),
+        [],
+        "config.yaml ... confg.yaml",
+    ),
     "an empty config": (
         change_config(lambda _: b""),
         [],

@@ -22,7 +22,7 @@ def escape(text: str, *, keep: str = "") -> str:
     )
 
 
-_MAX_CHARS = 2000
+_MAX_CHARS = 10_000
 """Longest line of a message; longer ones contain a large value."""
 
 

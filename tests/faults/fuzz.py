@@ -444,7 +444,7 @@ def run_case(kind: str, seed: str) -> Failure | str:
     try:
         KINDS[kind](random.Random(seed))
     except UserError as error:
-        wrong = [line for line in error.problems if len(line) > 2100 or not line.isprintable()]
+        wrong = [line for line in error.problems if len(line) > 10_100 or not line.isprintable()]
         return Failure(seed, TRACEBACK, ascii(wrong[0])) if wrong else REFUSED
     except _HungError:
         return Failure(seed, HUNG, "".join(traceback.format_exc().splitlines(True)[-6:]))
