@@ -1,13 +1,15 @@
 """User errors, one line per problem."""
 
-import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_CONTROLS = re.compile(
-    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""C0 and C1 controls, line separators, marks that reorder text, and lone surrogates."""
+_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of controls, of marks that reorder or hide text, of surrogates and of line
+separators."""
+
+_JOINERS = "\u200c\u200d"
+"""Controls that words of Persian and emoji consist of; they change nothing else."""
 
 
 def escape(text: str, *, keep: str = "") -> str:
@@ -17,8 +19,14 @@ def escape(text: str, *, keep: str = "") -> str:
 
     Args: keep: characters to leave as they are, such as line breaks.
     """
-    return _CONTROLS.sub(
-        lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
+    if text.isprintable():
+        return text
+    kept = _JOINERS + keep
+    return "".join(
+        ascii(character)[1:-1]
+        if unicodedata.category(character) in _CONTROLS and character not in kept
+        else character
+        for character in text
     )
 
 

@@ -8,7 +8,9 @@ from jaxsp.core.errors import UserError
 
 @pytest.mark.parametrize(
     "character",
-    "\x00 \x07 \x1b \x7f \x9b \x9d \u200f \u2028 \u202e \u2066 \u061c \r \n \udcff".split(" "),
+    "\x00 \x07 \x1b \x7f \x9b \x9d \u200f \u2028 \u202e \u2066 \u061c \ufeff \r \n \udcff".split(
+        " "
+    ),
 )
 def test_characters_that_control_a_terminal_are_escaped_in_problems(character):
     (problem,) = UserError(f"a.jsonl{character}b: wrong").problems
@@ -17,7 +19,7 @@ def test_characters_that_control_a_terminal_are_escaped_in_problems(character):
 
 
 def test_other_text_stays_and_line_breaks_where_they_are_ours():
-    text = "caf\u00e9 \u4e2d\u6587 \u05d0 \U0001f600 \\ {'a': \"b\"}"
+    text = "caf\u00e9 \u4e2d\u6587 \u05d0 \U0001f468\u200d\U0001f467 \u3000\xa0 \\ {'a': \"b\"}"
     assert errors.escape(text) == text
     assert errors.escape("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
 

@@ -16,7 +16,7 @@ from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.hf import folder
 from tests import commands
-from tests.faults import fuzz
+from tests.faults import fuzz, fuzz_inputs, fuzz_values
 from tests.messages import assert_names
 
 
@@ -34,6 +34,12 @@ def test_malformed_input_is_accepted_or_refused(prepared, kind, number):
     assert counts[fuzz.REFUSED] > 0
 
 
+@pytest.mark.parametrize("case", ["data-11-389"])
+def test_inputs_that_failed_once_are_refused(prepared, case):
+    """An Arrow file with a negative offset."""
+    assert fuzz.run_case(case.partition("-")[0], case) == fuzz.REFUSED
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
@@ -45,19 +51,19 @@ def test_more_malformed_input_is_accepted_or_refused(prepared, kind, number, see
     assert not failures
 
 
-@pytest.mark.parametrize("index", range(len(fuzz.BOMBS)))
+@pytest.mark.parametrize("index", range(len(fuzz_values.BOMBS)))
 def test_a_hostile_chat_template_is_refused_in_limited_time(prepared, monkeypatch, index):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.05)
     start = time.process_time()
     with pytest.raises(UserError, match=r"chat template|data\.chat_template"):
-        fuzz.render(fuzz.BOMBS[index] + fuzz.CHATML)
+        fuzz_inputs.render(fuzz_values.BOMBS[index] + fuzz_inputs.CHATML)
     assert time.process_time() - start < 5
 
 
 def test_a_hostile_tokenizer_fails_for_the_records_that_it_cannot_read(prepared):
-    backend = fuzz.make_tokenizer(random.Random(0))
-    backend |= {"normalizer": None, "pre_tokenizer": fuzz.split_by("(a+)+$")}
-    tokenizer = fuzz.load_tokenizer(backend, {})
+    backend = fuzz_inputs.make_tokenizer(random.Random(0))
+    backend |= {"normalizer": None, "pre_tokenizer": fuzz_inputs.split_by("(a+)+$")}
+    tokenizer = fuzz_inputs.load_tokenizer(backend, {})
     rendered = [RenderedRecord(text=text) for text in ("ab", "a" * 30 + "b", "ba")]
     first, second, third = encoding.encode_texts(rendered, tokenizer)
     assert [ids.tolist() for ids, _ in (first, third)] == [[97, 98], [98, 97]]
@@ -68,12 +74,12 @@ def test_a_hostile_tokenizer_fails_for_the_records_that_it_cannot_read(prepared)
 def test_a_tokenizer_whose_text_grows_ends_the_process_with_its_record(tmp_path):
     """A normalizer that makes 4**30 characters of one."""
     program = (
-        "import random, pathlib, os; from tests.faults import fuzz; "
+        "import random, pathlib, os; from tests.faults import fuzz_inputs; "
         "os.chdir(os.environ['FOLDER']); "
-        "backend = fuzz.make_tokenizer(random.Random(0)); "
-        "backend |= {'normalizer': fuzz.grow(30, 'q'), 'pre_tokenizer': None}; "
-        "fuzz.tokenizers._MEMORY = 2**28; "
-        "fuzz.tokenize_text('qq', fuzz.load_tokenizer(backend, {}))"
+        "backend = fuzz_inputs.make_tokenizer(random.Random(0)); "
+        "backend |= {'normalizer': fuzz_inputs.grow(30, 'q'), 'pre_tokenizer': None}; "
+        "fuzz_inputs.tokenizers._MEMORY = 2**28; "
+        "fuzz_inputs.tokenize_text('qq', fuzz_inputs.load_tokenizer(backend, {}))"
     )
     done = commands.run_python("-c", program, env={"FOLDER": str(tmp_path)})
     assert done.returncode == exit_codes.USER_ERROR
