@@ -8,6 +8,7 @@ out gives plausible losses of another model.
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp.config.fields import MAX_COUNT
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_checks, rope_forms
 from jaxsp.hf.families import (
@@ -154,14 +155,12 @@ def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[s
     ]
 
 
-_MAX_SIZE = 2**31 - 1
-
 _MAX_NUMBER = 10_000
 """Maximum number of layers or heads; each has an entry in a list."""
 
 
 def _is_size(value: Any) -> bool:
-    return json_values.is_integer(value) and 0 < value <= _MAX_SIZE
+    return json_values.is_integer(value) and 0 < value <= MAX_COUNT
 
 
 def _is_token_id(value: Any) -> bool:

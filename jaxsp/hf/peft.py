@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
+from jaxsp.config.fields import MAX_COUNT
 from jaxsp.core import limits
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, json_values, tensors, weights, writer
@@ -52,7 +53,10 @@ _MODULES: tuple[Callable[[Any], bool], str] = (
 )
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (lambda x: json_values.is_integer(x) and x > 0, "an integer of at least 1"),
+    "r": (
+        lambda x: json_values.is_integer(x) and 0 < x <= MAX_COUNT,
+        "an integer of at least 1",
+    ),
     "lora_alpha": (lambda x: json_values.is_number(x) and x > 0, "a number above 0"),
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,

@@ -34,9 +34,9 @@ def test_malformed_input_is_accepted_or_refused(prepared, kind, number):
     assert counts[fuzz.REFUSED] > 0
 
 
-@pytest.mark.parametrize("case", ["data-11-389"])
+@pytest.mark.parametrize("case", ["data-11-389", "models-21-1568"])
 def test_inputs_that_failed_once_are_refused(prepared, case):
-    """An Arrow file with a negative offset."""
+    """An Arrow file with a negative offset, and an adapter of rank 10**400."""
     assert fuzz.run_case(case.partition("-")[0], case) == fuzz.REFUSED
 
 
