@@ -1,6 +1,7 @@
 """Parts that all commands share: argument parser, error output and exit codes."""
 
 import argparse
+import io
 import os
 import pathlib
 import re
@@ -8,10 +9,10 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxsp.config import config_errors
-from jaxsp.core import exit_codes
+from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.runtime import cluster, distributed, standard_streams
 from jaxsp.runtime.cluster import Process
@@ -32,6 +33,27 @@ class _Parser(argparse.ArgumentParser):
         if examples:
             message += "\nSet config fields without dashes, for example " + " ".join(examples)
         super().error(message)
+
+
+class _Help(argparse.Action):
+    """`--help` prints the whole help, and `--help SECTION` the fields of a section."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Prints the help and exits with 0."""
+        if values is None:
+            parser.print_help()
+        elif values in config_errors.SECTIONS:
+            print(config_errors.describe_fields([values]))
+        else:
+            sections = errors.format_choices(config_errors.SECTIONS)
+            parser.error(f"--help {values}: must be a section of the config: {sections}")
+        parser.exit()
 
 
 def make_parser(
@@ -55,7 +77,17 @@ def make_parser(
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=not documents_fields,
     )
+    if documents_fields:
+        parser.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="SECTION",
+            help="prints this text, or the fields of a section, such as optimizer",
+        )
     parser.add_argument(
         "--verbose",
         action="store_true",
@@ -128,6 +160,9 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     """
     standard_streams.protect()
     code = exit_codes.OK
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # tests replace them
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
         distributed.shutdown()
@@ -135,7 +170,7 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         code, message = _explain(error)
         if "--verbose" in sys.argv and message is not None:
             message = f"{traceback.format_exc()}{message}"
-        message = message or traceback.format_exc().rstrip()
+        message = errors.escape(message or traceback.format_exc().rstrip(), keep="\n\t")
         if (index := distributed.this_process().index) > 0:
             message = textwrap.indent(message, distributed.line_prefix(index))
         print(message, file=sys.stderr, flush=True)

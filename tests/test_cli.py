@@ -1,5 +1,6 @@
 """Exit codes and last messages of a command."""
 
+import io
 import os
 import runpy
 import subprocess
@@ -54,6 +55,37 @@ def test_the_message_for_an_option_of_another_system_names_a_field(words, field,
     with pytest.raises(SystemExit):
         parser.parse_intermixed_args(["--nonsense"])
     assert "=" not in capsys.readouterr().err.partition("error: ")[2]
+
+
+def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch):
+    output = io.BytesIO()
+    stream = io.TextIOWrapper(output, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command(lambda _: print("\u27e6"))
+    assert (ended.value.code, output.getvalue()) == (0, b"\\u27e6\n")
+
+
+def test_other_errors_cannot_control_the_terminal(capsys):
+    with pytest.raises(SystemExit):
+        cli.run_command(fails(NeedsAttentionError("step 3\nfile \x1b[2J")))
+    assert capsys.readouterr().err == "step 3\nfile \\x1b[2J\n"
+
+
+def test_help_of_a_section_has_its_fields_only(capsys):
+    parser = cli.make_parser("train", "about", documents_fields=True)
+    for word, code in (("optimizer", 0), ("optimiser", 2)):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--help", word])
+        assert ended.value.code == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith("optimizer: ")
+    assert "  optimizer.learning_rate  " in printed.out
+    assert "mesh.seq" not in printed.out
+    assert "batch, optimizer, adapter" in printed.err
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "mesh.seq" in capsys.readouterr().out
 
 
 def test_an_internal_error_prints_its_traceback(capsys):

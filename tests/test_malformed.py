@@ -1,7 +1,8 @@
 """A malformed config, data file or model folder: exit code 2 and a line that names it.
 
-The command runs in this process. config/test_schema.py tests single fields,
-data/ingest/test_records.py data files, and hf/test_folder.py model folders.
+The command runs in this process, with an example of each kind of file. faults/fuzz.py has more
+input, config/test_schema.py single fields, data/ingest/test_records.py records, and
+hf/test_folder.py model folders.
 """
 
 import gzip
@@ -79,12 +80,6 @@ def make_parquet():
     sink = pa.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)
     return sink.getvalue().to_pybytes()
-
-
-def flip_byte(content, position):
-    flipped = bytearray(content)
-    flipped[position] ^= 255
-    return bytes(flipped)
 
 
 def make_arrow():
@@ -182,25 +177,20 @@ CASES = {
         [],
         "config.yaml ... configs/quickstart.yaml",
     ),
+    "a name with a typo": (
+        lambda: pathlib.Path("config.yaml").rename("confg.yaml"),
+        [],
+        "config.yaml ... confg.yaml",
+    ),
     "an empty config": (
         change_config(lambda _: b""),
         [],
         "config.yaml ... section: {field: value}",
     ),
-    "a truncated config": (
-        change_config(lambda text: text[:-10] + b"\nrun: {dir"),
-        [],
-        "config.yaml ... YAML",
-    ),
     "a config in UTF-16": (
         change_config(lambda text: text.decode().encode("utf-16")),
         [],
         "config.yaml ... utf-8",
-    ),
-    "a config with NUL bytes": (
-        change_config(lambda text: text + b"\0"),
-        [],
-        "config.yaml ... YAML ... #x0000",
     ),
     "a folder as config": (
         lambda: pathlib.Path("config.yaml").unlink() or pathlib.Path("config.yaml").mkdir(),
@@ -212,47 +202,10 @@ CASES = {
         [],
         "config.yaml ... section: {field: value}",
     ),
-    "a Python object in YAML": (
-        change_config(lambda text: text + b"x: !!python/object/apply:os.system [echo]\n"),
-        [],
-        "config.yaml ... YAML ... python/object/apply:os.system",
-    ),
-    "aliases that grow exponentially": (
-        change_config(
-            lambda _: (
-                b"a: &a [x, x, x, x, x, x, x, x, x]\n"
-                + b"".join(
-                    b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9))
-                    for n in range(98, 112)
-                )
-            )
-        ),
-        [],
-        "config.yaml ... YAML ... 100,000",
-    ),
-    "an alias of itself": (
-        change_config(lambda _: b"run: &a\n  steps: *a\n"),
-        [],
-        "config.yaml ... YAML ... alias",
-    ),
-    "100,000 open brackets": (
-        change_config(lambda _: b"run: " + b"[" * 100_000),
-        [],
-        "config.yaml ... YAML",
-    ),
     "a field twice": (
         change_config(lambda text: text + b"run: {steps: 2}\n"),
         [],
         "config.yaml ... YAML ... run ... line 25",
-    ),
-    "a field that does not exist": (None, ["run.stepps=3"], "run.stepps"),
-    "a number as section": (None, ["optimizer=3"], "optimizer = 3"),
-    "an infinite number of steps": (None, ["run.steps=1e400"], "run.steps = inf"),
-    "a number of a thousand digits": (None, ["run.seed=" + "9" * 5000], "run.seed"),
-    "a NaN learning rate": (
-        None,
-        ["optimizer.learning_rate=.nan"],
-        "optimizer.learning_rate = nan",
     ),
     "a mesh with too many devices": (None, ["mesh.seq=64"], "mesh.seq"),
     "a run directory below a file": (
@@ -279,63 +232,20 @@ CASES = {
         [],
         "data.jsonl, line 2 ... UTF-8",
     ),
-    "lines in UTF-16": (
-        write_data("\n".join(map(bytes.decode, LINES)).encode("utf-16")),
-        [],
-        "data.jsonl, line 1 ... UTF-8",
-    ),
-    "NUL bytes in lines": (write_data(LINES[0] + b"\n\0\0\0"), [], "data.jsonl, line 2 ... JSON"),
-    "a number as text": (write_data(b'{"text": 3}'), [], "data.jsonl, line 1 ... text ... number"),
-    "a list as record": (write_data(b'["text"]'), [], "data.jsonl, line 1 ... list"),
     "a record without the field": (
         write_data(b'{"content": "x"}'),
         [],
         "data.jsonl, line 1 ... fields: {text: content}",
-    ),
-    "100,000 open brackets in a line": (
-        write_data(b'{"text": ' + b"[" * 100_000),
-        [],
-        "data.jsonl, line 1 ... JSON",
     ),
     "a truncated array": (
         write_data(b'[{"text": "x"}, {"text": "y"}', "a.json"),
         ["data.train.0.source=a.json"],
         "a.json: ... 2",
     ),
-    "text as tokens": (
-        write_data(b'{"input_ids": ["a"]}'),
-        ["data.train.0.format=tokens"],
-        "data.jsonl, line 1 ... input_ids",
-    ),
     "tokens outside the vocabulary": (
         write_data(b'{"input_ids": [1, 257]}'),
         ["data.train.0.format=tokens"],
         "data.jsonl, line 1 ... 257 ... 256",
-    ),
-    "negative tokens": (
-        write_data(b'{"input_ids": [1, -1]}'),
-        ["data.train.0.format=tokens"],
-        "data.jsonl, line 1 ... -1 ... 256",
-    ),
-    "tokens of 100 digits": (
-        write_data(b'{"input_ids": [1' + b"0" * 100 + b"]}"),
-        ["data.train.0.format=tokens"],
-        "data.jsonl, line 1 ... input_ids",
-    ),
-    "labels of another length": (
-        write_data(b'{"input_ids": [1, 2], "labels": [1]}'),
-        ["data.train.0.format=tokens"],
-        "data.jsonl, line 1 ... 1 labels ... 2 input_ids",
-    ),
-    "messages without a role": (
-        write_data(b'{"messages": [{"content": "x"}]}'),
-        ["data.train.0.format=messages"],
-        "data.jsonl, line 1 ... role",
-    ),
-    "a csv without a header": (
-        write_data(b"", "a.csv"),
-        ["data.train.0.source=a.csv"],
-        "a.csv ... line",
     ),
     "a csv with an extra cell": (
         write_data(b"text\na\nb,c\n", "a.csv"),
@@ -347,16 +257,6 @@ CASES = {
         ["data.train.0.source=a.parquet"],
         "data.train.0.source = a.parquet ... record",
     ),
-    "a parquet file with a flipped byte": (
-        write_data(lambda: flip_byte(make_parquet(), 12), "a.parquet"),
-        ["data.train.0.source=a.parquet"],
-        "data.train.0.source = a.parquet ... record",
-    ),
-    "text with the suffix parquet": (
-        write_data(b"some text\n" * 9, "a.parquet"),
-        ["data.train.0.source=a.parquet"],
-        "data.train.0.source = a.parquet ... record",
-    ),
     "a truncated Arrow stream": (
         write_data(lambda: make_arrow()[:-8], "a.arrow"),
         ["data.train.0.source=a.arrow"],
@@ -364,11 +264,6 @@ CASES = {
     ),
     "a truncated gzip file": (
         write_data(lambda: gzip.compress(b"\n".join(LINES * 100))[:-12], "a.jsonl.gz"),
-        ["data.train.0.source=a.jsonl.gz"],
-        "data.train.0.source = a.jsonl.gz ... record",
-    ),
-    "text with the suffix gz": (
-        write_data(b"\n".join(LINES), "a.jsonl.gz"),
         ["data.train.0.source=a.jsonl.gz"],
         "data.train.0.source = a.jsonl.gz ... record",
     ),
@@ -394,34 +289,12 @@ CASES = {
         HF,
         "hf/config.json ... JSON",
     ),
-    "a config.json that is a list": (
-        write_model(write_file("config.json", b"[]")),
-        HF,
-        "hf/config.json ... JSON object",
-    ),
-    "a config.json in Latin-1": (
-        write_model(write_file("config.json", b'{"a": "\xe9"}')),
-        HF,
-        "hf/config.json ... utf-8",
-    ),
-    "a config.json without a model_type": (
-        write_model(write_file("config.json", b'{"a": 1}')),
-        HF,
-        "model_type",
-    ),
     "an unknown model": (write_model(fields={"model_type": "bert"}), HF, "model_type = bert"),
     "a model with its own code": (
         write_model(fields={"model_type": "mine", "auto_map": {"AutoConfig": "a.b"}}),
         HF,
         "model_type = mine",
     ),
-    "text as number": (write_model(fields={"hidden_size": "many"}), HF, "hidden_size"),
-    "K/V heads that do not divide the heads": (
-        write_model(fields={"num_key_value_heads": 3}),
-        HF,
-        "num_key_value_heads",
-    ),
-    "a size of 0": (write_model(fields={"num_hidden_layers": 0}), HF, "num_hidden_layers"),
     "no weights": (
         write_model(without=["model.safetensors"]),
         HF,
@@ -444,16 +317,6 @@ CASES = {
     ),
     "an index with an absolute path": (
         write_model(write_index({"lm_head.weight": "/etc/passwd"})),
-        HF,
-        "model.safetensors.index.json ... tensor",
-    ),
-    "an index that is a list": (
-        write_model(write_index(["lm_head.weight"])),
-        HF,
-        "model.safetensors.index.json ... tensor",
-    ),
-    "an index with a number": (
-        write_model(write_index({"lm_head.weight": 3})),
         HF,
         "model.safetensors.index.json ... tensor",
     ),

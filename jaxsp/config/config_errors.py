@@ -43,16 +43,17 @@ _RULES = {
 """Rules by pydantic's type of error; other types have pydantic's message."""
 
 
-def describe_fields() -> str:
-    """Describes every field with type, default and meaning, for --help."""
-    return "\n".join(
-        line
-        for name, section in SECTIONS.items()
-        for line in (f"{name}: {section.__doc__}", *_describe_section(section, f"  {name}."))
-    )
+def describe_fields(sections: Iterable[str] = tuple(SECTIONS)) -> str:
+    """Describes every field of sections with type, default and meaning, for --help."""
+    lines = []
+    for name in sections:
+        section = SECTIONS[name]
+        lines += [f"{name}: {section.__doc__}", *_describe_section(section, f"  {name}.", set())]
+    return "\n".join(lines)
 
 
-def _describe_section(section: Section, prefix: str) -> list[str]:
+def _describe_section(section: Section, prefix: str, described: set[Section]) -> list[str]:
+    """Args: described: classes of list entries that need no second description."""
     lines = []
     for name, field in section.model_fields.items():
         default = "required"
@@ -60,9 +61,10 @@ def _describe_section(section: Section, prefix: str) -> list[str]:
             default = f"default {yaml_io.format_value(field.get_default())}"
         lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})")
         lines.append(f"      {_join_lines(field.description)}")
-        for entry in _inner_sections(field.annotation):
+        for entry in set(_inner_sections(field.annotation)) - described:
+            described.add(entry)
             suffix = "[]" if _is_list(field.annotation) else ""
-            lines += _describe_section(entry, f"{prefix}{name}{suffix}.")
+            lines += _describe_section(entry, f"{prefix}{name}{suffix}.", described)
     return lines
 
 
@@ -152,6 +154,8 @@ def format_override(counterpart: Counterpart, value: Any) -> str | None:
     field = counterpart.field
     if field is None or "=" in field:
         return None if value is False else field
+    if several := foreign_names.find_several(field, value):
+        return several
     kept = coerce_value(field, value) if counterpart.takes_value else None
     if kept is None:
         return None

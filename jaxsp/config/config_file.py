@@ -21,16 +21,24 @@ def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
 
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
+    path = pathlib.Path(path)
+    if path.suffix in (".py", ".sh"):
+        raise UserError(
+            f"{path}: is a script. A config is a YAML file: write the options of the script into "
+            "one (learning_rate: 1e-5), and the command answers with jaxsp's names."
+        )
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = files.read_text(path)
     except FileNotFoundError:
-        suggestion, *lines = _suggest_start()
+        neighbors = [file.name for file in path.parent.glob("*.y*ml")]
+        near = errors.did_you_mean(path.name, neighbors)
+        suggestion, *lines = [near.strip()] if near else _suggest_start()
         raise UserError([f"{path}: no such file. {suggestion}", *lines]) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
     try:
         fields = yaml_io.load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read as YAML: {reason}.") from None
     if not isinstance(fields, dict):
@@ -71,24 +79,26 @@ def _apply_override(fields: dict[str, Any], override: str, *, example_override: 
     """
     key, equals, text = override.partition("=")
     path = key.split(".")
-    if not equals or not all(path):
+    is_name = all(path) and len(path) <= yaml_io.MAX_DEPTH and key == errors.escape(key)
+    if not equals or not is_name:
         return f"{override}: must be key.path=value, for example {example_override}."
     try:
         value = yaml_io.load(text)
-    except (yaml.YAMLError, ValueError):
+    except yaml.YAMLError:
         return f"{key} = {yaml_io.shorten(text)}: must be a YAML value. Quote it: '{key}=\"...\"'."
     parent: Any = fields
     for depth, part in enumerate(path):
         name = ".".join(path[:depth])
         index: Any = part
         if isinstance(parent, list):
-            if not part.isdecimal() or int(part) >= len(parent):
-                entries = errors.format_choices(f"{name}.{n}" for n in range(len(parent)))
+            indices = {str(n): n for n in range(len(parent))}
+            if part not in indices:
+                entries = errors.format_choices(f"{name}.{n}" for n in indices)
                 return (
                     f"{key} = {text}: {name} has {len(parent)} entries. "
                     f"Use {entries or f'{name}=[...]'}."
                 )
-            index = int(part)
+            index = indices[part]
         elif not isinstance(parent, dict):
             return f"{key} = {text}: {name} = {yaml_io.format_value(parent)} has no fields."
         if depth == len(path) - 1:

@@ -74,7 +74,8 @@ class DataConfig(ConfigSection):
         tuple[SourceConfig, ...],
         with_examples("[{source: held-out/*.txt, format: text}]", strict=False),
     ] = ()
-    """Data sets to evaluate on, each separately."""
+    """Data sets to evaluate on, each separately. Their fields are those of data.train, except
+    weight."""
     eval_fraction: Annotated[float | None, with_examples(0.05, gt=0, lt=1)] = None
     """Fraction of the training documents to hold out as an eval set named held_out, in addition to
     data.eval; rounded up. A hash of run.seed, the source's name and the document's index selects

@@ -55,7 +55,7 @@ def find(name: str) -> Counterpart | None:
     counts.
     """
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
-    for start in range(len(words)):
+    for start in range(max(len(words) - _MAX_WORDS, 0), len(words)):
         end = ".".join(words[start:])
         if end in _BY_NAME and (start == 0 or end not in _TOP_LEVEL_ONLY):
             return _BY_NAME[end].with_list_entry(name)
@@ -105,6 +105,13 @@ _VALUES = {
         "inverse_sqrt": "inverse_square_root",
     },
     "optimizer.decay_shape": {"sqrt": "minus_sqrt 1_sqrt"},
+    "adapter.type": {"lora": "", "dora": "", "none": "full"},
+    "attention.strategy": {
+        "all_gather": "varlen_llama3 allgather",
+        "ring": "p2p alltoall batch_ring batch_zigzag batch_stripe ring_attention zigzag",
+        "ulysses": "a2a",
+        "hybrid": "a2a+p2p",
+    },
 }
 """Values of other systems, by jaxsp's field and value."""
 
@@ -116,8 +123,36 @@ _VALUE_BY_NAME = {
 }
 
 
+_SEVERAL = {("adapter.type", "qlora"): "adapter.type=lora and adapter.quantization=nf4"}
+"""Settings for a field and a value of another system that stands for several fields."""
+
+_FORMATS = {"completion": "text", "pretraining": "text", "text": "text", "tokens": "tokens"}
+"""Formats of data sources for types of other systems; most others are messages."""
+
+
+def find_several(field: str, value: Any) -> str | None:
+    """Returns the settings for a value that stands for several fields."""
+    return _SEVERAL.get((field, normalize(value))) if isinstance(value, str) else None
+
+
+def _translate_sources(value: Any) -> Any:
+    """Data sources from names of data sets, or from entries with a path and a type."""
+    sources = []
+    for entry in value if isinstance(value, list | tuple) else [value]:
+        fields = entry if isinstance(entry, dict) else {"path": entry}
+        names = ("path", "source", "dataset", "name", "data_files")
+        path = next((fields[name] for name in names if isinstance(fields.get(name), str)), None)
+        if not path:
+            return value
+        kind = str(fields.get("type", ""))
+        sources.append({"source": path, "format": _FORMATS.get(kind, "messages")})
+    return sources
+
+
 def translate_value(field: str, value: Any) -> Any:
     """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged."""
+    if field in ("data.train", "data.eval"):
+        return _translate_sources(value)
     if not isinstance(value, str):
         return value
     return _VALUE_BY_NAME.get((field, normalize(value)), value)
@@ -185,14 +220,14 @@ model.compute_dtype=bfloat16: fp16 fp16.enabled half_precision float16 (float16 
 model.compute_dtype=float32: fp32
 not needed: tf32 (model.compute_dtype decides, bfloat16 or float32)
 not offered: fp8 fp8_format fp8_recipe enable_fp8 quantization (use model.compute_dtype=bfloat16)
-data.train=...: datasets dataset data dataset_name dataset_path dataset_type dataset_mixer
-    train_dataset train_file train_files train_data_path data_path hf_path
-    ([{source: chats.jsonl, format: messages}])
-data.eval=...: test_datasets eval_dataset eval_datasets val_dataset validation_file val_data_path
-    eval_data_path ([{source: held-out.jsonl, format: messages}])
+data.train: datasets dataset data dataset_name dataset_path dataset_mixer train_dataset
+    train_file train_files train_data_path data_path hf_path (format is text, messages,
+    prompt_completion or tokens)
+data.eval: test_datasets eval_dataset eval_datasets val_dataset validation_file val_data_path
+    eval_data_path (format is text, messages, prompt_completion or tokens)
 data.train.0.source: data.train.0.path data.train.0.data_files data.train.0.dataset
-data.train.0.format=...: data.train.0.type data.train.0.ds_type (text, messages, prompt_completion
-    or tokens)
+data.train.0.format=...: dataset_type data.train.0.type data.train.0.ds_type (text, messages,
+    prompt_completion or tokens)
 data.train.0.subset: dataset_config dataset_config_name dataset_subset data.train.0.config
 data.train.0.split: dataset_split dataset_train_split train_split
 data.train.0.split=train[:1000]: max_samples max_train_samples num_samples (the number of records)
@@ -229,7 +264,7 @@ batch.rows_per_microbatch: micro_batch_size per_device_batch_size per_device_tra
 batch.rows_per_step: global_batch_size train_batch_size total_batch_size effective_batch_size
     batch_size (packed rows of an update, over all devices)
 batch.rows_per_step=...: gradient_accumulation_steps gradient_accumulation accumulate_grad_batches
-    grad_accum num_microbatches (all rows of an update; the accumulation follows from it)
+    grad_accum num_microbatches (micro batch x accumulation x GPUs / seq)
 not needed: per_device_eval_batch_size eval_batch_size micro_eval_batch_size (evaluation uses
     batch.rows_per_microbatch)
 not needed: average_tokens_across_devices calculate_per_token_loss include_num_input_tokens_seen
@@ -257,7 +292,7 @@ not offered: tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_deg
 not needed: ddp_* local_rank world_size num_processes num_machines num_gpus nproc_per_node devices
     (all devices are used; python -m jaxsp.launch starts one process per GPU)
 mesh.virtual_cpu_devices=...: use_cpu no_cuda (a number of devices; for trying a mesh)
-attention.strategy=...: ring_attn_func cp_comm_type context_parallel_rotate_method
+attention.strategy: ring_attn_func cp_comm_type context_parallel_rotate_method
     context_parallel_strategy sequence_parallel_mode (auto, ulysses, all_gather, ring or hybrid)
 attention.kv_heads_per_gather: heads_k_stride (with attention.strategy=all_gather)
 attention.kernel: attn_implementation attn_impl attention attention_backend attn_backend
@@ -294,7 +329,7 @@ not offered: muon_* (five iterations, and updates as large as those of AdamW)
 not offered: optim_args optim_target_modules adafactor_* (optimizer.momentum, beta1, beta2 and eps)
 optimizer.max_grad_norm: clip_grad grad_clip clip_grad_norm gradient_clipping gradient_clip_val
     gradient_clipping_threshold max_norm (null: no clipping)
-adapter.type=...: adapter train_type tuner_type finetuning_type peft_type peft_method peft_scheme
+adapter.type: adapter train_type tuner_type finetuning_type peft_type peft_method peft_scheme
     (lora or dora; none, the default, trains all weights)
 adapter.type=lora: lora use_lora use_peft enable_lora peft
 adapter.type=dora: use_dora lora_use_dora peft_use_dora
@@ -330,7 +365,8 @@ memory.offload_optimizer=state: offload_optimizer_device offload_param offload_p
     optimizer_memory_host_offload (master weights and optimizer state, in host memory)
 memory.mlp_tile_tokens=...: tiled_mlp tiled_mlp_num_shards use_tiled_mlp mlp_chunks (tokens of a
     tile, not a number of tiles; auto tiles if needed)
-memory.loss_tile_tokens=...: use_liger_kernel liger_* cut_cross_entropy chunked_cross_entropy
+memory.loss_tile_tokens=...: use_liger_kernel liger_cross_entropy
+    liger_fused_linear_cross_entropy cut_cross_entropy chunked_cross_entropy
     fused_linear_cross_entropy num_vocab_tiling (the loss is tiled over tokens; auto tiles if
     needed)
 memory.grad_reduce_dtype: mixed_precision_reduce reduce_dtype grad_reduce_in_fp32
@@ -358,6 +394,7 @@ not offered: comet_* use_comet swanlab_* trackio_* (logging.trackers is a list o
     wandb and mlflow)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start
     profile_step_end profile_freq (the first and last step, such as [3, 5])
+not needed: liger_* (XLA fuses RoPE, norms and activations)
 run.compilation_cache: jax_cache_dir jax_compilation_cache_dir logging.compilation_cache
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
@@ -407,3 +444,4 @@ COUNTERPARTS = tuple(_parse_entry(text) for text in re.split(r"\n(?! )", _TABLE.
 
 _BY_NAME = {name: counterpart for counterpart in COUNTERPARTS for name in counterpart.names}
 _PREFIXES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("*"))
+_MAX_WORDS = max(name.count(".") + 1 for name in _BY_NAME)

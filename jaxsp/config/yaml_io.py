@@ -6,12 +6,20 @@ from typing import Any
 
 import yaml
 
-from jaxsp.core import durations
+from jaxsp.core import durations, errors
 
 _MAX_VALUES = 100_000
 """Maximum number of values in a config, each counted as often as aliases repeat it.
 
 15 lines of `b: [*a, *a, ...]` can stand for 10**14 values."""
+
+MAX_DEPTH = 50
+"""Maximum number of lists and mappings inside each other; far below Python's recursion limit."""
+
+_MAX_INT_BITS = 1024
+"""Maximum size of an integer, that of the largest float; Python refuses to print 4,301 digits."""
+
+_TOO_DEEP = "it is nested too deeply"
 
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
@@ -33,6 +41,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if value.bit_length() > _MAX_INT_BITS:
+            raise _error("the number is too large", node)
+        return value
+
+
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
@@ -66,34 +82,37 @@ _Dumper.add_representer(
 
 
 def load(text: str) -> Any:
-    """Returns the value of a text.
-
-    Raises:
-        yaml.YAMLError: not YAML, or too large.
-        ValueError: a date that does not exist (2026-13-01).
-    """
-    loader = _Loader(text)
+    """Returns the value of a text. Raises: yaml.YAMLError if it is not YAML, or too large."""
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count_values(node, {})
-        return loader.construct_document(node)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _count_values(node, {}, depth=0)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError:
+        raise
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    finally:
-        loader.dispose()
+        raise yaml.YAMLError(_TOO_DEEP) from None
+    # PyYAML's constructors let many errors through: of dates (2026-13-01), of `!!bool x`, ...
+    except Exception as error:
+        raise yaml.YAMLError(errors.first_line(error)) from None
 
 
-def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+def _count_values(node: yaml.Node, counts: dict[int, int | None], *, depth: int) -> int:
     """Counts the values in a node, itself included.
 
     Args:
         counts: results by node id; None for a node that is being counted.
 
     Raises:
-        yaml.YAMLError: too many values, or a node inside itself.
+        yaml.YAMLError: too many values, too many inside each other, or a node inside itself.
     """
+    if depth > MAX_DEPTH:
+        raise _error(_TOO_DEEP, node)
     if id(node) in counts:
         known_count = counts[id(node)]
         if known_count is None:
@@ -103,10 +122,11 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     count = 1
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            count += _count_values(key, counts) + _count_values(value, counts)
+            count += _count_values(key, counts, depth=depth + 1)
+            count += _count_values(value, counts, depth=depth + 1)
     elif isinstance(node, yaml.SequenceNode):
         for entry in node.value:
-            count += _count_values(entry, counts)
+            count += _count_values(entry, counts, depth=depth + 1)
     if count > _MAX_VALUES:
         raise _error(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
     counts[id(node)] = count
@@ -128,10 +148,17 @@ def format_value(value: object) -> str:
         return repr(value)
     try:
         text = yaml.dump(
-            value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True
+            value,
+            Dumper=_Dumper,
+            default_flow_style=True,
+            sort_keys=False,
+            width=10**9,
+            allow_unicode=True,
         )
     except yaml.YAMLError:
         text = repr(value)
+    except (ValueError, RecursionError):  # integers of 4,301 digits, and deep lists, from Python
+        text = f"a large {type(value).__name__}"
     return shorten(" ".join(text.removesuffix("...\n").split()))
 
 

@@ -1,7 +1,44 @@
 """User errors, one line per problem."""
 
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of controls, of marks that reorder or hide text, of surrogates and of line
+separators."""
+
+_JOINERS = "\u200c\u200d"
+"""Controls that words of Persian and emoji consist of; they change nothing else."""
+
+
+def escape(text: str, *, keep: str = "") -> str:
+    r"""Escapes characters that control a terminal: `\x1b` for an escape character.
+
+    Documents, file names and keys could otherwise forge lines, or set title and clipboard.
+
+    Args: keep: characters to leave as they are, such as line breaks.
+    """
+    if text.isprintable():
+        return text
+    kept = _JOINERS + keep
+    return "".join(
+        ascii(character)[1:-1]
+        if unicodedata.category(character) in _CONTROLS and character not in kept
+        else character
+        for character in text
+    )
+
+
+_MAX_CHARS = 10_000
+"""Longest line of a message; longer ones contain a large value."""
+
+
+def _shorten(line: str) -> str:
+    """Cuts out the middle of a long line; its end has the suggestion."""
+    if len(line) <= _MAX_CHARS:
+        return line
+    return f"{line[: _MAX_CHARS // 2]} ... {line[-_MAX_CHARS // 2 :]}"
 
 
 class UserError(ValueError):
@@ -12,7 +49,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        lines = [problems] if isinstance(problems, str) else problems
+        self.problems = [_shorten(escape(line)) for line in lines]
         super().__init__("\n".join(self.problems))
 
 
@@ -37,7 +75,9 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
     letters = _letters(word)
     max_typos = 1 if len(letters) < 6 else 2
     distances = sorted(
-        (_count_typos(letters, _letters(candidate)), candidate) for candidate in known
+        (_count_typos(letters, _letters(candidate)), candidate)
+        for candidate in known
+        if abs(len(letters) - len(_letters(candidate))) <= max_typos
     )
     if not distances or distances[0][0] > max_typos:
         return None

@@ -8,6 +8,7 @@ out gives plausible losses of another model.
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp.config.fields import MAX_COUNT
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_checks, rope_forms
 from jaxsp.hf.families import (
@@ -61,13 +62,20 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "pretraining_tp": ((1,), "matrix products are not sliced"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
     "use_mrope": ((False,), "positions have one dimension"),
-    "quantization_config": ((), "weights are not quantized"),
+    "quantization_config": ((), "weights must not be quantized"),
     "is_encoder_decoder": ((False,), _DECODER_ONLY),
     "add_cross_attention": ((False,), _DECODER_ONLY),
     "per_layer_config": ((), "all layers are alike"),
     "auto_map": ((), "a model's own code is never run"),
 }
 """Fields with a fixed meaning in jaxsp: the values that match it, and the reason."""
+
+_SUGGESTIONS = {
+    "quantization_config": "Name the model from which it was quantized (often the same name "
+    "without FP8, bnb-4bit, GPTQ or AWQ) as model.source; adapter.quantization=nf4 or int8 "
+    "quantizes its frozen weights",
+}
+"""Suggestions for fields that describe the weights, so that null would not change them."""
 
 _IGNORED_FIELDS = frozenset(
     """
@@ -147,8 +155,12 @@ def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[s
     ]
 
 
+_MAX_NUMBER = 10_000
+"""Maximum number of layers or heads; each has an entry in a list."""
+
+
 def _is_size(value: Any) -> bool:
-    return json_values.is_integer(value) and value > 0
+    return json_values.is_integer(value) and 0 < value <= MAX_COUNT
 
 
 def _is_token_id(value: Any) -> bool:
@@ -165,6 +177,13 @@ _POSITIVE: _Rule = (lambda x: json_values.is_number(x) and x > 0, "a number abov
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         (*_SIZE_EXAMPLES, "max_position_embeddings"), (_is_size, "a whole number from 1")
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        (
+            lambda x: _is_size(x) and x <= _MAX_NUMBER,
+            f"a whole number from 1 to {_MAX_NUMBER:,}",
+        ),
     ),
     "rms_norm_eps": _POSITIVE,
     "initializer_range": (
@@ -203,8 +222,15 @@ def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
     return [
         f"{path}.{name} = {format_value(fields[name])}: must be {rule}."
         for name, (is_valid, rule) in _RULES.items()
-        if name in fields and not is_valid(fields[name])
+        if name in fields and not _is_valid(is_valid, fields[name])
     ]
+
+
+def _is_valid(check: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return check(value)
+    except (TypeError, OverflowError):  # [] in a set, or an integer of 400 digits as a float
+        return False
 
 
 def _feature_problems(
@@ -240,6 +266,8 @@ def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: st
     """Problem of a field with a fixed meaning, or None."""
     if value in supported:
         return None
+    if name in _SUGGESTIONS:
+        return f"is not implemented: {reason}. {_SUGGESTIONS[name]}."
     suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]
     return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
 

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import UserError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -103,6 +103,7 @@ def find(
                 raise
             problem = _missing_problem(path, config_file)
             raise HubError(f"{asked}: {problem}", reason=error.reason) from None
+    files.check_model_folder(path, error_prefix=f"{asked}:")
     if not (path / config_file).is_file():
         library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
         suggestion = f"Give a folder that {library} loads."
@@ -175,7 +176,7 @@ def _find_snapshot(
 def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
     """Returns the fields of a JSON file. Raises: UserError if it is not a JSON object."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again."
@@ -189,8 +190,9 @@ def copy_small_files(
     folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()
 ) -> None:
     """Copies all files of a model except its weights: configs, tokenizer, chat template."""
-    files = [path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()]
-    for path in sorted(files):
+    files.check_model_folder(folder, error_prefix="cannot be copied:")
+    paths = [path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()]
+    for path in sorted(paths):
         name = path.relative_to(folder)
         if str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)

@@ -16,5 +16,8 @@ def is_integer(value: Any) -> bool:
 
 def format_value(value: Any) -> str:
     """A value as JSON, cut to 80 characters."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        text = f"a large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,14 +8,17 @@ import dataclasses
 import math
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
+from jaxsp.config.fields import MAX_COUNT
+from jaxsp.core import limits
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, tensors, weights, writer
+from jaxsp.hf import folder, json_values, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.json_values import format_value
 from jaxsp.hf.tensors import BadFileError
@@ -34,6 +37,39 @@ _TEXT_PREFIX = "model.language_model."
 """Beginning of these names in a multimodal model, where a text model has `model.`."""
 
 _FIELD = "adapter.source"
+
+
+def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, list) and all(map(is_entry, value)))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_MODULES: tuple[Callable[[Any], bool], str] = (
+    lambda x: _is_text(x) or _is_list(x, _is_text),
+    "a list of names, a regular expression or null",
+)
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (
+        lambda x: json_values.is_integer(x) and 0 < x <= MAX_COUNT,
+        "an integer of at least 1",
+    ),
+    "lora_alpha": (lambda x: json_values.is_number(x) and x > 0, "a number above 0"),
+    "target_modules": _MODULES,
+    "exclude_modules": _MODULES,
+    "modules_to_save": (lambda x: _is_list(x, _is_text), "a list of names or null"),
+    "layers_to_transform": (
+        lambda x: json_values.is_integer(x) or _is_list(x, json_values.is_integer),
+        "an index, a list of indices or null",
+    ),
+}
+"""Checks of values, and the end of the sentence `... must be`."""
+
+_PATTERN_SECONDS = 10.0
+"""Processor time to match patterns with the names of all projections."""
 
 _IGNORED_FIELDS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
@@ -147,6 +183,11 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
     problems = []
     if fields.get("peft_type") != "LORA":
         problems.append(f"peft_type = {format_value(fields.get('peft_type'))}: must be LORA")
+    for name, (is_valid, rule) in _RULES.items():
+        if not is_valid(fields.get(name)):
+            problems.append(f"{name} = {format_value(fields.get(name))}: must be {rule}")
+    if problems:
+        raise UserError([f"{asked}: {problem}." for problem in problems])
     known = _IGNORED_FIELDS | _READ_FIELDS
     problems += [
         f"{name} = {format_value(value)}: is not supported"
@@ -159,14 +200,7 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
             "to changed base weights; convert it to LoRA with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
-    for name, types, rule in (
-        ("r", int, "an integer of at least 1"),
-        ("lora_alpha", int | float, "a number above 0"),
-    ):
-        value = fields.get(name)
-        if not isinstance(value, types) or value <= 0:
-            problems.append(f"{name} = {format_value(value)}: must be {rule}")
-    saved = tuple(str(name).rpartition(".")[2] for name in fields.get("modules_to_save") or ())
+    saved = tuple(name.rpartition(".")[2] for name in fields.get("modules_to_save") or ())
     if not set(saved) <= SAVED_MODULES.keys():
         problems.append(
             f"modules_to_save = {format_value(fields['modules_to_save'])}: only "
@@ -180,7 +214,13 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
             "adapter with PEFT, and use the merged model as model.source"
         )
     try:
-        targets = _match_targets(fields, model)
+        with limits.limit_time(_PATTERN_SECONDS):
+            targets = _match_targets(fields, model)
+    except limits.LimitError as error:
+        problems.append(
+            f"target_modules = {format_value(fields.get('target_modules'))}: {error} to match. "
+            "Write a simpler regular expression, or a list of names"
+        )
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -210,7 +250,8 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         if isinstance(patterns, str):
             try:
                 return re.fullmatch(patterns, name) is not None
-            except re.error as error:
+            # RecursionError: too many parentheses; OverflowError: too many repetitions
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(
                     f"target_modules = {format_value(patterns)}: is not a regular expression: "
                     f"{error}"

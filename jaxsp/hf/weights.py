@@ -24,6 +24,9 @@ _HEAD_NAME = "lm_head.weight"
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """End of the names of tensors that repeat what config.json has; transformers ignores them too."""
 
+_WRAPPERS = ("_orig_mod.", "module.")
+"""Prefixes of names that torch.compile and DDP save."""
+
 _COMPARE_ELEMENTS = 2**24
 """Elements of a tied head that are compared with the embedding at a time."""
 
@@ -81,13 +84,14 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     asked = f"{source.field} = {source.source}"
     multimodal = text_part.find_family(source.config_fields)
     stored, left_out = _read_text_headers(source, multimodal, asked)
+    shapes = _tensor_shapes(table)
+    stored = _rename(stored, {*shapes, _HEAD_NAME})
     embedding_name = table["embedding"].hf_name
     head = None
     if "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
-    shapes = _tensor_shapes(table)
-    problems = _find_differences(stored, shapes, asked, is_multimodal=multimodal is not None)
+    problems = _find_differences(stored, shapes, source, is_multimodal=multimodal is not None)
     if problems:
         raise UserError(problems)
     reader = WeightReader(
@@ -113,6 +117,19 @@ def _read_text_headers(
         return text_part.select_tensors(stored, multimodal)
     except ValueError as error:
         raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
+
+
+def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
+    """Returns tensors under a model's names, also where AutoModel, torch.compile or DDP saved them.
+
+    AutoModel leaves out `model.`; the others put a prefix of their own before it.
+    """
+    renamed = {}
+    for name, tensor in stored.items():
+        candidates = (f"model.{name}", *(name.removeprefix(prefix) for prefix in _WRAPPERS))
+        new_names = [each for each in candidates if each in names and each not in stored]
+        renamed[new_names[0] if new_names and name not in names else name] = tensor
+    return renamed
 
 
 def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
@@ -181,6 +198,16 @@ def _no_weights_problem(source: ModelFolder) -> str:
     if shards:
         return f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
     pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
+    command, out = _conversion(source)
+    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+    return (
+        f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where torch "
+        f"is installed, convert them to safetensors: {command}, then {source.field}={out}."
+    )
+
+
+def _conversion(source: ModelFolder) -> tuple[str, str]:
+    """The command with which transformers writes a model anew, and the folder that it writes."""
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
@@ -190,12 +217,7 @@ def _no_weights_problem(source: ModelFolder) -> str:
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )
-    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
-    return (
-        f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where torch "
-        f"is installed, convert them to safetensors: python -c {shlex.quote(code)}, "
-        f"then {source.field}={out}."
-    )
+    return f"python -c {shlex.quote(code)}", out
 
 
 def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
@@ -211,7 +233,7 @@ def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
 def _find_differences(
     stored: dict[str, StoredTensor],
     shapes: dict[str, tuple[int, ...]],
-    asked: str,
+    source: ModelFolder,
     *,
     is_multimodal: bool,
 ) -> list[str]:
@@ -237,14 +259,21 @@ def _find_differences(
         places = "it and in its text_config" if is_multimodal else "it"
         tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
     dtypes = errors.format_choices(tensors.DTYPES)
+    leave_out = ""
+    if not missing and not misshapen:
+        command, out = _conversion(source)
+        leave_out = (
+            ". If the model works without them (such as a value head), transformers leaves them "
+            f"out, where torch is installed: {command}, then {source.field}={out}"
+        )
     problems = (
         (missing, "missing tensors:", f"{matching}{tie}, or copy or download the folder again"),
-        (surplus, "tensors that the model of config.json does not have:", matching),
+        (surplus, "tensors that the model of config.json does not have:", matching + leave_out),
         (misshapen, "tensors of another shape than in config.json:", matching),
         (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
     )
     return [
-        f"{asked}: {problem} {abbreviate(names)}. {suggestion}."
+        f"{source.field} = {source.source}: {problem} {abbreviate(names)}. {suggestion}."
         for names, problem, suggestion in problems
         if names
     ]

@@ -47,6 +47,11 @@ class DataEstimate:
     unpacked_step_s: float | None
     """Estimated time of such a step, with this compiled program; None without an estimate."""
 
+    @property
+    def period(self) -> str:
+        """Period of the rows: sources that are mixed by weight have no epoch."""
+        return "the run" if self.unpacked_steps is None else "an epoch"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWork:

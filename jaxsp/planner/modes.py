@@ -179,12 +179,14 @@ def _sum_epochs(
     for plan in plans[: len(request.row_lengths)]:
         request.console.print(report.format_row_counts(plan))
     totals = {}
+    data = plans[0].data
+    period = "an epoch" if data is None else data.period
     for cluster in clusters:
         of_cluster = [plan for plan in plans if plan.device_type == cluster.device_type]
         if all(plan.step_s_estimate for plan in of_cluster):
             totals[cluster.device_type], _ = degree_sweep.sum_tokens_per_s(of_cluster)
             request.console.print(
-                f"an epoch on {cluster.num_devices} x {cluster.device_type}: "
+                f"{period} on {cluster.num_devices} x {cluster.device_type}: "
                 f"{totals[cluster.device_type]:,.0f} tokens/s without padding, an estimate"
             )
     return totals

@@ -16,6 +16,9 @@ from jaxsp.planner.search import LongestRow, TriedLength
 _LABEL_WIDTH = 12
 """Width of the first column."""
 
+_SHORT_STEP_S = 0.01
+"""Estimated time below which kernel launches may take longer: 2,000 kernels at 5 us."""
+
 
 def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
     """Formats a plan as text.
@@ -145,7 +148,7 @@ def format_row_counts(plan: Plan) -> str:
     assert data is not None, "callers check for data"
     return (
         f"{data.num_tokens:,.0f} tokens in {data.num_rows:,} rows of {plan.row_tokens:,} and "
-        f"{data.num_steps:,} steps of an epoch, {100 * data.padding_fraction:.2f} % padding, "
+        f"{data.num_steps:,} steps of {data.period}, {100 * data.padding_fraction:.2f} % padding, "
         f"{data.segments_per_row:.1f} segments per row; attention of the slowest devices is "
         f"{data.imbalance:.2f} times the mean (means over {data.num_sampled_steps} steps)"
     )
@@ -156,14 +159,14 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     executed = ""
     if plan.hardware_flops is not None:
         ratio = plan.hardware_flops / plan.model_flops
-        executed = f", {plan.hardware_flops / 1e12:,.0f} executed ({ratio:.2f} times)"
+        executed = f", {_format_tflop(plan.hardware_flops)} executed ({ratio:.2f} times)"
     documents = "means over steps of the data"
     if plan.document_tokens is not None:
         documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
     lines = [
         (
             "arithmetic",
-            f"{plan.model_flops / 1e12:,.0f} TFLOP needed per device and step{executed}, "
+            f"{_format_tflop(plan.model_flops)} TFLOP needed per device and step{executed}, "
             f"{documents}",
         )
     ]
@@ -173,9 +176,15 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
         for name, size in plan.seconds_estimate.items()
         if size >= 0.0005
     ]
-    if tokens is not None and plan.tokens_per_s_estimate is not None:
+    is_short = (plan.step_s_estimate or 0) < _SHORT_STEP_S
+    if tokens is not None and plan.tokens_per_s_estimate is not None and not is_short:
         lines.append(("cost", format_cost(plan, tokens)))
     return lines
+
+
+def _format_tflop(num_flops: float) -> str:
+    tflop = num_flops / 1e12
+    return f"{tflop:,.0f}" if tflop >= 1 else f"{tflop:.2g}"
 
 
 def format_fit(plan: Plan) -> str:
@@ -197,6 +206,11 @@ def format_time(plan: Plan) -> str:
         or plan.mfu_estimate is None
     ):
         return "no estimate: the published rates are for bfloat16 and cuDNN attention"
+    if plan.step_s_estimate < _SHORT_STEP_S:
+        return (
+            f"more than {durations.describe(plan.step_s_estimate)} per step: kernel launches, "
+            "which are not estimated, limit so short a step"
+        )
     low, high = (
         durations.describe(factor * plan.step_s_estimate) for factor in roofline.LIKELY_RANGE
     )

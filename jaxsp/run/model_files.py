@@ -43,8 +43,8 @@ def read_model(
         needs_folder = hf_config is None or config.has_frozen_weights
         if needs_folder and config.model.source is not None:
             source = folder.find(config.model.source)
-            hf_config = hf_config or source.config_fields
-        hf_config = hf_config or config.model.config
+            hf_config = source.config_fields if hf_config is None else hf_config
+        hf_config = config.model.config if hf_config is None else hf_config
         assert hf_config is not None, "the schema requires one of them"
         files = ModelFiles(folder=source, hf_config=hf_config)
         field = str(source.path / "config.json") if source else "model.config"

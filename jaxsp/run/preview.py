@@ -12,6 +12,7 @@ import rich.text
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.config.schema import Config
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
@@ -103,7 +104,8 @@ def _print_example(
     has_loss[:1] = False  # the first token is never a target
     legend = _highlight("like this" if has_loss.any() else "nothing", console)
     kinds = f" ({', '.join(example.kinds)})" if example.kinds else ""
-    text = rich.text.Text(f"{name}: {example.place}{kinds}\n{len(tokens):,} tokens, ")
+    title = errors.escape(f"{name}: {example.place}{kinds}")
+    text = rich.text.Text(f"{title}\n{len(tokens):,} tokens, ")
     text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
     half = max_tokens // 2
     for start, stop in _choose_spans(len(tokens), half=half):
@@ -111,7 +113,7 @@ def _print_example(
             text.append(f"\n\n... {start - half:,} tokens ...\n\n")
         changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
         for first, last in itertools.pairwise([start, *changes, stop]):
-            part = _decode(tokens[first:last], tokenizer)
+            part = errors.escape(_decode(tokens[first:last], tokenizer), keep="\n\t")
             text.append(_highlight(part, console) if has_loss[first] else part)
     console.print(text.append("\n"), highlight=False, soft_wrap=True)
 

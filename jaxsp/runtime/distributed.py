@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from jaxsp.core import exit_codes
+from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster, hardware, join_timeout, standard_streams
 from jaxsp.runtime.cluster import Process
@@ -164,7 +164,7 @@ def log(text: str) -> None:
 
     Writes to the file descriptor, so that it works whatever the main thread is doing.
     """
-    text = text.rstrip()
+    text = errors.escape(text.rstrip(), keep="\n\t")
     if _this_process.index > 0:
         text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
     with contextlib.suppress(OSError):  # such as a terminal that is closed

@@ -64,6 +64,7 @@ ANSWERS = {
     "model.rope.type": "rope_scaling.type rope_scaling.rope_type",
     "model.rope.factor": "rope_scaling.factor",
     "data.train": "datasets dataset_name",
+    "memory.loss_tile_tokens": "use_liger_kernel liger_cross_entropy",
     "data.num_workers": "dataset_num_proc",
     "data.eval_fraction": "val_set_size",
     "run.save_every": "save_steps save_strategy",
@@ -85,7 +86,7 @@ ANSWERS = {
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
     NOT_NEEDED: "packing sample_packing padding_free deepspeed mlflow_tracking_uri wandb_entity "
-    "lora_qkv_kernel",
+    "lora_qkv_kernel liger_rope liger_rms_norm",
     NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
@@ -174,6 +175,9 @@ def test_no_name_with_a_group_is_a_field():
         ("lora_r=8", "adapter.rank=8"),
         ("use_peft=true", "adapter.type=lora"),
         ("model=Qwen/Qwen3-0.6B", "model.source=Qwen/Qwen3-0.6B"),
+        ("ring_attn_func=varlen_llama3", "attention.strategy=all_gather"),
+        ("cp_comm_type=p2p", "attention.strategy=ring"),
+        ("train_type=full", "adapter.type=none"),
     ],
 )
 def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
@@ -181,6 +185,26 @@ def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, sugges
     field, _, value = suggestion.partition("=")
     assert str(config_errors.coerce_value(field, yaml_io.load(value))) == value
     assert line.startswith(word.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("word", "settings"),
+    [
+        ("adapter=qlora", ["adapter.type=lora", "adapter.quantization=nf4"]),
+        ("peft_method=qlora", ["adapter.type=lora", "adapter.quantization=nf4"]),
+        ("report_to=wandb", ["logging.trackers=wandb"]),
+        ("dataset_name=a/b", ["data.train=[{source: a/b, format: messages}]"]),
+        (
+            "datasets=[{path: a/b, type: completion}, {path: c.jsonl}]",
+            ["data.train=[{source: a/b, format: text}, {source: c.jsonl, format: messages}]"],
+        ),
+        ("validation_file=v.jsonl", ["data.eval=[{source: v.jsonl, format: messages}]"]),
+    ],
+)
+def test_an_answer_with_values_works_when_it_is_pasted(word, settings):
+    line = next(line for line in problems({}, word) if settings[0] in line)
+    assert all(setting in line for setting in settings)
+    config_file.parse(SOUND, settings)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +262,14 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
             {
                 "base_model": "model.source=meta-llama/Llama-3.1-8B-Instruct",
                 "sequence_len": "data.row_tokens=65536",
-                "datasets": "data.train",
+                "datasets": "data.train=[{source: mlabonne/FineTome-100k, format: messages}]",
+                "ring_attn_func": "attention.strategy=all_gather",
+                "gradient_accumulation_steps": "batch.rows_per_step  (micro batch x accumulation",
                 "val_set_size": "data.eval_fraction=0.05",
                 "optimizer": "optimizer.name",
                 "learning_rate": "optimizer.learning_rate=0.0002",
                 "context_parallel_size": "mesh.seq=8",
-                "adapter": "adapter.type",
+                "adapter": "adapter.type=lora and adapter.quantization=nf4",
                 "lora_r": "adapter.rank=32",
                 "lora_target_linear": "adapter.targets=all-linear",
                 "wandb_project": "logging.project=long-chat",

@@ -523,6 +523,12 @@ def test_a_config_cannot_be_changed(file):
         config.mesh.seq = 2
 
 
+def test_a_script_is_not_a_config(tmp_path):
+    (tmp_path / "trl.py").write_text("from trl import SFTConfig")
+    with pytest.raises(UserError, match=r"trl\.py: .*script.*YAML"):
+        config_file.load(tmp_path / "trl.py", [])
+
+
 def test_weights_require_steps(file):
     words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
     (message,) = problems(file, *words)

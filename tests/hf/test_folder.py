@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core.errors import UserError
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.model import decoder
 from tests import batches
@@ -146,6 +147,62 @@ def test_missing_and_surplus_tensors_are_named(model_folder):
     assert_names(missing, "missing", "model.layers.1.mlp.up_proj.weight", "config.json")
     assert_names(surplus, "model.layers.2.mlp.up_proj.weight, other.inv_freq", "config.json")
     assert "missing" not in surplus
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", None])
+def test_tensors_are_found_under_the_names_of_other_programs(model_folder, prefix):
+    """AutoModel leaves out `model.`; torch.compile and DDP add a prefix."""
+    arrays = named()
+    renamed = {
+        name.removeprefix("model.") if prefix is None else f"{prefix}{name}": array
+        for name, array in arrays.items()
+    }
+    write(model_folder, renamed)
+    table = decoder.param_table(MODEL)
+    reader = weights.open_folder(folder.find("m"), table)
+    for name, array in arrays.items():
+        index = (slice(None),) * array.ndim
+        assert batches.is_bitwise_equal(reader.read_slice(reader.tensors[name], index), array)
+
+
+def test_surplus_tensors_of_a_whole_model_can_be_left_out_by_transformers(model_folder):
+    write(model_folder, named() | {"v_head.weight": np.zeros(3, np.float32)})
+    (surplus,) = problems()
+    assert_names(surplus, "v_head.weight", "save_pretrained", "model.source=m-safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "config.json", "model.safetensors", "additional_chat_templates"]
+)
+def test_links_out_of_the_folder_are_refused(model_folder, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "tool.jinja").write_text("secret")
+    (model_folder / name).unlink(missing_ok=True)
+    (model_folder / name).symlink_to(secret if "additional" in name else secret / "tool.jinja")
+    (tmp_path / "out").mkdir()
+    for read in (
+        lambda: folder.find("m"),
+        lambda: folder.copy_small_files(model_folder, tmp_path / "out"),
+        lambda: tokenizers.load("./m"),
+    ):
+        with pytest.raises(UserError, match=rf"m/{name} is a link to {secret}"):
+            read()
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_links_inside_the_folder_and_into_the_hubs_blobs_are_allowed(model_folder, tmp_path):
+    (model_folder / "vocab.txt").symlink_to("config.json")
+    assert folder.find("m").config_fields == FIELDS
+    (tmp_path / "link").symlink_to(model_folder)
+    assert folder.find("link").config_fields == FIELDS
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs = snapshot.parents[1] / "blobs"
+    for path in (snapshot, blobs):
+        path.mkdir(parents=True)
+    (blobs / "abc").write_text(json.dumps(FIELDS))
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    assert folder.find(str(snapshot)).config_fields == FIELDS
 
 
 def test_long_lists_end_with_the_number_of_the_others(model_folder):

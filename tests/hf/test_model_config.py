@@ -289,7 +289,11 @@ REFUSED = [
     ),
     ({"pretraining_tp": 2}, "pretraining_tp = 2: ", ["1"]),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: ", ["1"]),
-    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: ', ["null"]),
+    (
+        {"quantization_config": {"bits": 4}},
+        'quantization_config = {"bits": 4}: ',
+        ["model.source", "adapter.quantization=nf4"],
+    ),
     (
         {"architectures": ["LlamaForSequenceClassification"]},
         "architectures = [",

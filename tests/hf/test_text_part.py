@@ -196,7 +196,7 @@ REFUSED = [
     (
         multimodal.GEMMA_3_4B | {"quantization_config": {"bits": 4}},
         "quantization_config = {",
-        ["null"],
+        ["model.source"],
     ),
     (
         multimodal.GEMMA_3_4B | {"architectures": ["Gemma3ForSequenceClassification"]},
@@ -234,7 +234,7 @@ REFUSED = [
     (
         change(multimodal.MISTRAL_SMALL_3_1, quantization_config={"bits": 4}),
         "text_config.quantization_config = {",
-        ["null"],
+        ["model.source"],
     ),
     ({"model_type": "llava", "text_config": {}}, "model_type = llava: ", ["gemma3 or mistral3"]),
 ]

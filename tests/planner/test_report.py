@@ -118,6 +118,22 @@ def test_a_plan_without_an_estimate_has_no_time_and_no_cost():
     assert "GPU-hours" not in report.format_plan(plan, model="a model", tokens=1e9)
 
 
+def test_a_short_step_has_no_estimate_because_kernel_launches_are_not_counted():
+    plan = example_plans.make_plan(step_s_estimate=0.0002, model_flops=3e8, hardware_flops=6e8)
+    text = " ".join(report.format_plan(plan, model="a model", tokens=1e9).split())
+    assert "kernel launches" in text
+    assert "tokens/s" not in text
+    assert "GPU-hours" not in text
+    assert "0.0003 TFLOP needed per device and step, 0.0006 executed" in text
+
+
+def test_sources_with_weights_have_no_epoch():
+    plan = example_plans.make_plan(data=example_plans.make_data(unpacked_steps=None))
+    assert "100 steps of the run" in report.format_row_counts(plan)
+    plan = example_plans.make_plan(data=example_plans.make_data())
+    assert "100 steps of an epoch" in report.format_row_counts(plan)
+
+
 def test_tokens_to_train_on_give_gpu_hours_and_days():
     """10e9 tokens at 200,000 per second take 50,000 s: 111 GPU-hours on 8 GPUs, up to 1.3 times
     that."""

@@ -81,6 +81,15 @@ def test_what_is_learned_is_coloured_on_a_terminal():
     assert "\x1b[30;42m" in lines.splitlines()[1], "an example of it"
 
 
+def test_a_document_cannot_control_the_terminal(tmp_path):
+    name = "a\x1b]0;title\x07\nforged.txt"
+    (tmp_path / name).write_text("\x1b]52;c;x\x07 \u202etext\n\tnext \x9b")
+    lines = shown(asked(("a*.txt", "text")))
+    assert "]52;c;x\\x07 \\u202etext" in lines
+    assert "\\x1b]0;title\\x07\\nforged.txt" in lines
+    assert not re.search("[\x1b\x07\x9b\u202e]", lines)
+
+
 def test_ids_are_shown_where_there_is_no_tokenizer():
     assert " 5 6⟦ 7⟧" in shown(asked(("ids.jsonl", "tokens"), tokenizer=None))
 

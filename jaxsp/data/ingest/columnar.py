@@ -60,6 +60,8 @@ def read_batches(
     for batch in batches:
         batch.validate()
         batch = batch.select(selected)
+        for column in batch.columns:
+            _validate(column)
         num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
@@ -67,6 +69,18 @@ def read_batches(
             for row, problem in rows:
                 number += 1
                 yield f"{place}, row {number}", row, problem
+
+
+def _validate(column: pa.Array) -> None:
+    """Checks every offset of a column: a damaged one would be read from outside of its memory.
+
+    Raises: pyarrow.ArrowInvalid. Text that is not UTF-8 is a problem of its row.
+    """
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:

@@ -221,7 +221,7 @@ def _check_records(
     num_records = 0
     for place, record, problem in origin.records():
         num_records += 1
-        place = _escape_surrogates(place)
+        place = errors.escape(place)
         content = empty
         if problem is None:
             if unseen_fields and isinstance(record, dict):
@@ -236,7 +236,7 @@ def _check_records(
             except RecordError as error:
                 problem = str(error)
         if problem is not None:
-            problem = _escape_surrogates(problem)
+            problem = errors.escape(problem)
             num_bad += 1
             if num_bad <= record_cache.MAX_NAMED_RECORDS:
                 examples.append((place, problem))
@@ -272,8 +272,3 @@ def _nothing_usable_error(
         summary += ", and the others are empty"
     summary += ". Correct format or fields, or correct the records."
     return UserError([*record_cache.list_examples(examples), summary])
-
-
-def _escape_surrogates(text: str) -> str:
-    """Escapes lone surrogates, and bytes of a file's name that are not UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -9,13 +9,14 @@ borders of the parts:
 """
 
 import contextlib
+import functools
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxsp.core import errors
+from jaxsp.core import errors, limits
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -58,20 +59,22 @@ def _encode_without_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any
 ) -> Iterator[EncodedRecord]:
     texts = [record.text for record in rendered]
-    lists: list[list[int] | RecordError]
+    encode: Callable[[list[str]], list[Any]]
     if _is_fast(tokenizer):
         tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
         # 1.6 us a token. Conversion to Python and to an array takes 0.04; a BatchEncoding as much
-        encodings = _encode_batch(tokenizer.backend_tokenizer.encode_batch_fast, texts)
-        lists = [each if isinstance(each, RecordError) else each.ids for each in encodings]
+        encode = functools.partial(
+            tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False
+        )
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        lists = tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
+        encode = lambda texts: tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
     frame = _TextFrame(tokenizer)
-    for record, ids in zip(rendered, lists, strict=True):
-        if isinstance(ids, RecordError):
-            yield ids
+    for record, result in zip(rendered, _encode_each(encode, texts), strict=True):
+        if isinstance(result, RecordError):
+            yield result
             continue
+        ids = result if isinstance(result, list) else result.ids
         if record.is_plain:
             frame.add(ids, record.text)
         yield np.fromiter(ids, np.int32, len(ids)), None
@@ -90,7 +93,9 @@ def _encode_with_labels(
     tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
     frame = _TextFrame(tokenizer)
     with _without_post_processor(tokenizer.backend_tokenizer) as backend:
-        encodings = _encode_batch(backend.encode_batch, [record.text for record in rendered])
+        texts = [record.text for record in rendered]
+        encode = functools.partial(backend.encode_batch, add_special_tokens=False)
+        encodings = _encode_each(encode, texts)
     for record, encoding in zip(rendered, encodings, strict=True):
         if isinstance(encoding, RecordError):
             yield encoding
@@ -106,17 +111,18 @@ def _encode_with_labels(
             yield problem
 
 
-def _encode_batch(encode: Any, texts: Sequence[str]) -> list[Any]:
-    """Encodes texts without special tokens; a text that the tokenizer refuses is a RecordError.
+def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> list[Any]:
+    """Returns what a tokenizer returns for each text, or a RecordError where it fails.
 
     A word-level tokenizer without an unknown token refuses words that it does not have.
     """
     try:
-        return encode(texts, add_special_tokens=False)
+        with limits.convert_panics():
+            return encode(texts)
     except Exception as error:  # the library raises a bare Exception
-        if len(texts) == 1:
-            return [RecordError(f"the tokenizer refuses it: {errors.first_line(error)}")]
-        return [result for text in texts for result in _encode_batch(encode, [text])]
+        if len(texts) > 1:
+            return [result for text in texts for result in _encode_each(encode, [text])]
+        return [RecordError(f"the tokenizer fails: {errors.first_line(error)}")]
 
 
 class _TextFrame:

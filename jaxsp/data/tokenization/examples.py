@@ -92,7 +92,8 @@ def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        return tokenize.encode_records([entry[record_format.column]], options)[0]
+        contents = [entry[record_format.column]]
+        return tokenize.encode_records(contents, options, places=[entry["place"]])[0]
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
     return np.asarray(entry["input_ids"], np.int32), labels
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.core.limits import LimitError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -87,31 +88,44 @@ def resolve_options(
     )
 
 
-def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
-    """Returns tokens and labels of texts, or of records as JSON; or their problem."""
-    return encoding.encode_texts(_render_records(records, options), options.tokenizer)
+def encode_records(
+    records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
+) -> list[EncodedRecord]:
+    """Returns tokens and labels of texts, or of records as JSON; or their problem.
+
+    Args: places: of the records, for messages.
+    """
+    return _render_and_encode(records, options, places)[1]
 
 
-def _render_records(
-    records: Sequence[str], options: TokenizeOptions
-) -> list[RenderedRecord | RecordError]:
-    return [_render_record(record, options) for record in records]
+def _render_and_encode(
+    records: Sequence[str], options: TokenizeOptions, places: Sequence[str]
+) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
+    size = sum(map(len, records))
+    where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
+    with tokenizers.limit(size, error_prefix=f"{where}:"):
+        with chat_template.limit_memory(size):
+            rendered = [_render_record(record, options) for record in records]
+        return rendered, encoding.encode_texts(rendered, options.tokenizer)
 
 
 def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
     if options.format.is_text:
         return RenderedRecord(text=record, is_plain=True)
     try:
-        return chat.render_record(
-            json.loads(record),
-            tokenizer=options.tokenizer,
-            template=options.template,
-            train_on=options.train_on,
-            earlier_reasoning=options.earlier_reasoning,
-            date=options.date,
-        )
+        with chat_template.limit_time(len(record)):
+            return chat.render_record(
+                json.loads(record),
+                tokenizer=options.tokenizer,
+                template=options.template,
+                train_on=options.train_on,
+                earlier_reasoning=options.earlier_reasoning,
+                date=options.date,
+            )
     except RecordError as problem:
         return problem
+    except (LimitError, MemoryError) as error:  # outside of the template
+        return RecordError(f"cannot be rendered: {error or 'it needs too much memory'}")
 
 
 @record_cache.hide_progress_without_terminal()
@@ -152,6 +166,7 @@ def tokenize_dataset(
             max_workers=data.num_workers,
             fingerprint=fingerprint,
             title=source.source,
+            error_prefix=error_prefix,
         )
     tokenized, stats = token_cache.open_or_make(dataset, fingerprint, make)
     record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
@@ -186,8 +201,12 @@ def _map_dataset(
     max_workers: int | None,
     fingerprint: str,
     title: str,
+    error_prefix: str,
 ) -> "datasets.Dataset":
-    """Tokenizes a dataset, in worker processes if it is large."""
+    """Tokenizes a dataset, in worker processes if it is large.
+
+    Raises: UserError if one of these has been killed.
+    """
     import datasets
     import multiprocess
 
@@ -205,17 +224,25 @@ def _map_dataset(
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
     if options.format.is_chat:
         types[BARE_ANSWERS] = datasets.Value("int32")
-    tokenized = dataset.with_format("arrow").map(
-        functools.partial(_encode_table, options=options, num_threads=num_threads),
-        batched=True,
-        batch_size=batch_size,
-        writer_batch_size=batch_size,
-        remove_columns=dataset.column_names,
-        features=datasets.Features(types),
-        num_proc=num_workers if num_workers > 1 else None,  # None: in this process
-        new_fingerprint=fingerprint,
-        desc=f"Tokenizing {title}",
-    )
+    try:
+        tokenized = dataset.with_format("arrow").map(
+            functools.partial(_encode_table, options=options, num_threads=num_threads),
+            batched=True,
+            batch_size=batch_size,
+            writer_batch_size=batch_size,
+            remove_columns=dataset.column_names,
+            features=datasets.Features(types),
+            num_proc=num_workers if num_workers > 1 else None,  # None: in this process
+            new_fingerprint=fingerprint,
+            desc=f"Tokenizing {title}",
+        )
+    except RuntimeError as error:
+        if num_workers == 1 or "abruptly died" not in str(error):
+            raise
+        raise UserError(
+            f"{error_prefix}: a process that tokenizes was killed. If no line above has the "
+            f"reason, memory ended: set data.num_workers={max(num_workers // 2, 1)}."
+        ) from None
     return tokenized.with_format(None)
 
 
@@ -239,8 +266,10 @@ def _encode_table(
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
     num_bare_answers = np.zeros(len(problems), np.int32)
-    rendered = _render_records([contents[index] for index in usable], options)
-    encoded = encoding.encode_texts(rendered, options.tokenizer)
+    places = records["place"].to_pylist()
+    rendered, encoded = _render_and_encode(
+        [contents[index] for index in usable], options, [places[index] for index in usable]
+    )
     for index, record, result in zip(usable, rendered, encoded, strict=True):
         if isinstance(result, RecordError):
             problems[index] = str(result)

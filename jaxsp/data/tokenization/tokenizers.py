@@ -1,14 +1,16 @@
 """Loads tokenizers: the built-in byte tokenizer, a folder's, or the hub's."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, exit_codes, files, limits, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizer_json
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import transformers
@@ -17,6 +19,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 BYTE_TOKENIZER = "bytes"
+
+_SECONDS = 60.0
+"""Processor time to tokenize texts, in addition to that for their length."""
+
+_CHARS_PER_SECOND = 10**4
+"""Characters that extend this time by a second. An ordinary tokenizer reads 2 x 10**6."""
+
+_MEMORY = 2**32
+"""Memory to tokenize texts, in addition to that for their length."""
+
+_MEMORY_PER_CHAR = 200
+"""Memory for each character; an ordinary tokenizer takes about 40 bytes."""
 
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
@@ -63,13 +77,16 @@ def load(
     )
     if paths.is_path(name) and not pathlib.Path(name).exists():
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
+    if pathlib.Path(name).is_dir():
+        files.check_model_folder(pathlib.Path(name), error_prefix=error_prefix)
     try:
-        # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
-        loaded = transformers.AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, fix_mistral_regex=False
-        )
-        loaded.init_kwargs.pop("fix_mistral_regex", None)
-        tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
+        with limits.convert_panics():
+            # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                name, trust_remote_code=False, fix_mistral_regex=False
+            )
+            loaded.init_kwargs.pop("fix_mistral_regex", None)
+            tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
@@ -80,6 +97,26 @@ def load(
     for note in notes:
         report(note)
     return tokenizer
+
+
+def limit(num_chars: int, *, error_prefix: str) -> contextlib.AbstractContextManager[None]:
+    """Ends the process if a block tokenizes for too long, or needs too much memory.
+
+    Tokenizers are native code, which cannot be interrupted.
+    """
+
+    def end_process(reason: str) -> None:
+        distributed.log(
+            f"{error_prefix} tokenizing {reason}. Use another tokenizer or chat template, or leave "
+            "this text out."
+        )
+        distributed.abort_job(exit_codes.USER_ERROR)
+
+    return limits.watch_native(
+        seconds=_SECONDS + num_chars / _CHARS_PER_SECOND,
+        num_bytes=_MEMORY + num_chars * _MEMORY_PER_CHAR,
+        end_process=end_process,
+    )
 
 
 def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:

@@ -229,6 +229,17 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
         tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
 
 
+def test_a_killed_process_that_tokenizes_is_an_error_of_its_source(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", {"text": "x"}, {"text": "y"})
+
+    def fail(*_, **__):
+        raise RuntimeError("One of the subprocesses has abruptly died during map operation.")
+
+    monkeypatch.setattr(datasets.Dataset, "map", fail)
+    with pytest.raises(UserError, match=rf"{FIELD} = a.jsonl: .*killed.*data.num_workers=1"):
+        tokenize("a.jsonl", num_workers=2)
+
+
 def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     first = tokens("a.txt")

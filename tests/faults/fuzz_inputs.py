@@ -1,0 +1,298 @@
+"""Malformed and hostile inputs by kind, for tests/faults/fuzz.py: functions make and read them."""
+
+import gzip
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import yaml
+
+from jaxsp.config import config_errors, config_file
+from jaxsp.core.errors import ProblemCollector
+from jaxsp.data.ingest import sources
+from jaxsp.data.tokenization import tokenize, tokenizers
+from jaxsp.run import model_files
+from tests import batches
+from tests.faults.fuzz_values import (
+    BOMBS,
+    ODD_TEXTS,
+    ODD_VALUES,
+    PATTERNS,
+    mutate_bytes,
+    mutate_json,
+)
+
+CONFIG = {
+    "run": {"directory": "run", "steps": 1},
+    "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes"},
+    "mesh": {"data": 1},
+    "data": {"train": [{"source": "data.jsonl", "format": "text"}], "row_tokens": 64},
+    "batch": {"rows_per_step": 1},
+    "optimizer": {"learning_rate": 0.1},
+}
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "a question"},
+        {"role": "assistant", "content": "an answer"},
+    ]
+}
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
+    "'<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def list_fields() -> list[str]:
+    """Dotted names of all fields of a config."""
+    text = config_errors.describe_fields()
+    lines = (line.strip() for line in text.splitlines())
+    names = [line.split("  (")[0] for line in lines if "; default " in line or "; required" in line]
+    return [name.replace("[]", ".0") for name in names]
+
+
+FIELDS = list_fields()
+
+
+def check_config(rng: random.Random) -> None:
+    """Loads a changed config file, or a config with odd overrides."""
+    content = yaml.safe_dump(CONFIG).encode()
+    changes = []
+    if rng.random() < 0.5:
+        tokens = [text.encode("utf-8", "surrogatepass") for text in ODD_TEXTS]
+        content = mutate_bytes(rng, content, [*tokens, b"run:\n", b"  ", b"- ", b": ", b"\xff"])
+    else:
+        name = rng.choice([*FIELDS, "x", "run", "data.train", "data.train.0", "data.train.9" * 9])
+        if rng.random() < 0.1:
+            name += rng.choice([".x", "." + "9" * 5000, ".", "\udcff", "x" * 100_000, ".a" * 60])
+        values = [*ODD_TEXTS, *(json.dumps(x) for x in ODD_VALUES), ""]
+        changes = [f"{name}={rng.choice(values)}"]
+    pathlib.Path("config.yaml").write_bytes(content)
+    config_file.load("config.yaml", changes)
+
+
+MODELS = [
+    *(
+        batches.SMALL_LLAMA | {"model_type": name}
+        for name in ("llama", "mistral", "qwen2", "qwen3")
+    ),
+    *(
+        batches.SMALL_LLAMA | {"model_type": name, "head_dim": 8}
+        for name in ("gemma2", "gemma3_text")
+    ),
+    batches.SMALL_LLAMA | {"model_type": "phi3", "pad_token_id": 0},
+    {"model_type": "gemma3", "text_config": batches.SMALL_LLAMA | {"model_type": "gemma3_text"}},
+    batches.SMALL_LLAMA
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}, "hidden_act": "silu"}
+    | {"layer_types": ["full_attention"], "sliding_window": 16, "eos_token_id": [1, 2]},
+    batches.SMALL_LLAMA
+    | {
+        "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4},
+        "hidden_act": "gelu",
+    }
+    | {"long_factor": [1.0] * 4, "max_position_embeddings": 64, "quantization_config": {}},
+]
+
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "modules_to_save": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "use_rslora": False,
+}
+
+
+def check_model(rng: random.Random) -> None:
+    """Reads a changed config.json, or a changed adapter_config.json."""
+    fields = dict(rng.choice(MODELS))
+    adapter = ADAPTER
+    changes = []
+    if rng.random() < 0.2:
+        adapter = mutate_json(rng, ADAPTER, [*ODD_VALUES, *PATTERNS, "([a-z0-9_.]+)*X"])
+        fields = batches.SMALL_LLAMA
+        changes = ["adapter.type=lora", "adapter.source=adapter"]
+    else:
+        names = (
+            "hidden_act",
+            "rope_scaling",
+            "rope_theta",
+            "sliding_window",
+            "tie_word_embeddings",
+        )
+        if rng.random() < 0.3:
+            fields[rng.choice(names)] = rng.choice(ODD_VALUES)
+        for _ in range(rng.randint(1, 2)):
+            mutated = mutate_json(rng, fields)
+            fields = mutated if isinstance(mutated, dict) else fields
+    for folder, name, content in (
+        ("model", "config.json", fields),
+        ("adapter", "adapter_config.json", adapter),
+    ):
+        pathlib.Path(folder).mkdir(exist_ok=True)
+        text = json.dumps(content).encode()
+        if rng.random() < 0.05:
+            text = mutate_bytes(rng, text, [b"[" * 100_000, b"\xff", b"\xef\xbb\xbf", b"9" * 5000])
+        pathlib.Path(folder, name).write_bytes(text)
+    where = ["model.config=null", "model.source=model"]
+    if changes:
+        where = []
+    config = config_file.parse(CONFIG, [*where, *changes])
+    problems = ProblemCollector()
+    model_files.read_model(config, None, problems)
+    problems.raise_if_any()
+
+
+def _make_data(rng: random.Random) -> dict[str, bytes]:
+    """Files of each type with valid records."""
+    records = [{"text": "some text"}, {"text": "\u00e4" * 9}, {"text": ""}]
+    lines = "\n".join(map(json.dumps, records)).encode()
+    chats = "\n".join([json.dumps(CHAT)] * 3).encode()
+    table = pa.table({"text": [record["text"] for record in records]})
+    sink = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    return {
+        "a.jsonl": lines,
+        "chats.jsonl": chats,
+        "a.json": json.dumps(records).encode(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.csv": b'text,other\n"a, b",1\nc,2\n',
+        "a.tsv": b"text\tother\na\t1\n",
+        "a.parquet": sink.getvalue().to_pybytes(),
+        "a.arrow": stream.getvalue().to_pybytes(),
+        "a\x1b[31m.txt": b"some text",
+        "tokens.jsonl": b'{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}\n{"input_ids": []}',
+    }
+
+
+def check_data(rng: random.Random) -> None:
+    """Reads and tokenizes a changed data file."""
+    files = _make_data(rng)
+    name = rng.choice(list(files))
+    content = files[name]
+    if content[:1] == b"{" and rng.random() < 0.6:
+        record = mutate_json(rng, json.loads(content.splitlines()[0]))
+        content = json.dumps(record).encode() + b"\n" + content
+    else:
+        tokens = [b"[" * 100_000, b"\0", b'"', b"\n", b"\xff", b'{"text": 3}', b"1" * 5000, b"\x1b"]
+        content = mutate_bytes(rng, content, tokens)
+    path = pathlib.Path(name)
+    path.write_bytes(content)
+    known = {"chats.jsonl": "messages", "tokens.jsonl": "tokens"}
+    source = {"source": glob_escape(name), "format": known.get(name, "text")}
+    if rng.random() < 0.1:
+        source |= {"fields": {"text": rng.choice(["x", "", "\x1b"])}}
+    data = {"chat_template": CHATML} if source["format"] == "messages" else {}
+    if rng.random() < 0.3:
+        data["on_bad_record"] = "skip"
+    _tokenize(source, data, tokenizers.make_byte_tokenizer())
+
+
+def glob_escape(name: str) -> str:
+    """The name as a glob, whose characters mean themselves."""
+    return name.replace("[", "[[]")
+
+
+def _tokenize(source: dict[str, Any], data: dict[str, Any], tokenizer: Any) -> None:
+    fields = CONFIG | {"data": {"train": [source], "row_tokens": 64, **data}}
+    config = config_file.parse(fields)
+    field = "data.train.0.source"
+    records = sources.read(config.data.train[0], data=config.data, field=field)
+    tokenize.tokenize_dataset(
+        records,
+        source=config.data.train[0],
+        data=config.data,
+        tokenizer=tokenizer,
+        vocab_size=600,
+        field=field,
+    )
+
+
+def check_template(rng: random.Random) -> None:
+    """Renders a chat with a hostile or changed template."""
+    template = rng.choice(BOMBS) + CHATML
+    if rng.random() < 0.6:
+        tokens = [b"{{", b"}}", b"{%", b"%}", b"{% endfor %}", b"(", b"|tojson", b"messages", b"{#"]
+        template = mutate_bytes(rng, CHATML.encode(), tokens).decode("utf-8", "replace")
+    render(template)
+
+
+def render(template: str) -> None:
+    """Renders and tokenizes a chat."""
+    pathlib.Path("chat.jsonl").write_text(json.dumps(CHAT))
+    source = {"source": "chat.jsonl", "format": "messages"}
+    _tokenize(source, {"chat_template": template}, tokenizers.make_byte_tokenizer())
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    """A pre-tokenizer of tokenizer.json that splits at a regular expression, then into bytes."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    split_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps = [split | {"invert": False}, split_bytes | {"use_regex": False}]
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+def grow(times: int, letter: str = "e") -> dict[str, Any]:
+    """A normalizer of tokenizer.json that makes four letters of one, several times."""
+    replace = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 4}
+    return {"type": "Sequence", "normalizers": [replace] * times}
+
+
+def make_tokenizer(rng: random.Random) -> dict[str, Any]:
+    """A tokenizer.json of bytes, with parts that a hostile one may have."""
+    backend = json.loads(tokenizers.make_byte_tokenizer().backend_tokenizer.to_str())
+    if rng.random() < 0.5:
+        backend["normalizer"] = grow(rng.choice([1, 3, 30]))
+    if rng.random() < 0.5:
+        backend["pre_tokenizer"] = split_by(rng.choice(PATTERNS))
+    return backend
+
+
+def load_tokenizer(backend: Any, config: Any) -> Any:
+    """Loads a tokenizer from its two files."""
+    folder = pathlib.Path("tokenizer")
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizers.load(str(folder))
+
+
+def tokenize_text(text: str, tokenizer: Any) -> None:
+    """Tokenizes a record of text."""
+    pathlib.Path("text.jsonl").write_text(json.dumps({"text": text}))
+    _tokenize({"source": "text.jsonl", "format": "text"}, {}, tokenizer)
+
+
+def check_tokenizer(rng: random.Random) -> None:
+    """Loads a changed tokenizer and tokenizes with it."""
+    backend = make_tokenizer(rng)
+    config: Any = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    if rng.random() < 0.5:
+        backend = mutate_json(rng, mutate_json(rng, backend))
+    elif rng.random() < 0.5:
+        config = mutate_json(rng, config)
+    tokenizer = load_tokenizer(backend, config)
+    tokenize_text("a" * 30 + "b some text e\u0301", tokenizer)
+    pathlib.Path("chat.jsonl").write_text(json.dumps(CHAT))
+    data = {"chat_template": CHATML}
+    _tokenize({"source": "chat.jsonl", "format": "messages"}, data, tokenizer)
+
+
+KINDS: dict[str, Callable[[random.Random], None]] = {
+    "configs": check_config,
+    "models": check_model,
+    "data": check_data,
+    "templates": check_template,
+    "tokenizers": check_tokenizer,
+}

@@ -1,0 +1,102 @@
+"""Malformed and hostile input: a sample of `python -m tests.faults.fuzz`."""
+
+import os
+import pathlib
+import random
+import time
+
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.core import exit_codes
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat_template
+from jaxsp.data.chat.chat import RenderedRecord
+from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.hf import folder
+from tests import commands
+from tests.faults import fuzz, fuzz_inputs, fuzz_values
+from tests.messages import assert_names
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    with fuzz.prepared(tmp_path):
+        yield
+
+
+@pytest.mark.parametrize(("kind", "number"), [("configs", 60), ("models", 25), ("data", 20)])
+def test_malformed_input_is_accepted_or_refused(prepared, kind, number):
+    counts, failures = fuzz.run_cases(kind, number, seed=0)
+    assert not failures
+    assert counts[fuzz.ACCEPTED] > 0
+    assert counts[fuzz.REFUSED] > 0
+
+
+@pytest.mark.parametrize("case", ["data-11-389", "models-21-1568"])
+def test_inputs_that_failed_once_are_refused(prepared, case):
+    """An Arrow file with a negative offset, and an adapter of rank 10**400."""
+    assert fuzz.run_case(case.partition("-")[0], case) == fuzz.REFUSED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("configs", 2000), ("models", 1000), ("data", 200), ("templates", 50), ("tokenizers", 40)],
+)
+def test_more_malformed_input_is_accepted_or_refused(prepared, kind, number, seed):
+    _, failures = fuzz.run_cases(kind, number, seed=seed)
+    assert not failures
+
+
+@pytest.mark.parametrize("index", range(len(fuzz_values.BOMBS)))
+def test_a_hostile_chat_template_is_refused_in_limited_time(prepared, monkeypatch, index):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.05)
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"chat template|data\.chat_template"):
+        fuzz_inputs.render(fuzz_values.BOMBS[index] + fuzz_inputs.CHATML)
+    assert time.process_time() - start < 5
+
+
+def test_a_hostile_tokenizer_fails_for_the_records_that_it_cannot_read(prepared):
+    backend = fuzz_inputs.make_tokenizer(random.Random(0))
+    backend |= {"normalizer": None, "pre_tokenizer": fuzz_inputs.split_by("(a+)+$")}
+    tokenizer = fuzz_inputs.load_tokenizer(backend, {})
+    rendered = [RenderedRecord(text=text) for text in ("ab", "a" * 30 + "b", "ba")]
+    first, second, third = encoding.encode_texts(rendered, tokenizer)
+    assert [ids.tolist() for ids, _ in (first, third)] == [[97, 98], [98, 97]]
+    assert isinstance(second, RecordError)
+
+
+@pytest.mark.e2e
+def test_a_tokenizer_whose_text_grows_ends_the_process_with_its_record(tmp_path):
+    """A normalizer that makes 4**30 characters of one."""
+    program = (
+        "import random, pathlib, os; from tests.faults import fuzz_inputs; "
+        "os.chdir(os.environ['FOLDER']); "
+        "backend = fuzz_inputs.make_tokenizer(random.Random(0)); "
+        "backend |= {'normalizer': fuzz_inputs.grow(30, 'q'), 'pre_tokenizer': None}; "
+        "fuzz_inputs.tokenizers._MEMORY = 2**28; "
+        "fuzz_inputs.tokenize_text('qq', fuzz_inputs.load_tokenizer(backend, {}))"
+    )
+    done = commands.run_python("-c", program, env={"FOLDER": str(tmp_path)})
+    assert done.returncode == exit_codes.USER_ERROR
+    assert_names(done.stderr, "text.jsonl, line 1", "GiB")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_read(prepared, make):
+    for name in ("t.jinja", "c.yaml", "folder/config.json", "folder/tokenizer.json"):
+        path = pathlib.Path(name)
+        path.parent.mkdir(exist_ok=True)
+        make(path)
+    for read in (
+        lambda: chat_template.resolve_template("t.jinja"),
+        lambda: config_file.read("c.yaml"),
+        lambda: folder.find("./folder"),
+        lambda: tokenizers.load("./folder"),
+    ):
+        with pytest.raises(UserError, match=r"regular file|outside"):
+            read()
