@@ -393,14 +393,21 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
     actual = on_kind(program)
-    assert memory_formula.checkpoint_bytes(program) == actual["device"]
+    assert memory_formula.checkpoint_bytes(program) == 2 * actual["device"], "a copy and its buffer"
     offloaded = memory_formula.program_offloaded_bytes(program)
     assert offloaded.weights + offloaded.moments == actual[host_offload.MEMORY_KIND]
     assert actual["device"] > 0
     assert (actual[host_offload.MEMORY_KIND] > 0) == (offload == "state")
     room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
-    assert room.host == 200 * GIB - actual["device"]
+    assert room.host == 200 * GIB - 2 * actual["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
+
+
+def test_buffers_for_copies_of_a_checkpoint_have_the_limit_of_the_pool(monkeypatch):
+    """With XLA's limit of 64 GiB, nothing is offloaded, and the state could be larger."""
+    program = runs.program({"offload_activations": "layer_inputs"}, sizes=(2, 2, 2))
+    monkeypatch.setattr(memory_formula, "pool_bytes", lambda _: 1000)
+    assert memory_formula.checkpoint_bytes(program) == on_kind(program)["device"] + 1000
 
 
 class Device:
