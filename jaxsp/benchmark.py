@@ -12,8 +12,7 @@ from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.hf.published import ModelSizes
-from jaxsp.run import benchmark, mesh_benchmark
-from jaxsp.runtime import jax_platform
+from jaxsp.run import benchmark, jax_limits, mesh_benchmark
 
 
 def main(arguments: list[str]) -> None:
@@ -66,7 +65,7 @@ def _benchmark_one(
 ) -> None:
     """Times the config's own mesh."""
     config = config_file.load(given.config, changes)
-    jax_platform.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
+    jax_limits.choose_platform(config)
     result = benchmark.benchmark_steps(config, num_steps=given.steps)
     mesh = " x ".join(f"{axis} {size}" for axis, size in result.mesh.items())
     peak = "" if result.peak_gib is None else f", peak memory {result.peak_gib:.2f} GiB"

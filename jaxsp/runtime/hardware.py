@@ -3,6 +3,7 @@
 Must not import jax, which starts threads: `jaxsp.launch` forks after it has counted the GPUs.
 """
 
+import ctypes
 import os
 import pathlib
 from collections.abc import Mapping
@@ -29,6 +30,33 @@ def count_gpus(environ: Mapping[str, str]) -> int:
             break
         num_visible += 1
     return num_visible
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t of NVIDIA's management library, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def gpu_memory_bytes() -> int | None:
+    """Bytes of memory of this node's smallest GPU, read without starting CUDA; None if unknown."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
+    except OSError:
+        return None
+    count = ctypes.c_uint()
+    device = ctypes.c_void_p()
+    memory = _NvmlMemory()
+    totals = []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            continue
+        if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            totals.append(memory.total)
+    nvml.nvmlShutdown()
+    return min(totals, default=None)
 
 
 def host_memory_bytes() -> int:

@@ -29,6 +29,7 @@ def choose_platform(
     num_processes: int = 1,
     num_local_processes: int = 1,
     max_pool_bytes: int | None = None,
+    outside_bytes: int | float = 0,
 ) -> None:
     """Selects the CPU where there is no NVIDIA GPU, and sets JAX's limits for memory and time.
 
@@ -40,10 +41,14 @@ def choose_platform(
         num_local_processes: processes on this node.
         max_pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all that is
             available.
+        outside_bytes: memory of each GPU that CUDA and NCCL need.
     Raises: UserError if the processes cannot have the same number of devices.
     """
     memory_limits.raise_limits(
-        os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes
+        os.environ,
+        num_local_processes=num_local_processes,
+        max_pool_bytes=max_pool_bytes,
+        outside_bytes=outside_bytes,
     )
     has_gpu = hardware.count_gpus(os.environ) > 0
     if not has_gpu:
