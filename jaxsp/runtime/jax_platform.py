@@ -1,7 +1,7 @@
 """Platform that JAX runs on: NVIDIA GPUs, or the CPU as virtual devices."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import jax
 
@@ -21,6 +21,18 @@ the process, 20 s until it prints a warning, and 30 minutes between processes. j
 COLLECTIVE_TIMEOUT_S = 86_400
 """Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
 on slow cores. The watchdog ends a step that hangs, and prints the stacks of all threads."""
+
+
+GPU_TIMEOUTS = (
+    "xla_gpu_first_collective_call_terminate_timeout_seconds",
+    "xla_gpu_executable_terminate_timeout",
+)
+"""XLA's limits, in seconds, for how long a GPU waits for the others of its process to begin their
+first collective (40) and to end a program (30). jaxlib 0.10.1 to 0.12.0.1 have both. A name that
+XLA does not know in XLA_FLAGS ends the process."""
+
+GPU_TIMEOUT_S = 600
+"""Replaces these limits in jobs of several nodes, where connecting all GPUs takes minutes."""
 
 
 def choose_platform(
@@ -55,7 +67,9 @@ def choose_platform(
         if not os.environ.get("JAX_PLATFORMS"):
             # An installed CUDA plugin would look for a GPU and print a traceback
             jax.config.update("jax_platforms", "cpu")
-        _raise_collective_timeouts(os.environ)
+        _raise_timeouts(os.environ, collective_timeout_flags())
+    elif num_processes > num_local_processes:
+        _raise_timeouts(os.environ, gpu_timeout_flags())
     if virtual_cpu_devices is None:
         return
     per_process, remainder = divmod(virtual_cpu_devices, num_processes)
@@ -74,7 +88,12 @@ def collective_timeout_flags() -> list[str]:
     return [f"--{name}={COLLECTIVE_TIMEOUT_S}" for name in COLLECTIVE_TIMEOUTS]
 
 
-def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
+def gpu_timeout_flags() -> list[str]:
+    """Flags that raise XLA's limits for GPUs of several nodes."""
+    return [f"--{name}={GPU_TIMEOUT_S}" for name in GPU_TIMEOUTS]
+
+
+def _raise_timeouts(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
     """Adds the limits that the user has not set to XLA_FLAGS.
 
     XLA reads the variable once, when the first device is used. It holds flags or the name of a file
@@ -83,7 +102,10 @@ def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
     flags = environ.get("XLA_FLAGS", "")
     if flags.strip() and not flags.strip().startswith("-"):
         return
-    user_names = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
-    named_flags = zip(COLLECTIVE_TIMEOUTS, collective_timeout_flags(), strict=True)
-    missing = [flag for name, flag in named_flags if name not in user_names]
+    user_names = {_flag_name(flag) for flag in flags.split()}
+    missing = [flag for flag in own_flags if _flag_name(flag) not in user_names]
     environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+
+
+def _flag_name(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0]

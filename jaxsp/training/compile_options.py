@@ -223,13 +223,12 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
 
 
 def _flag_names(flags: str) -> list[str]:
-    """Names that XLA_FLAGS sets, without jaxsp's own flags for CPU devices.
+    """Names that XLA_FLAGS sets, without jaxsp's own flags.
 
     The variable contains flags, or the name of a file of flags.
     """
-    flags = " ".join(
-        flag for flag in flags.split() if flag not in jax_platform.collective_timeout_flags()
-    )
+    own = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
+    flags = " ".join(flag for flag in flags.split() if flag not in own)
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())
         flags = file.read_text(encoding="utf-8") if file.is_file() else ""

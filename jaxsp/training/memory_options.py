@@ -11,7 +11,7 @@ from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, distributed
 from jaxsp.training import (
     available_memory,
     compile_options,
@@ -358,6 +358,11 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
     Call before weights are loaded: see `host_offload.reserve_pool`.
     """
     if host_bytes and is_gpu(program):
+        if jax.process_index() == 0:
+            distributed.log(
+                f"reserving {memory_fit.format_bytes(host_bytes)} of pinned host memory for each "
+                "GPU, which can take minutes"
+            )
         try:
             host_offload.reserve_pool(program.mesh.local_devices, host_bytes)
         except jax.errors.JaxRuntimeError as error:
