@@ -67,6 +67,10 @@ attention offloaded: 0.61 without, 0.01 with it (jax 0.12). Pipelining a loop is
 and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before training.
 """
 
+MIN_PREFETCH_RELEASE = (0, 11, 1)
+"""First release of jaxlib that prefetches. Before, copies in pipelined loops could have wrong
+offsets: a model of 27B diverged with more gathers in the loop (openxla/xla PRs 37979 and 39302)."""
+
 
 TESTED_RELEASES = (
     ((0, 10, 1), (0, 10, 1)),
@@ -116,7 +120,14 @@ def choose_options(
         release = parse_version(version)
         is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
         if is_tested:
-            own = _own_options(config, overlaps_loops=is_tiled and mesh.size > 1)
+            own = _own_options(overlaps_loops=is_tiled and mesh.size > 1)
+            if config.memory.offload_activations != "none":
+                if release >= MIN_PREFETCH_RELEASE:
+                    own |= PREFETCH_FROM_HOST
+                else:
+                    parts.append(
+                        "the backward pass waits for offloaded activations (jax 0.11.1 prefetches)"
+                    )
             options |= {name: value for name, value in own.items() if name not in flags}
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
@@ -145,13 +156,11 @@ def choose_options(
     )
 
 
-def _own_options(config: Config, *, overlaps_loops: bool) -> XlaOptions:
+def _own_options(*, overlaps_loops: bool) -> XlaOptions:
     """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
     if overlaps_loops:
         options |= OVERLAP_IN_LOOPS
-    if config.memory.offload_activations != "none":
-        options |= PREFETCH_FROM_HOST
     return options
 
 

@@ -28,6 +28,10 @@ WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 
 MIN_HOST_STATE_RELEASE = host_offload.MIN_RELEASE
 
+MIN_DOUBLE_BUFFER_RELEASE = (0, 11, 2)
+"""First jax release whose copies of offloaded arrays are right in double-buffered loops, which XLA
+uses from optimization level O1 on."""
+
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
     """Reasons that the memory options of a config of one row length do not work with this release
@@ -54,6 +58,7 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "(Python 3.12), or use memory.offload_optimizer=none."
         )
     problems += _find_layer_stack_problems(memory, version)
+    problems += _find_level_problems(memory, release)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
@@ -64,6 +69,19 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return problems
+
+
+def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:
+    """Reasons that offloading does not work at the optimization level that the user has set."""
+    level = jax.config.jax_optimization_level
+    is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
+    if not is_offloaded or level not in ("O1", "O2", "O3") or release >= MIN_DOUBLE_BUFFER_RELEASE:
+        return []
+    return [
+        f"JAX_OPTIMIZATION_LEVEL = {level}: copies of offloaded arrays would have wrong offsets in "
+        "loops (openxla/xla PR 47218). Unset it, install jax 0.11.2 or later, or use "
+        "memory.offload_activations=none memory.offload_optimizer=none."
+    ]
 
 
 def _find_layer_stack_problems(memory: MemoryConfig, version: str) -> list[str]:
