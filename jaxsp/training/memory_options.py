@@ -73,7 +73,7 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
 
 def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:
     """Reasons that offloading does not work at the optimization level that the user has set."""
-    level = jax.config.jax_optimization_level
+    level = jax.config.values["jax_optimization_level"]
     is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
     if not is_offloaded or level not in ("O1", "O2", "O3") or release >= MIN_DOUBLE_BUFFER_RELEASE:
         return []

@@ -126,6 +126,7 @@ class _AttentionCheck(NamedTuple):
     heads_per_kv_head: int
     num_kv_heads: int
     head_chunks: int
+    copies_segments: bool
     score: ScoreConfig
     strategy: Strategy | None
     """Strategy on one device that computes chunks of rows; None: whole rows."""
@@ -145,6 +146,7 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
             heads_per_kv_head=heads // kv_heads,
             num_kv_heads=min(2, kv_heads),
             head_chunks=choice.settings.head_chunks,
+            copies_segments=choice.settings.copies_segments,
             score=score,
             strategy=strategy,
         )
@@ -176,6 +178,7 @@ def measure_attention_error(
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
+    copies_segments: bool = False,
     strategy: Strategy | None = None,
 ) -> dict[str, float]:
     """Errors of a kernel's output and gradients on small packed rows, by name: out, dq, dk, dv.
@@ -187,6 +190,7 @@ def measure_attention_error(
         max_segments: 1: rows of one segment; more: rows of several, with padding between them.
         score: scores of a layer; a window is shortened to 100 tokens, because the rows are short.
         head_chunks: reduced to the largest number that the few heads allow.
+        copies_segments: see `KernelSettings`.
         strategy: a strategy on one device; None: whole rows.
     Units: relative root mean square error of the segment where it is largest; padding of a row
         counts as a segment. The base is the root mean square of the expected values, in the
@@ -209,6 +213,7 @@ def measure_attention_error(
             dtype=dtype,
             score=score,
             head_chunks=head_chunks,
+            copies_segments=copies_segments,
             strategy=strategy,
         )
         fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
@@ -290,6 +295,7 @@ def compile_attention(
     dtype: jnp.dtype,
     score: ScoreConfig,
     head_chunks: int = 1,
+    copies_segments: bool = False,
     strategy: Strategy | None = None,
 ) -> jax.stages.Compiled:
     """Compiles a kernel's output and gradients as functions of `make_attention_inputs`.
@@ -315,11 +321,12 @@ def compile_attention(
         window=score.window,
     )
     legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
+    chunks = max(n for n in legal if n <= head_chunks)
     attend = attention.make_attend(
         kernel=kernel,
         strategy=strategy,
         layer_scores=[score],
-        settings=KernelSettings(head_chunks=max(n for n in legal if n <= head_chunks)),
+        settings=KernelSettings(head_chunks=chunks, copies_segments=copies_segments),
     )
 
     def run(inputs: list[Array], slots: list[Array]) -> list[Array]:

@@ -310,6 +310,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "head_dim": 64,
         "max_segments": 5,
         "head_chunks": 1,
+        "copies_segments": False,
         "score": ScoreConfig(),
         "dtype": program.dtype,
         "device": gpu,
