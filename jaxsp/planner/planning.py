@@ -285,7 +285,7 @@ def _cost_fields(
     """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
     ceilings = cluster.gpu.ceilings
-    node_devices = cluster.node_devices
+    node_devices = cluster.link_devices
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
     estimator = roofline.make_estimator(

@@ -6,6 +6,7 @@ Must not import jax, which starts threads: `jaxsp.launch` forks after it has cou
 import ctypes
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 
 
@@ -15,7 +16,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return 0
     dev = pathlib.Path("/dev")
     num_installed = len([*dev.glob("nvidia[0-9]*")])
-    has_wsl_gpus = num_installed == 0 and (dev / "dxg").exists()
+    has_wsl_gpus = num_installed == 0 and is_wsl()
     if num_installed == 0 and not has_wsl_gpus:
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -30,6 +31,11 @@ def count_gpus(environ: Mapping[str, str]) -> int:
             break
         num_visible += 1
     return num_visible
+
+
+def is_wsl() -> bool:
+    """True in the Windows Subsystem for Linux, if it has GPUs."""
+    return pathlib.Path("/dev/dxg").exists()
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -61,7 +67,7 @@ def gpu_memory_bytes() -> int | None:
 
 def host_memory_bytes() -> int:
     """Bytes of memory of this node, or of the container or job that this process runs in."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cpu_memory_bytes()]
     cgroups = pathlib.Path("/sys/fs/cgroup")
     membership = pathlib.Path("/proc/self/cgroup")
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
@@ -76,3 +82,21 @@ def host_memory_bytes() -> int:
             if limit.isdecimal():
                 limits.append(int(limit))
     return min(limits)
+
+
+def _cpu_memory_bytes(folder: pathlib.Path = pathlib.Path("/sys/devices/system/node")) -> list[int]:
+    """Bytes of memory of the NUMA nodes that have CPUs; empty if they are unknown.
+
+    On GH200 and GB200, the memory of each GPU is a NUMA node without CPUs, and counts as memory of
+    the system.
+    """
+    totals = []
+    for node in folder.glob("node[0-9]*"):
+        try:
+            if not (node / "cpulist").read_text(encoding="ascii").strip():
+                continue
+            text = (node / "meminfo").read_text(encoding="ascii")
+        except OSError:
+            return []
+        totals += re.findall(r"MemTotal: +(\d+) kB", text)
+    return [1024 * sum(map(int, totals))] if totals else []
