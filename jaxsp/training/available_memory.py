@@ -121,7 +121,8 @@ def outside_bytes(program: Program) -> float:
     layouts = []
     for row_tokens in program.config.data.row_lengths:
         of_length = program.with_row_tokens(row_tokens)
-        sizes, strategy = of_length.mesh.shape, of_length.attend.strategy
+        sizes = of_length.mesh.shape
+        strategy = of_length.attend.strategy
         layouts.append(make_layout(of_length.config, program.model, sizes, strategy))
     return CUDA_BYTES + nccl_bytes(layouts)
 

@@ -120,17 +120,12 @@ def choose_options(
         release = parse_version(version)
         is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
         if is_tested:
-            own = _own_options(overlaps_loops=is_tiled and mesh.size > 1)
-            if config.memory.offload_activations != "none":
-                if release >= MIN_PREFETCH_RELEASE:
-                    own |= PREFETCH_FROM_HOST
-                else:
-                    parts.append(
-                        "the backward pass waits for offloaded activations (jax 0.11.1 prefetches)"
-                    )
+            own = _own_options(config, release, overlaps_loops=is_tiled and mesh.size > 1)
             options |= {name: value for name, value in own.items() if name not in flags}
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
+            elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
+                parts.append("offloaded activations are waited for (jax 0.11.1 prefetches them)")
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
@@ -156,11 +151,13 @@ def choose_options(
     )
 
 
-def _own_options(*, overlaps_loops: bool) -> XlaOptions:
+def _own_options(config: Config, release: tuple[int, ...], *, overlaps_loops: bool) -> XlaOptions:
     """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
     if overlaps_loops:
         options |= OVERLAP_IN_LOOPS
+    if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:
+        options |= PREFETCH_FROM_HOST
     return options
 
 

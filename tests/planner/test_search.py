@@ -59,6 +59,22 @@ def test_the_longest_row_is_found_to_1_percent_in_at_most_6_plans(monkeypatch, l
     assert [length.row_tokens for length in result.tried] == sorted(set(lengths))
 
 
+def test_three_percent_of_the_device_stays_free(monkeypatch):
+    """The program is chosen for less memory, so that a smaller one is used near the limit."""
+    clusters = []
+
+    def plan_step(config, *, model, cluster):
+        clusters.append(cluster)
+        return line(config.data.row_tokens)
+
+    monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    config = programs.settings("mesh.seq=8", "data.row_tokens=131072")
+    search.find_longest_row(config, model=MODEL, cluster=CLUSTER)
+    assert {cluster.headroom for cluster in clusters} == {0.03}
+    assert CLUSTER.headroom == 0.0, "other plans use all of it"
+
+
 def test_the_longest_rows_have_their_own_degree(monkeypatch):
     words = ["data.row_tokens=[131072, 8192]", "mesh.seq=[8, 3]"]
     result, lengths = search_row(monkeypatch, line, *words)

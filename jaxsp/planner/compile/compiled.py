@@ -72,6 +72,8 @@ class Cluster:
     """Number of GPUs per node."""
     node_host_gib: float
     """Host memory of a node."""
+    headroom: float = 0.0
+    """Fraction of the memory available to a step that a plan leaves free."""
 
     @property
     def gpu(self) -> Gpu:
