@@ -12,8 +12,8 @@ from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.hf.published import ModelSizes
-from jaxsp.run import benchmark, mesh_benchmark
-from jaxsp.runtime import compilation_cache, jax_platform
+from jaxsp.run import benchmark, jax_limits, mesh_benchmark
+from jaxsp.runtime import compilation_cache
 
 
 def main(arguments: list[str]) -> None:
@@ -66,7 +66,7 @@ def _benchmark_one(
 ) -> None:
     """Times the config's own mesh."""
     config = config_file.load(given.config, changes)
-    jax_platform.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
+    jax_limits.choose_platform(config)
     compilation_cache.enable(config.run.compilation_cache)
     result = benchmark.benchmark_steps(config, num_steps=given.steps)
     mesh = " x ".join(f"{axis} {size}" for axis, size in result.mesh.items())

@@ -24,15 +24,8 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
-from jaxsp.run import build, initial_weights, resume
-from jaxsp.runtime import (
-    cluster,
-    compilation_cache,
-    distributed,
-    jax_platform,
-    jsonl,
-    run_paths,
-)
+from jaxsp.run import build, initial_weights, jax_limits, resume
+from jaxsp.runtime import compilation_cache, distributed, jsonl, run_paths
 from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
@@ -63,11 +56,7 @@ def main(arguments: list[str]) -> None:
     # a run may be writing to the store, so results are only printed
     out = _find_output(args.out, None if urls.is_url(args.what) else checkpoint)
     process = cli.detect_process(args)
-    jax_platform.choose_platform(
-        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
-        num_processes=process.num_processes,
-        num_local_processes=cluster.count_local_processes(process, os.environ),
-    )
+    jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     if checkpoint is not None:

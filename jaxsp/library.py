@@ -42,8 +42,8 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
-from jaxsp.run import build, initial_weights, merging
-from jaxsp.runtime import compilation_cache, jax_platform
+from jaxsp.run import build, initial_weights, jax_limits, merging
+from jaxsp.runtime import compilation_cache
 from jaxsp.training import host_offload, row_meshes, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
@@ -86,7 +86,7 @@ def load_model(
     full_config = _build_config(source, config)
     num_cpu_devices = full_config.mesh.virtual_cpu_devices
     try:
-        jax_platform.choose_platform(virtual_cpu_devices=num_cpu_devices)
+        jax_limits.choose_platform(full_config)
     except RuntimeError as error:  # JAX has started with other devices
         raise UserError(
             f"mesh.virtual_cpu_devices = {num_cpu_devices}: {error}. "

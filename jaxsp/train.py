@@ -10,26 +10,13 @@ import rich.console
 from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
-from jaxsp.config.schema import Config
-from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft
 from jaxsp.reporting.trackers import registry
-from jaxsp.run import build, preview, resume, trainer
-from jaxsp.runtime import (
-    cluster,
-    compilation_cache,
-    distributed,
-    hardware,
-    jax_platform,
-    run_dir,
-    run_paths,
-)
-from jaxsp.runtime.cluster import Process
+from jaxsp.run import build, jax_limits, preview, resume, trainer
+from jaxsp.runtime import compilation_cache, distributed, hardware, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.storage import copies, run_storage
-from jaxsp.training import memory_formula
 
 
 def main(arguments: list[str]) -> None:
@@ -43,12 +30,7 @@ def main(arguments: list[str]) -> None:
         console = rich.console.Console(quiet=process.index > 0, markup=False)
         preview.print_preview(config, console, num_records=args.preview or None)
         return
-    jax_platform.choose_platform(
-        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
-        num_processes=process.num_processes,
-        num_local_processes=cluster.count_local_processes(process, os.environ),
-        max_pool_bytes=_pinned_pool_bytes(config, process),
-    )
+    jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
     folder = run_paths.local_dir(config.run)
@@ -114,41 +96,6 @@ def _join_preview(arguments: list[str]) -> list[str]:
         else:
             joined.append("--preview=0" if argument == "--preview" else argument)
     return joined
-
-
-def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
-    """Size of XLA's pool of pinned host memory for each GPU.
-
-    None if nothing is offloaded, if the model cannot be read yet, or if mesh.seq is `auto`. The
-    size must be set before JAX initializes its devices, so this is a formula with a margin.
-    """
-    memory = config.memory
-    num_gpus = hardware.count_gpus(os.environ)
-    if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
-        return None
-    if config.mesh.seq == "auto":
-        return None
-    try:
-        fields, field = model_config.read_fields(config.model)
-        model = model_config.parse_model_config(
-            fields, field=field, row_tokens=config.data.max_row_tokens
-        )
-        model = peft.resolve(config.adapter, model).model
-    except UserError:
-        # A resumed run reads the model from its checkpoint. Otherwise the error is reported later,
-        # with all others.
-        return None
-    num_local = cluster.count_local_processes(process, os.environ)
-    num_devices = process.num_processes * max(1, num_gpus // num_local)
-    num_shards = max(1, num_devices // config.mesh.replica)
-    return max(
-        memory_formula.pool_bytes(
-            memory_formula.offloaded_bytes(
-                model, config.with_row_tokens(row_tokens), num_shards=num_shards
-            )
-        )
-        for row_tokens in config.data.row_lengths
-    )
 
 
 if __name__ == "__main__":

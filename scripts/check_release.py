@@ -152,9 +152,12 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
         policy = OFFLOAD[name]
         is_offloaded = policy.offload_activations != "none"
         options = compile_options.PREFETCH_FROM_HOST if is_offloaded else {}
-        return selfcheck.compile_offload_gradients(
-            policy, *absent(selfcheck.make_offload_inputs()), options=options
+        gpus = compiled.make_devices("h100-80gb", 2)
+        inputs = zip(
+            selfcheck.make_offload_inputs(2), selfcheck.offload_shardings(gpus), strict=True
         )
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in inputs]
+        return selfcheck.compile_offload_gradients(policy, *shapes, options=options)
     options = {"kernel": "cudnn", "score": ScoreConfig()} | ATTENTION[name]
     kernel = options.pop("kernel")
     bfloat16 = jnp.dtype("bfloat16")

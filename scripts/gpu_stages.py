@@ -52,6 +52,18 @@ _STEP = tuple("--shapes llama8b-4layers --lengths 32768 --steps 5 --case-seconds
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
 STAGES = {
+    "first": Stage(
+        topics="assumptions that no CPU test covers, most harmful first; each with its range",
+        parts=(
+            Part(
+                name="checks",
+                seconds=SECONDS,
+                case_seconds=30,
+                module="scripts.bench.first_hour",
+                arguments=(),
+            ),
+        ),
+    ),
     "kernels": Stage(
         topics="versions; accuracy of cuDNN attention on this GPU, packed and not",
         parts=(_tests("tests/gpu/test_kernels.py"),),

@@ -92,7 +92,7 @@ def test_a_case_that_fails_fails_the_command_after_the_others(run):
 
 
 def test_a_compile_error_fails_the_case(h100, monkeypatch):
-    def fail(case, device, split):
+    def fail(case, device, **options):
         raise jax.errors.JaxRuntimeError("no execution plan\nstack")
 
     monkeypatch.setattr(workspace, "compile_case", fail)

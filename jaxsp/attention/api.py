@@ -214,6 +214,10 @@ def _describe_kernel(choice: AttentionChoice) -> str:
     description = f"{choice.kernel.describe()} kernel"
     if settings.head_chunks > 1:
         description += f", heads in {settings.head_chunks} chunks"
+    if settings.copies_segments:
+        description += (
+            f", segments copied to rows of their own in {settings.capacity_factor} times the memory"
+        )
     if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
         description += f", whose log-sum-exps need {settings.lse_bytes / 2**20:,.0f} MiB"
     return description + "".join(f", {part}" for part in _describe_scores(choice.layer_scores))

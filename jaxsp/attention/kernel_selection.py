@@ -93,6 +93,7 @@ def configure(
     return KernelSettings(
         head_chunks=settings[0].head_chunks,
         capacity_factor=min(x.capacity_factor for x in settings),
+        copies_segments=settings[0].copies_segments,
         workspace_bytes=max(x.workspace_bytes for x in settings),
         lse_bytes=max(x.lse_bytes for x in settings),
     )

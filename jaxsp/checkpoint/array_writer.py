@@ -40,7 +40,11 @@ class ArrayWriter:
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         self._handlers = {
             name: ocp.PyTreeCheckpointHandler(
-                type_handler_registry=registry, use_ocdbt=not has_separate_folders
+                type_handler_registry=registry,
+                use_ocdbt=not has_separate_folders,
+                # Otherwise, on GPUs, the copies of all arrays are in XLA's pool of pinned host
+                # memory, whose limit leaves room only for what a step offloads
+                enable_pinned_host_transfer=False,
             )
             for name in (run_paths.MASTER, run_paths.OPT)
         }

@@ -120,9 +120,10 @@ class AttentionConfig(ConfigSection):
     chunks have a multiple of 1,024 tokens. It is 2 if there is none, if rows have one document, and
     for models with sliding windows, where each chunk receives the window before it."""
     kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
-    """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100:
-    rows of one document). blockwise: online softmax over blocks, memory linear in length, on any
-    device. auto: cudnn where it runs, otherwise blockwise."""
+    """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from the A100 on (before
+    Hopper, packed documents are copied to rows of their own). blockwise: online softmax over
+    blocks, memory linear in length, on any device. auto: cudnn where it runs, otherwise
+    blockwise."""
     head_chunks: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of chunks into which cudnn splits a device's heads; it processes one after another.
     null: the smallest number that satisfies cuDNN's limits and bounds its memory."""

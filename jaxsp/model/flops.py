@@ -18,6 +18,7 @@ PEAK_TFLOPS = {
     "GH200": 989.0,
     "A100": 312.0,
     "B200": 2250.0,
+    "GB200": 2500.0,
 }
 """Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words in the device's name; the first match
 counts. Names without a form factor are SXM modules."""

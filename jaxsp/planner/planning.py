@@ -154,9 +154,10 @@ def plan_step(
     program, choice = compiled.build_program(
         config, model=model, devices=devices, device_bytes=int(cluster.memory_limit.device)
     )
+    limit = available_memory.subtract_reserves(program, cluster.memory_limit)
     fitted = memory_fit.fit(
         program,
-        limit=available_memory.subtract_reserves(program, cluster.memory_limit),
+        limit=limit._replace(device=limit.device * (1 - cluster.headroom)),
         workspace_bytes=choice.settings.workspace_bytes,
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
         measure=memory.measure_step,
@@ -285,7 +286,7 @@ def _cost_fields(
     """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
     ceilings = cluster.gpu.ceilings
-    node_devices = cluster.node_devices
+    node_devices = cluster.link_devices
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
     estimator = roofline.make_estimator(

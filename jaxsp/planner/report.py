@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxsp.core import axes, durations, errors
-from jaxsp.planner import tables
+from jaxsp.planner import search, tables
 from jaxsp.planner.compile import gpus, memory
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
@@ -243,7 +243,10 @@ def format_length(length: TriedLength) -> str:
     verdict = length.problem or "fits"
     if length.problem and plan.shortage:
         verdict = f"too long for the {plan.memory_bottleneck}"
-    return f"{label}{_format_memory(plan)}: {verdict}"
+    step = ""
+    if plan.step_s_estimate is not None:
+        step = f", {format_step_time(plan.step_s_estimate)} per step"
+    return f"{label}{_format_memory(plan)}: {verdict}{step}"
 
 
 def format_mesh_plan(mesh_plan: MeshPlan, *, progress: str) -> str:
@@ -283,11 +286,21 @@ def format_longest(result: LongestRow, *, seconds: float) -> str:
         return text
     if failing.plan and failing.plan.shortage:
         reason = f"not enough {failing.plan.memory_bottleneck} memory"
+    step = "a step of unknown time"
+    if plan.step_s_estimate is not None:
+        step = f"a step takes about {format_step_time(plan.step_s_estimate)} (estimate)"
     return (
-        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}; {failing.row_tokens:,} do "
-        f"not fit: {reason}. {len(result.tried)} lengths compiled in "
-        f"{durations.describe(round(seconds))}"
+        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}, with {search.HEADROOM:.0%} "
+        f"of the device left free; {step}. {failing.row_tokens:,} do not fit: {reason}. "
+        f"{len(result.tried)} lengths compiled in {durations.describe(round(seconds))}"
     )
+
+
+def format_step_time(seconds: float) -> str:
+    """Formats the time of a step: `39.2 s`, or `26,708 s (7.4 hours)`."""
+    if seconds < 3600:
+        return f"{seconds:,.3g} s"
+    return f"{seconds:,.0f} s ({seconds / 3600:.1f} hours)"
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:

@@ -14,6 +14,10 @@ from jaxsp.planner.planning import Plan
 PRECISION = 0.01
 """Largest relative distance between the longest row that fits and the shortest that does not."""
 
+HEADROOM = 0.03
+"""Fraction of the device memory that the longest row leaves free. XLA places temporaries and
+cuDNN's workspace in one block, whose gaps take 0 to 5 %, and the workspace is an estimate."""
+
 LENGTH_UNIT = 1024
 """Row lengths are multiples of this number of tokens per device."""
 
@@ -66,13 +70,14 @@ def find_longest_row(
 ) -> LongestRow:
     """Finds the longest row of one document that fits with a config's mesh and memory options.
 
-    The result is accurate to PRECISION. Memory grows nearly in proportion to the row, so each plan
-    predicts the length to try next.
+    The result is accurate to PRECISION, and leaves HEADROOM free. Memory grows nearly in proportion
+    to the row, so each plan predicts the length to try next.
 
     Args: on_result: called with each length.
     Raises: UserError if planning fails for another reason than the length.
     """
     config = config.with_row_tokens(config.data.max_row_tokens)
+    cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
     row_tokens = max(unit, config.data.max_row_tokens // unit * unit)

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster, hardware, join_timeout, standard_streams
+from jaxsp.runtime import cluster, hardware, join_timeout, local_peers, standard_streams
 from jaxsp.runtime.cluster import Process
+from jaxsp.runtime.local_peers import LocalPeers
 
 # jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
 # a thread.
@@ -21,12 +22,13 @@ JOIN_TIMEOUT_S = 300
 """Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
 apart."""
 
-HEARTBEAT_TIMEOUT_S = 20
+HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
-JAX's default is 100. With 20 they end 17 to 19 s after a process was killed or stopped (jax 0.10.1
-and 0.12.0, two processes on one machine), of the 30 s that a job may take. A C++ thread sends the
-heartbeats: a process that held Python's lock for 25 s with a limit of 10 s was not taken for dead.
+JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
+than 20 s (jax issue 23599). A process that is killed is detected in 2 s if another one runs on its
+node (local_peers.py), and at once by launchers. If it was the only one, the others end after 97 to
+99 s (two processes, jax 0.10.1).
 """
 
 SHUTDOWN_TIMEOUT_S = 300
@@ -37,13 +39,19 @@ does not apply to a process that has failed, which reports it, or that has died,
 POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
 
+MAX_POLLS_PER_S = 200
+"""Reads per second that process 0 answers, at most: with more processes, each reads less often."""
+
+MAX_PEER_READS = 10
+"""Reads in which a process looks for others on its node, which publish their ids when they join."""
+
 OWN_ERROR_GRACE_S = 1.0
 """Time that a process has, after another has failed, to find the same error and to print its own
 message."""
 
 EXIT_GRACE_S = 3.0
-"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone.
-Twice what they need to notice the failure and to end."""
+"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone, in
+addition to the time between two reads. Twice what they need to end after they have read it."""
 
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
 """Versions of JAX whose key-value store was tested; it has no public name."""
@@ -58,8 +66,14 @@ _kv_client: Any = None
 """JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
 _kv_lock = threading.Lock()
 _disconnected = threading.Event()
-_FAILED_KEY = "failed"
-_EXITED_KEY = "exited"
+_EVENTS = "event"
+_FAILED_KEY = f"{_EVENTS}/failed"
+_EXITED_KEY = f"{_EVENTS}/exited"
+STOP_KEY = f"{_EVENTS}/stop"
+"""Key of requests to stop. `last_read` has them without a request to process 0."""
+
+_events: dict[str, dict[int, str]] = {}
+"""Values by key and process that the last read of all events has found."""
 
 
 def this_process() -> Process:
@@ -111,6 +125,8 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         joined.set()
     _kv_client = _get_kv_client()
     _disconnected.clear()
+    name, pid = local_peers.describe_process()
+    publish(f"process/{name}", str(pid))
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
 
@@ -147,6 +163,33 @@ def read_published(key: str) -> dict[int, str]:
     with _kv_lock:
         items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{key}/")
     return {int(name.rpartition("/")[2]): value for name, value in items}
+
+
+def last_read(key: str) -> dict[int, str]:
+    """Values of the key of an event, by process index, as of the last read, `poll_interval_s` ago
+    at most."""
+    return _events.get(key, {})
+
+
+def _read_events() -> None:
+    """Reads the values of all events, in one request."""
+    global _events
+    with _kv_lock:
+        prefix = f"jaxsp/{_EVENTS}/"
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(prefix)
+    events: dict[str, dict[int, str]] = {}
+    for name, value in items:
+        key, _, index = name.removeprefix("jaxsp/").rpartition("/")
+        events.setdefault(key, {})[int(index)] = value
+    _events = events
+
+
+def poll_interval_s() -> float:
+    """Seconds between two reads of what other processes have published.
+
+    Example: 0.5 up to 100 processes, 5.1 with 1,024.
+    """
+    return max(POLL_INTERVAL_S, _this_process.num_processes / MAX_POLLS_PER_S)
 
 
 def is_connected() -> bool:
@@ -208,12 +251,12 @@ def abort_job(code: int) -> NoReturn:
 def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
     """Ends this process immediately, from any thread.
 
-    Process 0 waits for the others to end, at most 3 s.
+    Process 0 waits for the others to end, at most 3 s and the time between two reads.
     """
     # In a thread, because a process 0 that is suspended does not answer
     announcement = threading.Thread(target=_announce_exit, args=(code, key), daemon=True)
     announcement.start()
-    announcement.join(EXIT_GRACE_S)
+    announcement.join(EXIT_GRACE_S + poll_interval_s())
     if os.isatty(_stdout_fd):
         os.write(_stdout_fd, _SHOW_CURSOR.encode())  # a progress bar hides it
     os._exit(code)
@@ -250,17 +293,49 @@ def find_failed_peer() -> tuple[int, int] | None:
 
 
 def _watch_peers() -> None:
-    """Ends this process after another has failed."""
-    while not _disconnected.wait(POLL_INTERVAL_S):
-        peer = find_failed_peer()
-        if peer is None:
+    """Ends this process after another has failed, or has been killed on this node."""
+    import jax
+
+    local = LocalPeers()
+    num_reads = 0
+    next_read = 0.0
+    num_ended = 0
+    while not _disconnected.is_set():
+        ended = local.wait(POLL_INTERVAL_S)
+        if time.monotonic() < next_read and len(ended) == num_ended:
             continue
-        index, code = peer
+        num_ended = len(ended)
+        next_read = time.monotonic() + poll_interval_s()
+        # After the end of process 0 nothing can be read, and JAX ends this process
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _read_events()
+            if num_reads < MAX_PEER_READS:
+                local.add(_read_local_pids())
+            num_reads += 1
+        failed = last_read(_FAILED_KEY)
+        killed = ended - failed.keys() - last_read(_EXITED_KEY).keys()
+        peers = [index for index in failed if index != _this_process.index]
+        if not (peers or killed) or _disconnected.is_set():
+            continue
         time.sleep(OWN_ERROR_GRACE_S)
-        log(f"ends because process {index} has failed, with exit code {code}")
+        if peers:
+            index = min(peers)
+            code = int(failed[index])
+            log(f"ends because process {index} has failed, with exit code {code}")
+        else:
+            code = exit_codes.INTERNAL_ERROR
+            log(f"ends because process {min(killed)} on this node has been killed")
         if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
-        exit_now(code)
+        # Processes on other nodes learn of a killed one in this way
+        exit_now(code, key=_EXITED_KEY if peers else _FAILED_KEY)
+
+
+def _read_local_pids() -> dict[int, int]:
+    """Ids of the other processes of this node, by their index."""
+    name, _ = local_peers.describe_process()
+    published = read_published(f"process/{name}")
+    return {index: int(pid) for index, pid in published.items() if index != _this_process.index}
 
 
 def _get_kv_client() -> Any:

@@ -3,8 +3,10 @@
 Must not import jax, which starts threads: `jaxsp.launch` forks after it has counted the GPUs.
 """
 
+import ctypes
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 
 
@@ -14,7 +16,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return 0
     dev = pathlib.Path("/dev")
     num_installed = len([*dev.glob("nvidia[0-9]*")])
-    has_wsl_gpus = num_installed == 0 and (dev / "dxg").exists()
+    has_wsl_gpus = num_installed == 0 and is_wsl()
     if num_installed == 0 and not has_wsl_gpus:
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -31,9 +33,41 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return num_visible
 
 
+def is_wsl() -> bool:
+    """True in the Windows Subsystem for Linux, if it has GPUs."""
+    return pathlib.Path("/dev/dxg").exists()
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t of NVIDIA's management library, in bytes."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def gpu_memory_bytes() -> int | None:
+    """Bytes of memory of this node's smallest GPU, read without starting CUDA; None if unknown."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
+    except OSError:
+        return None
+    count = ctypes.c_uint()
+    device = ctypes.c_void_p()
+    memory = _NvmlMemory()
+    totals = []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            continue
+        if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            totals.append(memory.total)
+    nvml.nvmlShutdown()
+    return min(totals, default=None)
+
+
 def host_memory_bytes() -> int:
     """Bytes of memory of this node, or of the container or job that this process runs in."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_cpu_memory_bytes()]
     cgroups = pathlib.Path("/sys/fs/cgroup")
     membership = pathlib.Path("/proc/self/cgroup")
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
@@ -48,3 +82,21 @@ def host_memory_bytes() -> int:
             if limit.isdecimal():
                 limits.append(int(limit))
     return min(limits)
+
+
+def _cpu_memory_bytes(folder: pathlib.Path = pathlib.Path("/sys/devices/system/node")) -> list[int]:
+    """Bytes of memory of the NUMA nodes that have CPUs; empty if they are unknown.
+
+    On GH200 and GB200, the memory of each GPU is a NUMA node without CPUs, and counts as memory of
+    the system.
+    """
+    totals = []
+    for node in folder.glob("node[0-9]*"):
+        try:
+            if not (node / "cpulist").read_text(encoding="ascii").strip():
+                continue
+            text = (node / "meminfo").read_text(encoding="ascii")
+        except OSError:
+            return []
+        totals += re.findall(r"MemTotal: +(\d+) kB", text)
+    return [1024 * sum(map(int, totals))] if totals else []

@@ -1,7 +1,7 @@
 """Platform that JAX runs on: NVIDIA GPUs, or the CPU as virtual devices."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import jax
 
@@ -24,12 +24,25 @@ on slow cores. In jaxsp.train, the watchdog ends a step that hangs earlier, and 
 all threads. Elsewhere, for example in the library, XLA ends the process."""
 
 
+GPU_TIMEOUTS = (
+    "xla_gpu_first_collective_call_terminate_timeout_seconds",
+    "xla_gpu_executable_terminate_timeout",
+)
+"""XLA's limits, in seconds, for how long a GPU waits for the others of its process to begin their
+first collective (40) and to end a program (30). jaxlib 0.10.1 to 0.12.0.1 have both. A name that
+XLA does not know in XLA_FLAGS ends the process."""
+
+GPU_TIMEOUT_S = 600
+"""Replaces these limits in jobs of several nodes, where connecting all GPUs takes minutes."""
+
+
 def choose_platform(
     *,
     virtual_cpu_devices: int | None,
     num_processes: int = 1,
     num_local_processes: int = 1,
     max_pool_bytes: int | None = None,
+    outside_bytes: int | float = 0,
 ) -> None:
     """Selects the CPU where there is no NVIDIA GPU, and sets JAX's limits for memory and time.
 
@@ -41,17 +54,23 @@ def choose_platform(
         num_local_processes: processes on this node.
         max_pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all that is
             available.
+        outside_bytes: memory of each GPU that CUDA and NCCL need.
     Raises: UserError if the processes cannot have the same number of devices.
     """
     memory_limits.raise_limits(
-        os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes
+        os.environ,
+        num_local_processes=num_local_processes,
+        max_pool_bytes=max_pool_bytes,
+        outside_bytes=outside_bytes,
     )
     has_gpu = hardware.count_gpus(os.environ) > 0
     if not has_gpu:
         if not os.environ.get("JAX_PLATFORMS"):
             # An installed CUDA plugin would look for a GPU and print a traceback
             jax.config.update("jax_platforms", "cpu")
-        _raise_collective_timeouts(os.environ)
+        _raise_timeouts(os.environ, collective_timeout_flags())
+    elif num_processes > num_local_processes:
+        _raise_timeouts(os.environ, gpu_timeout_flags())
     if virtual_cpu_devices is None:
         return
     per_process, remainder = divmod(virtual_cpu_devices, num_processes)
@@ -70,7 +89,12 @@ def collective_timeout_flags() -> list[str]:
     return [f"--{name}={COLLECTIVE_TIMEOUT_S}" for name in COLLECTIVE_TIMEOUTS]
 
 
-def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
+def gpu_timeout_flags() -> list[str]:
+    """Flags that raise XLA's limits for GPUs of several nodes."""
+    return [f"--{name}={GPU_TIMEOUT_S}" for name in GPU_TIMEOUTS]
+
+
+def _raise_timeouts(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
     """Adds the limits that the user has not set to XLA_FLAGS.
 
     XLA reads the variable once, when the first device is used. It holds flags or the name of a file
@@ -79,7 +103,10 @@ def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
     flags = environ.get("XLA_FLAGS", "")
     if flags.strip() and not flags.strip().startswith("-"):
         return
-    user_names = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
-    named_flags = zip(COLLECTIVE_TIMEOUTS, collective_timeout_flags(), strict=True)
-    missing = [flag for name, flag in named_flags if name not in user_names]
+    user_names = {_flag_name(flag) for flag in flags.split()}
+    missing = [flag for flag in own_flags if _flag_name(flag) not in user_names]
     environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+
+
+def _flag_name(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0]

@@ -6,9 +6,10 @@ from collections.abc import Mapping, MutableMapping
 from jaxsp.runtime import hardware
 
 GPU_MEMORY_FRACTION = 0.92
-"""Fraction of a GPU's memory that JAX allocates at start, unless XLA_CLIENT_MEM_FRACTION is set.
+"""Greatest fraction of a GPU's memory that JAX allocates at start, unless XLA_CLIENT_MEM_FRACTION
+is set.
 
-JAX's default is 0.75. The remaining 6 GiB of an H100's 79 are for CUDA and NCCL.
+JAX's default is 0.75. The remaining 6 GiB of an H100's 79 are for CUDA and NCCL: `choose_fraction`.
 """
 
 DEVICES_PER_NODE = 8
@@ -26,14 +27,22 @@ _PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def raise_limits(
-    environ: MutableMapping[str, str], *, num_local_processes: int, max_pool_bytes: int | None
+    environ: MutableMapping[str, str],
+    *,
+    num_local_processes: int,
+    max_pool_bytes: int | None,
+    outside_bytes: int | float = 0,
 ) -> None:
     """Raises JAX's memory limits that the user has not set to the available memory.
 
     JAX's default limit for pinned host memory is 64 GiB per device.
+
+    Args: outside_bytes: memory of each GPU that CUDA and NCCL need.
     """
-    if not any(environ.get(name) for name in _FRACTION_VARIABLES):
-        environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRACTION)
+    if not _find_user_fraction(environ):
+        memory = hardware.gpu_memory_bytes()
+        fraction = GPU_MEMORY_FRACTION if memory is None else choose_fraction(memory, outside_bytes)
+        environ["XLA_CLIENT_MEM_FRACTION"] = str(fraction)
     if not environ.get(_PINNED_LIMIT_VARIABLE):
         num_gpus = hardware.count_gpus(environ)
         available = host_bytes_per_device(
@@ -48,10 +57,34 @@ def raise_limits(
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
+def choose_fraction(memory_bytes: int | float, outside_bytes: int | float) -> float:
+    """Fraction of a GPU's memory for JAX, which leaves `outside_bytes` for CUDA and NCCL."""
+    return max(0.0, min(GPU_MEMORY_FRACTION, 1 - outside_bytes / memory_bytes))
+
+
 def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
-    """Fraction of a GPU's memory that JAX allocates."""
-    values = [environ[name] for name in _FRACTION_VARIABLES if environ.get(name)]
-    return float(values[0]) if values else GPU_MEMORY_FRACTION
+    """Fraction of a GPU's memory that JAX allocates: the user's, or that of `raise_limits`.
+
+    Before `raise_limits` and in a plan, the greatest.
+    """
+    return float(_find_user_fraction(environ) or GPU_MEMORY_FRACTION)
+
+
+def find_fraction_warning(environ: Mapping[str, str], outside_bytes: int | float) -> str:
+    """Warning if JAX's fraction of a GPU leaves less than `outside_bytes`; empty if not."""
+    memory = hardware.gpu_memory_bytes()
+    fraction = gpu_memory_fraction(environ)
+    if memory is None or fraction <= (most := choose_fraction(memory, outside_bytes)):
+        return ""
+    return (
+        f"XLA_CLIENT_MEM_FRACTION = {fraction:g}: leaves {(1 - fraction) * memory / 2**30:.1f} GiB "
+        f"of a GPU, and CUDA and NCCL need about {outside_bytes / 2**30:.1f}. If NCCL runs out of "
+        f"memory, leave it unset, or use {most:.2f}."
+    )
+
+
+def _find_user_fraction(environ: Mapping[str, str]) -> str | None:
+    return next((environ[name] for name in _FRACTION_VARIABLES if environ.get(name)), None)
 
 
 def pinned_pool_limit(environ: Mapping[str, str]) -> float:

@@ -21,8 +21,6 @@ from jaxsp.runtime.run_status import RunStatus
 
 _STOP_AFTER = "run.stop_after"
 
-_STOP_KEY = "stop"
-
 _PROGRESS_KEY = "progress"
 
 
@@ -110,11 +108,14 @@ class Preemption:
                 self._poll_events()
             except jax.errors.JaxRuntimeError:
                 # Process 0 does not answer; if it is gone, JAX ends this process
-                time.sleep(distributed.POLL_INTERVAL_S)
+                time.sleep(distributed.poll_interval_s())
 
     def _poll_events(self) -> None:
         while not self._closed.is_set():
-            ready, _, _ = select.select([self._pipe[0]], [], [], distributed.POLL_INTERVAL_S)
+            interval_s = distributed.POLL_INTERVAL_S
+            if self.reason is not None:  # reads what all processes publish
+                interval_s = distributed.poll_interval_s()
+            ready, _, _ = select.select([self._pipe[0]], [], [], interval_s)
             for number in os.read(self._pipe[0], 64) if ready else b"":
                 if number in stop_signals.SIGNALS:
                     self._handle_signal(signal.Signals(number))
@@ -123,7 +124,7 @@ class Preemption:
                 elapsed_s = time.monotonic() - self._start_time
                 if elapsed_s >= stop_after.total_seconds():
                     self._request_stop(f"{_STOP_AFTER} = {durations.to_text(stop_after)}")
-            if self.reason is None and (requests := distributed.read_published(_STOP_KEY)):
+            if self.reason is None and (requests := distributed.last_read(distributed.STOP_KEY)):
                 index, reason = min(requests.items())
                 if not reason.startswith(_STOP_AFTER):
                     reason = f"{reason} to process {index}"
@@ -147,7 +148,7 @@ class Preemption:
 
     def _request_stop(self, reason: str) -> None:
         """Starts a stop in all processes."""
-        distributed.publish(_STOP_KEY, reason)
+        distributed.publish(distributed.STOP_KEY, reason)
         self._hold_dispatch(reason)
 
     def _hold_dispatch(self, reason: str) -> None:

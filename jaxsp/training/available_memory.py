@@ -3,19 +3,21 @@
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention import Strategy
-from jaxsp.core import axes
+from jaxsp import attention
+from jaxsp.attention import HasHeads, Strategy
+from jaxsp.config.schema import Config
+from jaxsp.core import axes, nodes
 from jaxsp.runtime import cluster, distributed, memory_limits
 from jaxsp.training import memory_formula
 from jaxsp.training.memory_formula import GIB
-from jaxsp.training.program import Program, RowMesh
+from jaxsp.training.program import Program
 
 FRAGMENTATION_FRACTION = 0.022
 """Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
@@ -80,33 +82,66 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
 
 
 def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
-    """Memory available to a step, after fragmentation, NCCL and checkpoints.
+    """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
     Args:
         limits: JAX's fraction of a device (`memory_limits.gpu_memory_fraction`), and a device's
             part of its node's memory.
     """
-    # CUDA and NCCL use the rest of the device first
-    rest = limits.device * (1 / memory_limits.gpu_memory_fraction(os.environ) - 1)
-    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - rest)
-    device = limits.device * (1 - FRAGMENTATION_FRACTION) - missing
+    fraction = memory_limits.gpu_memory_fraction(os.environ)
+    memory = limits.device / fraction
+    # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
+    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(program)))
+    device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
     host = limits.host - memory_formula.checkpoint_bytes(program)
     return MemoryLimit(device, host, limits.pool)
 
 
-def nccl_bytes(program: Program) -> float:
+class GroupLayout(NamedTuple):
+    """Devices that communicate in the steps with rows of one length."""
+
+    sizes: Mapping[str, int]
+    """Sizes of the mesh's axes."""
+    strategy: Strategy
+    has_permutes: bool
+    """True if devices send to single others: NCCL has a communicator for that."""
+
+
+def make_layout(
+    config: Config, model: HasHeads, sizes: Mapping[str, int], strategy: Strategy
+) -> GroupLayout:
+    """Layout for a config of one row length."""
+    workloads = attention.count_workloads(config, model)
+    has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(workload) for workload in workloads)
+    return GroupLayout(sizes, strategy, has_permutes)
+
+
+def outside_bytes(program: Program) -> float:
+    """Estimate of a device's memory that a run needs outside of JAX's part, for CUDA and NCCL."""
+    layouts = []
+    for row_tokens in program.config.data.row_lengths:
+        of_length = program.with_row_tokens(row_tokens)
+        sizes = of_length.mesh.shape
+        strategy = of_length.attend.strategy
+        layouts.append(make_layout(of_length.config, program.model, sizes, strategy))
+    return CUDA_BYTES + nccl_bytes(layouts)
+
+
+def nccl_bytes(layouts: Sequence[GroupLayout]) -> float:
     """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
 
     The steps of all row lengths keep theirs.
     """
-    row_meshes = program.row_meshes.values() or [RowMesh(program.mesh, program.attend)]
-    strategies = [(mesh.shape, attend.strategy) for mesh, attend in row_meshes]
     node_size = memory_limits.DEVICES_PER_NODE
-    all_to_all_size = max(strategy.all_to_all_size for _, strategy in strategies)
+    all_to_all_size = max(layout.strategy.all_to_all_size for layout in layouts)
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)
-    communicators = set().union(*(list_communicators(*pair) for pair in strategies))
-    buffers = len(communicators) * COMMUNICATOR_BYTES
+    groups = (list_communicators(layout.sizes, layout.strategy) for layout in layouts)
+    num_communicators = len(set().union(*groups))
+    # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
+    # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
+    num_communicators += any(layout.has_permutes for layout in layouts)
+    buffers = num_communicators * COMMUNICATOR_BYTES
     return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers
 
 

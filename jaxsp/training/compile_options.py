@@ -67,6 +67,10 @@ attention offloaded: 0.61 without, 0.01 with it (jax 0.12). Pipelining a loop is
 and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before training.
 """
 
+MIN_PREFETCH_RELEASE = (0, 11, 1)
+"""First release of jaxlib that prefetches. Before, copies in pipelined loops could have wrong
+offsets: a model of 27B diverged with more gathers in the loop (openxla/xla PRs 37979 and 39302)."""
+
 
 TESTED_RELEASES = (
     ((0, 10, 1), (0, 10, 1)),
@@ -116,10 +120,12 @@ def choose_options(
         release = parse_version(version)
         is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
         if is_tested:
-            own = _own_options(config, overlaps_loops=is_tiled and mesh.size > 1)
+            own = _own_options(config, release, overlaps_loops=is_tiled and mesh.size > 1)
             options |= {name: value for name, value in own.items() if name not in flags}
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
+            elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
+                parts.append("offloaded activations are waited for (jax 0.11.1 prefetches them)")
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
@@ -145,12 +151,12 @@ def choose_options(
     )
 
 
-def _own_options(config: Config, *, overlaps_loops: bool) -> XlaOptions:
+def _own_options(config: Config, release: tuple[int, ...], *, overlaps_loops: bool) -> XlaOptions:
     """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
     if overlaps_loops:
         options |= OVERLAP_IN_LOOPS
-    if config.memory.offload_activations != "none":
+    if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:
         options |= PREFETCH_FROM_HOST
     return options
 
@@ -223,13 +229,12 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
 
 
 def _flag_names(flags: str) -> list[str]:
-    """Names that XLA_FLAGS sets, without jaxsp's own flags for CPU devices.
+    """Names that XLA_FLAGS sets, without jaxsp's own flags.
 
     The variable contains flags, or the name of a file of flags.
     """
-    flags = " ".join(
-        flag for flag in flags.split() if flag not in jax_platform.collective_timeout_flags()
-    )
+    own = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
+    flags = " ".join(flag for flag in flags.split() if flag not in own)
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())
         flags = file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -194,11 +194,19 @@ def _frozen_bytes(table: layers.Weights, num_shards: int, is_counted: Predicate)
 
 
 def checkpoint_bytes(program: Program) -> int:
-    """Host memory for an asynchronous checkpoint's copy of the state on the device.
+    """Host memory for an asynchronous checkpoint of the state on the device, in bytes per device.
 
-    In bytes per device.
+    The copies, and XLA's buffers for the transfers, which are pinned and stay allocated. They have
+    a pool of their own, with the limit of the pool for offloaded arrays (`pool_bytes`). Arrays
+    that are in host memory are written from there.
+
+    Source: PjRtStreamExecutorRawBuffer::CopyRawDeviceToHostAndReturnEvent, openxla/xla
+        xla/pjrt/se_raw_buffer.cc. Arrays of 1 GiB and more per device have no such buffer.
     """
-    return 4 * _num_device_weights(program) + _device_state_bytes(program)
+    copies = 4 * _num_device_weights(program) + _device_state_bytes(program)
+    offloaded = program_offloaded_bytes(program)
+    buffers = min(copies, pool_bytes(offloaded)) if offloaded.total else copies
+    return copies + buffers
 
 
 def _device_state_bytes(program: Program) -> int:

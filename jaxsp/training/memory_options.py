@@ -12,7 +12,7 @@ from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, distributed
 from jaxsp.training import (
     available_memory,
     compile_options,
@@ -28,6 +28,10 @@ WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""
 
 MIN_HOST_STATE_RELEASE = host_offload.MIN_RELEASE
+
+MIN_DOUBLE_BUFFER_RELEASE = (0, 11, 2)
+"""First jax release whose copies of offloaded arrays are right in double-buffered loops, which XLA
+uses from optimization level O1 on."""
 
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
@@ -55,6 +59,7 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "(Python 3.12), or use memory.offload_optimizer=none."
         )
     problems += _find_layer_stack_problems(memory, version)
+    problems += _find_level_problems(memory, release)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
@@ -65,6 +70,19 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return problems
+
+
+def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:
+    """Reasons that offloading does not work at the optimization level that the user has set."""
+    level = jax.config.values["jax_optimization_level"]
+    is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
+    if not is_offloaded or level not in ("O1", "O2", "O3") or release >= MIN_DOUBLE_BUFFER_RELEASE:
+        return []
+    return [
+        f"JAX_OPTIMIZATION_LEVEL = {level}: copies of offloaded arrays would have wrong offsets in "
+        "loops (openxla/xla PR 47218). Unset it, install jax 0.11.2 or later, or use "
+        "memory.offload_activations=none memory.offload_optimizer=none."
+    ]
 
 
 def _find_layer_stack_problems(memory: MemoryConfig, version: str) -> list[str]:
@@ -369,6 +387,11 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
     Call before weights are loaded: see `host_offload.reserve_pool`.
     """
     if host_bytes and is_gpu(program):
+        if jax.process_index() == 0:
+            distributed.log(
+                f"reserving {memory_fit.format_bytes(host_bytes)} of pinned host memory for each "
+                "GPU, which can take minutes"
+            )
         try:
             host_offload.reserve_pool(program.mesh.local_devices, host_bytes)
         except jax.errors.JaxRuntimeError as error:

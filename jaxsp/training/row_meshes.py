@@ -170,7 +170,7 @@ def resolve_degrees(
         possible: dict[int, Program] = {}
         workspaces = {}
         problems = ProblemCollector()
-        for seq in _list_degrees(config, len(devices)):
+        for seq in list_degrees(config, len(devices)):
             candidate = config.with_degrees(dict.fromkeys(lengths, seq) | degrees)
             candidate = candidate.with_row_tokens(row_tokens)
             with problems.collect():
@@ -195,7 +195,7 @@ def resolve_degrees(
     return config.with_degrees(degrees)
 
 
-def _list_degrees(config: Config, num_devices: int) -> list[int]:
+def list_degrees(config: Config, num_devices: int) -> list[int]:
     """Numbers of devices that a row can be divided among, the smallest first."""
     per_replica = max(1, num_devices // config.mesh.replica)
     return [seq for seq in range(1, per_replica + 1) if per_replica % seq == 0]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxsp import attention
@@ -67,15 +68,18 @@ _WINDOW = 100
 
 
 def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[str]:
-    """Checks this process's first device, and returns a line for each check that passed.
+    """Checks this process's devices, and returns a line for each check that passed.
 
-    CPUs are not checked. Each process checks a device of its own, without waiting for the others.
+    Attention is checked on the first, and offloading on all of them. CPUs are not checked. Each
+    process checks devices of its own, without waiting for the others.
     Raises: UserError if a check fails, with a suggestion.
     """
     devices = program.mesh.devices.flat
-    device = next(device for device in devices if device.process_index == jax.process_index())
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    device = local[0]
     if device.platform == "cpu":
         return []
+    check_arithmetic(device)
     passed = []
     checks = dict.fromkeys(
         itertools.chain.from_iterable(_list_checks(program, choice) for choice in choices)
@@ -91,12 +95,28 @@ def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[s
         )
     if program.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
-        _check_offloading(program, device)
+        _check_offloading(program, local)
         passed.append(
             "self-check: gradients are the same with and without offloaded activations "
             f"({_format_elapsed(start_s)})"
         )
     return passed
+
+
+def check_arithmetic(device: jax.Device) -> None:
+    """Checks operations that are dispatched one by one, without jit.
+
+    jax 0.11.0 and 0.11.1 with CUDA 13 have computed them wrong (jax issue 40633).
+    Raises: UserError with a suggestion.
+    """
+    with jax.default_device(device):
+        actual = [float(jnp.sqrt(512.0)), *np.asarray(jnp.ones(4) + 1).tolist()]
+    if not np.allclose(actual, [math.sqrt(512), 2, 2, 2, 2], rtol=1e-5):
+        raise UserError(
+            f"jax = {jax.__version__}: computes sqrt(512) and ones(4) + 1 as {actual} on this "
+            f"device. Nothing was trained. {_describe_versions(device)}. Use another release of "
+            "jax, or its packages for another version of CUDA."
+        )
 
 
 class _AttentionCheck(NamedTuple):
@@ -106,6 +126,7 @@ class _AttentionCheck(NamedTuple):
     heads_per_kv_head: int
     num_kv_heads: int
     head_chunks: int
+    copies_segments: bool
     score: ScoreConfig
     strategy: Strategy | None
     """Strategy on one device that computes chunks of rows; None: whole rows."""
@@ -125,6 +146,7 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
             heads_per_kv_head=heads // kv_heads,
             num_kv_heads=min(2, kv_heads),
             head_chunks=choice.settings.head_chunks,
+            copies_segments=choice.settings.copies_segments,
             score=score,
             strategy=strategy,
         )
@@ -156,6 +178,7 @@ def measure_attention_error(
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
+    copies_segments: bool = False,
     strategy: Strategy | None = None,
 ) -> dict[str, float]:
     """Errors of a kernel's output and gradients on small packed rows, by name: out, dq, dk, dv.
@@ -167,6 +190,7 @@ def measure_attention_error(
         max_segments: 1: rows of one segment; more: rows of several, with padding between them.
         score: scores of a layer; a window is shortened to 100 tokens, because the rows are short.
         head_chunks: reduced to the largest number that the few heads allow.
+        copies_segments: see `KernelSettings`.
         strategy: a strategy on one device; None: whole rows.
     Units: relative root mean square error of the segment where it is largest; padding of a row
         counts as a segment. The base is the root mean square of the expected values, in the
@@ -189,6 +213,7 @@ def measure_attention_error(
             dtype=dtype,
             score=score,
             head_chunks=head_chunks,
+            copies_segments=copies_segments,
             strategy=strategy,
         )
         fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
@@ -270,6 +295,7 @@ def compile_attention(
     dtype: jnp.dtype,
     score: ScoreConfig,
     head_chunks: int = 1,
+    copies_segments: bool = False,
     strategy: Strategy | None = None,
 ) -> jax.stages.Compiled:
     """Compiles a kernel's output and gradients as functions of `make_attention_inputs`.
@@ -295,11 +321,12 @@ def compile_attention(
         window=score.window,
     )
     legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
+    chunks = max(n for n in legal if n <= head_chunks)
     attend = attention.make_attend(
         kernel=kernel,
         strategy=strategy,
         layer_scores=[score],
-        settings=KernelSettings(head_chunks=max(n for n in legal if n <= head_chunks)),
+        settings=KernelSettings(head_chunks=chunks, copies_segments=copies_segments),
     )
 
     def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
@@ -325,18 +352,18 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
         )
 
 
-def _check_offloading(program: Program, device: jax.Device) -> None:
+def _check_offloading(program: Program, devices: Sequence[jax.Device]) -> None:
     """Raises UserError if gradients are wrong, with a suggestion that was tested on this device."""
     options = program.compile_options.options
     prefetch = {name: options[name] for name in compile_options.PREFETCH_FROM_HOST.keys() & options}
     for policy in _list_policies(program):
-        offload_error = measure_offload_error(policy, device=device, options=prefetch)
+        offload_error = measure_offload_error(policy, devices=devices, options=prefetch)
         without_prefetch = offload_error
         if not offload_error <= OFFLOAD_TOLERANCE and any(prefetch.values()):
             without_prefetch = measure_offload_error(
-                policy, device=device, options=dict.fromkeys(prefetch, False)
+                policy, devices=devices, options=dict.fromkeys(prefetch, False)
             )
-        raise_on_offload_error(offload_error, device, without_prefetch=without_prefetch)
+        raise_on_offload_error(offload_error, devices[0], without_prefetch=without_prefetch)
 
 
 def _list_policies(program: Program) -> Iterator[RematPolicy]:
@@ -353,19 +380,25 @@ def _list_policies(program: Program) -> Iterator[RematPolicy]:
 def measure_offload_error(
     policy: RematPolicy,
     *,
-    device: jax.Device,
+    devices: Sequence[jax.Device],
     options: Mapping[str, Any] = types.MappingProxyType({}),
     tokens: int = 4096,
     width: int = 1024,
 ) -> float:
     """Relative error of the gradients of a small stack of layers, compared with no offloading.
 
+    The weights are sharded over the devices, and each layer gathers its own, as in a training step:
+    with gathers in the loop, prefetched activations were wrong on several GPUs and right on one
+    (openxla/xla PR 37979).
+
     Args:
         policy: what is offloaded.
         options: XLA's compile options, as for the training step.
-        tokens, width: shape of a layer's input, 16 MiB; XLA may treat smaller copies differently.
+        tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
+            differently.
     """
-    arguments = jax.device_put(make_offload_inputs(tokens=tokens, width=width), device)
+    arguments = make_offload_inputs(len(devices), tokens=tokens, width=width)
+    arguments = jax.device_put(arguments, offload_shardings(devices))
 
     def compute_gradients(policy: RematPolicy) -> list[np.ndarray]:
         compiled = compile_offload_gradients(policy, *arguments, options=options)
@@ -379,11 +412,24 @@ def measure_offload_error(
     return float(np.nan_to_num(np.max(relative_errors), nan=np.inf))
 
 
-def make_offload_inputs(*, tokens: int = 4096, width: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+_OFFLOAD_SPECS = (jax.P("devices"), jax.P(None, "devices"))
+"""Tokens of the input, and rows of the weights, are divided among the devices."""
+
+
+def offload_shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, ...]:
+    """Shardings of `make_offload_inputs`."""
+    mesh = Mesh(np.array(devices), ("devices",))
+    return tuple(NamedSharding(mesh, spec) for spec in _OFFLOAD_SPECS)
+
+
+def make_offload_inputs(
+    num_devices: int, *, tokens: int = 4096, width: int = 1024
+) -> tuple[np.ndarray, np.ndarray]:
     """Input and weights of the small stack of layers; see `measure_offload_error`."""
     num_layers = 6  # XLA unrolls shorter loops
+    width = -(-width // num_devices) * num_devices
     rng = np.random.default_rng(0)
-    x_LD = rng.standard_normal((tokens, width), np.float32)
+    x_LD = rng.standard_normal((num_devices * tokens, width), np.float32)
     weights_NDD = rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
     return x_LD, weights_NDD
 
@@ -398,45 +444,55 @@ def compile_offload_gradients(
     """Compiles the gradients of the small stack of layers as a function of `make_offload_inputs`.
 
     Args:
-        x_LD, weights_NDD: arrays, or their shapes on an absent device.
+        x_LD, weights_NDD: arrays with `offload_shardings`, or their shapes on absent devices.
         options: XLA's compile options, as for the training step.
     """
 
-    def run_own_stack(x_LD: Array, weights_NDD: Array) -> Array:
+    def gather(weight_dD: Array) -> Array:
+        return jax.lax.all_gather(weight_dD, "devices", tiled=True)
+
+    def run_own_stack(x_lD: Array, weights_NdD: Array) -> Array:
         parts = LayerParts(
-            pre_attention=lambda weight, x, *_: (x @ weight, x, x, None),
+            pre_attention=lambda weight, x, *_: (x @ gather(weight), x, x, None),
             attend=lambda _, q, k, v, *__: jnp.tanh(q),
             post_attention=lambda _, x, out, *__: x + jnp.sin(out),
         )
         stack = OffloadedStack(
             parts=parts,
-            num_layers=len(weights_NDD),
+            num_layers=len(weights_NdD),
             group_size=policy.offload_every,
             offloads_during_attention=policy.offloads_during_attention,
             merge_slots=lambda slots, weights: jax.tree.map(jnp.add, slots, weights),
         )
-        zeros_NDD = weights_NDD - jax.lax.stop_gradient(weights_NDD)
+        zeros_NdD = weights_NdD - jax.lax.stop_gradient(weights_NdD)
         slots, weights = (
-            {"pre_attention": x, "post_attention": ()} for x in (zeros_NDD, weights_NDD)
+            {"pre_attention": x, "post_attention": ()} for x in (zeros_NdD, weights_NdD)
         )
-        return stack(x_LD, slots, weights, (), ())
+        return stack(x_lD, slots, weights, (), ())
 
-    def layer(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
-        x_LD = remat.name_layer_input(x_LD)
-        out_LD = jnp.tanh(x_LD @ weight_DD)
+    def layer(x_lD: Array, weight_dD: Array) -> tuple[Array, None]:
+        x_lD = remat.name_layer_input(x_lD)
+        out_lD = jnp.tanh(x_lD @ gather(weight_dD))
         for name in attention.CHECKPOINT_NAMES:
-            out_LD = checkpoint_name(out_LD, name)
-        return x_LD + jnp.sin(out_LD), None
+            out_lD = checkpoint_name(out_lD, name)
+        return x_lD + jnp.sin(out_lD), None
 
-    def loss(x_LD: Array, weights_NDD: Array) -> Array:
+    def loss(x_lD: Array, weights_NdD: Array) -> Array:
         if policy.has_own_backward_pass:
-            out_LD = run_own_stack(x_LD, weights_NDD)
+            out_lD = run_own_stack(x_lD, weights_NdD)
         else:
-            out_LD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_LD, weights_NDD)
-        return jnp.sum(out_LD**2)
+            out_lD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_lD, weights_NdD)
+        return jnp.sum(out_lD**2)
 
+    gradients = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)),
+        mesh=x_LD.sharding.mesh,
+        in_specs=_OFFLOAD_SPECS,
+        out_specs=_OFFLOAD_SPECS,
+        check_vma=False,
+    )
     with jax.default_matmul_precision("float32"):
-        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x_LD, weights_NDD)
+        lowered = jax.jit(gradients).lower(x_LD, weights_NDD)
     return lowered.compile(compiler_options={**_NO_AUTOTUNING, **options})
 
 

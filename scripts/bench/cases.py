@@ -207,3 +207,9 @@ def make_documents(case: Case) -> list[np.ndarray]:
     positions = np.arange(1, case.row_tokens)
     cuts = np.sort(rng.choice(positions, NUM_DOCUMENTS[case.documents] - 1, replace=False))
     return np.split(rng.integers(0, SHAPES[case.shape]["vocab_size"], case.row_tokens), cuts)
+
+
+def write_documents(case: Case, source: pathlib.Path, *, num_rows: int = 1) -> None:
+    """Writes the documents of a case to a JSONL file, once for each row."""
+    lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in make_documents(case)]
+    source.write_text("".join(num_rows * lines), encoding="utf-8")

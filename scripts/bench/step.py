@@ -148,8 +148,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
 def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[Any, Any, Any]:
     """Builds the program and inputs of a case as the train command does, and its batch."""
     source = folder / "documents.jsonl"
-    lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in cases.make_documents(case)]
-    source.write_text("".join(lines), encoding="utf-8")
+    cases.write_documents(case, source)
     config = cases.make_config(case, source=source, directory=folder / "run")
     program, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(

@@ -130,16 +130,13 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
-    quadratic = cudnn_memory.needs_score_workspace(
-        deterministic=case.deterministic, devices=[device]
-    )
-    work = dataclasses.replace(case.work, has_score_workspace=quadratic)
+    work = cudnn_memory.for_devices(case.work, [device])
     if obstacles := cudnn_limits.unsupported_reasons(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].reason}")
     split = cudnn_memory.choose_split(work)
     began = time.monotonic()
     try:
-        program = compile_case(case, device, split=split)
+        program = compile_case(case, device, split=split, copies_segments=work.copies_segments)
     except jax.errors.JaxRuntimeError as error:
         return Result(
             status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks
@@ -157,9 +154,12 @@ def measure(case: Case, device: Any) -> Result:
     )
 
 
-def compile_case(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compiled:
+def compile_case(
+    case: Case, device: Any, *, split: CallSplit, copies_segments: bool = False
+) -> jax.stages.Compiled:
     """Compiles the attention of a case, forward and backward, for a device."""
-    attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(**split._asdict()))
+    settings = KernelSettings(**split._asdict(), copies_segments=copies_segments)
+    attend = attention.make_attend(kernel="cudnn", settings=settings)
 
     def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)

@@ -34,11 +34,14 @@ def attend(q, k, v, mask, scale):
 
 
 def slots(q, k, seqlen, q_offsets, kv_offsets):
-    """For each slot: indices of its tokens in q and in k, and which of its T tokens it holds."""
+    """For each slot: indices of its tokens in q and in k, and which of its T tokens it holds.
+
+    Without offsets, each row is a slot, with a length if the call has lengths.
+    """
     R, T, h, K = q.shape
     if q_offsets.ndim == 1:
         first_q = first_k = jnp.arange(R, dtype=jnp.int32) * T
-        lengths = jnp.full(R, T, jnp.int32)
+        lengths = seqlen if len(seqlen) else jnp.full(R, T, jnp.int32)
     else:
         # XLA reads one offset more than there are slots, from memory that is at least as long.
         num_slots = R * (q_offsets.shape[1] - 1)

@@ -96,14 +96,20 @@ CASES = [
 ]
 """Segments, rows, query heads, K/V heads, head size, head chunks, window."""
 
+COPIED_CASES = [case for case in CASES if case[0] != "one"][::2]
+"""Cases for GPUs without packed calls."""
 
-@pytest.mark.parametrize(("kind", "which", "h", "g", "K", "head_chunks", "window"), CASES)
-def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window):
+
+@pytest.mark.parametrize(
+    ("kind", "which", "h", "g", "K", "head_chunks", "window", "copies_segments"),
+    [*((*case, False) for case in CASES), *((*case, True) for case in COPIED_CASES)],
+)
+def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window, copies_segments):
     inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
     actual = run(
         attention.make_attend(
             kernel="cudnn",
-            settings=KernelSettings(head_chunks=head_chunks),
+            settings=KernelSettings(head_chunks=head_chunks, copies_segments=copies_segments),
             layer_scores=[ScoreConfig(window=window)],
         ),
         *inputs,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
 from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
@@ -28,7 +28,7 @@ def h100():
     return compiled.make_devices("h100-80gb", 1)[0]
 
 
-def program(device, *, slots, K, window):
+def program(device, *, slots, K, window, settings=None):
     """Text of the compiled forward and backward pass in bfloat16."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     q, k = (
@@ -36,7 +36,9 @@ def program(device, *, slots, K, window):
     )
     slot_shape = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=sharding)
 
-    attend = attention.make_attend(kernel="cudnn", layer_scores=[ScoreConfig(window=window)])
+    attend = attention.make_attend(
+        kernel="cudnn", settings=settings, layer_scores=[ScoreConfig(window=window)]
+    )
 
     def gradients(q, k, v, dout, starts, lengths):
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
@@ -97,3 +99,16 @@ def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, 
     assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_memory.lse_bytes(
         workload, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
     )
+
+
+def test_an_a100_computes_copies_of_the_segments_in_calls_that_are_not_packed():
+    """64 slots of 512, 16 of 2,048 and 4 of 8,192 tokens."""
+    (a100,) = compiled.make_devices("a100-80gb", 1)
+    settings = KernelSettings(copies_segments=True)
+    text = program(a100, slots=64, K=128, window=None, settings=settings)
+    calls = [line for line in text.splitlines() if "custom_call_target" in line and "fmha" in line]
+    first_shapes = [re.search(r"bf16\[(\d+),(\d+),(\d+)", call).groups() for call in calls]
+    assert len(calls) == 6, "forward and backward"
+    sizes = {tuple(sorted(map(int, shape))) for shape in first_shapes}
+    assert sizes == {(H, 64, 512), (H, 16, 2048), (H, 4, 8192)}
+    assert all('"mask_type":"PADDING_CAUSAL"' in call.replace(" ", "") for call in calls)

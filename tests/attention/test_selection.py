@@ -7,8 +7,9 @@ import jax
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import ScoreConfig
-from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention import LayerWorkload, ScoreConfig
+from jaxsp.attention.kernels import cudnn_calls, cudnn_memory
+from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config import config_file
@@ -98,6 +99,7 @@ def refused(*arguments, **fields):
         (H100, {"window": 4096}),
         (A100, {"window": 4096, "max_segments": 1}),
         (A100, {"max_segments": 1}),
+        (A100, {}),
         (H100, {"heads": (28, 4, 128), "seq": 4}),
     ],
 )
@@ -111,7 +113,7 @@ UNSUPPORTED = [
     (jax.devices("cpu")[0], {}, ["NVIDIA", "cpu", "attention.kernel=auto"]),
     (MI300, {}, ["NVIDIA", "AMD Instinct MI300X"]),
     (V100, {}, ["A100", "Tesla V100-SXM2-16GB", "7.0"]),
-    (A100, {}, ["Hopper", "NVIDIA A100-SXM4-80GB", "8.0", "data.max_segments_per_row=1"]),
+    (A100, {"heads": (8, 8, 256)}, ["heads", "8", "128", "256"]),
     (H100, {"dtype": "float32"}, ["bfloat16", "float32", "model.compute_dtype=bfloat16"]),
     (H100, {"heads": (8, 8, 100)}, ["heads", "8", "256", "100"]),
     (B200, {"heads": (8, 8, 256)}, ["heads", "8", "128", "256"]),
@@ -140,7 +142,7 @@ def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(
 
 def test_all_reasons_are_reported_at_once():
     problems = refused(A100, kernel="cudnn", dtype="float32", row_tokens=1000, heads=(8, 8, 100))
-    assert len(problems) == 4
+    assert len(problems) == 3
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,10 @@ def test_all_reasons_are_reported_at_once():
             {"max_segments": 1, "heads": (8, 8, 192)},
             ["9.4.0", "heads of 192", "9.5.0"],
         ),
+        ((9, 17, 1), RTX6000, {"max_segments": 1}, ["9.17.1", "this GPU", "9.18.1"]),
+        ((9, 18, 1), RTX6000, {}, None),
+        ((9, 5, 1), A100, {"window": 4096}, ["9.5.1", "packed rows", "9.6.0"]),
+        ((9, 0, 0), A100, {}, None),
         ((9, 1, 1), A100, {"max_segments": 1, "window": 4096}, ["9.1.1", "windows", "9.2.0"]),
         ((9, 1, 1), A100, {"max_segments": 1, "window": 131072}, None),  # as long as the rows
         ((9, 5, 1), H100, {"max_segments": 1, "heads": (8, 8, 256), "window": 4096}, None),
@@ -273,11 +279,39 @@ def test_head_chunks_that_do_not_divide_the_heads_are_refused_with_the_legal_one
 
 def test_head_chunks_are_refused_for_a_kernel_that_does_not_support_them():
     for device, fields, parts in (
-        (A100, {}, ["blockwise", "Hopper"]),
+        (V100, {}, ["blockwise", "A100"]),
         (H100, {"kernel": "blockwise"}, ["blockwise", "attention.head_chunks=null"]),
     ):
         problem = refused(device, **fields, head_chunks=2)[0]
         assert_names(problem, "cudnn", *parts, start="attention.head_chunks = 2: ")
+
+
+def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
+    """Queries, outputs and their gradients of 4 heads, and keys and values of one K/V head."""
+    on_a100 = choose(A100, seq=8).settings
+    assert (on_a100.copies_segments, choose(seq=8).settings.copies_segments) == (True, False)
+    tokens = 131072
+    split = CallSplit(head_chunks=1, capacity_factor=4)
+    workload = Ulysses(seq=8).kernel_workload(
+        LayerWorkload(
+            num_rows=1,
+            tokens_per_device=tokens // 8,
+            row_tokens=tokens,
+            max_segments=64,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype="bfloat16",
+            window=None,
+        )
+    )
+    copied = cudnn_memory.copied_bytes(cudnn_memory.for_devices(workload, [A100]), split)
+    assert copied == 4 * (4 + 1) * 4 * tokens * 128 * 2
+    assert cudnn_memory.copied_bytes(cudnn_memory.for_devices(workload, [H100]), split) == 0
+    longest = choose(A100, seq=8, row_tokens=8 * tokens).settings
+    assert longest.head_chunks > choose(seq=8, row_tokens=8 * tokens).settings.head_chunks
+    line = attention.describe(choose(A100, seq=8), make_model((32, 8, 128)))
+    assert_names(line, "segments copied", "4 times")
 
 
 def test_the_workspace_of_cudnn_is_estimated():

@@ -156,7 +156,7 @@ def cause_fault(job: Job, case: Case) -> Outcome:
             os.kill(pids[case.victim], signal.SIGTERM)
             start_s = time.monotonic()
         if case.event == "SIGSTOP" and not case.launched:
-            processes[1 - case.victim].wait(timeout=100)
+            processes[1 - case.victim].wait(timeout=200)
             seconds = time.monotonic() - start_s
             processes[case.victim].kill()
             return dataclasses.replace(job.wait_for_end(processes, start_s), seconds=seconds)

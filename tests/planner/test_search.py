@@ -1,5 +1,7 @@
 """Search for the longest row that fits, with invented plans whose memory is linear in the row."""
 
+import dataclasses
+
 import pytest
 
 from jaxsp.core.errors import UserError
@@ -57,6 +59,44 @@ def test_the_longest_row_is_found_to_1_percent_in_at_most_6_plans(monkeypatch, l
     assert best % (search.LENGTH_UNIT * 8) == 0
     assert len(lengths) <= 6
     assert [length.row_tokens for length in result.tried] == sorted(set(lengths))
+
+
+def test_three_percent_of_the_device_stays_free(monkeypatch):
+    """The program is chosen for less memory, so that a smaller one is used near the limit."""
+    clusters = []
+
+    def plan_step(config, *, model, cluster):
+        clusters.append(cluster)
+        return line(config.data.row_tokens)
+
+    monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    config = programs.settings("mesh.seq=8", "data.row_tokens=131072")
+    search.find_longest_row(config, model=MODEL, cluster=CLUSTER)
+    assert {cluster.headroom for cluster in clusters} == {0.03}
+    assert CLUSTER.headroom == 0.0, "other plans use all of it"
+
+
+def test_a_plan_chooses_memory_options_for_what_the_headroom_leaves(monkeypatch):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    limits = []
+
+    class Planned(Exception):
+        pass
+
+    def fit(program, *, limit, **_):
+        limits.append(limit)
+        raise Planned
+
+    monkeypatch.setattr(planning.memory_fit, "fit", fit)
+    config = programs.settings("mesh.seq=8")
+    for headroom in (0.0, 0.03):
+        with pytest.raises(Planned):
+            cluster = dataclasses.replace(CLUSTER, headroom=headroom)
+            planning.plan_step(config, model=MODEL, cluster=cluster)
+    without, kept = limits
+    assert kept.device == pytest.approx(0.97 * without.device)
+    assert kept.host == without.host
 
 
 def test_the_longest_rows_have_their_own_degree(monkeypatch):

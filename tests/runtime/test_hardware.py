@@ -38,3 +38,21 @@ def test_gpus_under_wsl_are_counted_by_the_variable_or_as_one(monkeypatch):
 
 def test_host_memory_is_between_that_of_a_laptop_and_the_largest_node():
     assert 2**30 < hardware.host_memory_bytes() < 2**46
+
+
+def test_memory_of_gpus_is_no_host_memory(tmp_path):
+    """A node of GB200: two CPUs, and NUMA nodes of GPUs, some of which are empty."""
+    for node, cpus, kilobytes in (
+        (0, "0-71", 500_000_000),
+        (1, "72-143", 490_000_000),
+        (2, "", 193_000_000),
+        (10, "", 0),
+    ):
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
+        (folder / "cpulist").write_text(f"{cpus}\n")
+        (folder / "meminfo").write_text(f"Node {node} MemTotal:       {kilobytes} kB\n")
+    assert hardware._cpu_memory_bytes(tmp_path) == [990_000_000 * 1024]
+    (tmp_path / "node1/meminfo").unlink()
+    assert hardware._cpu_memory_bytes(tmp_path) == []
+    assert hardware._cpu_memory_bytes(tmp_path / "none") == []

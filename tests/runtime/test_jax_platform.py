@@ -49,25 +49,47 @@ OWN_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=7"
 def test_collectives_on_cpu_devices_wait_for_a_day_unless_the_user_set_a_limit(tmp_path):
     ours = jax_platform.collective_timeout_flags()
     environ = {"XLA_FLAGS": OWN_TIMEOUT}
-    jax_platform._raise_collective_timeouts(environ)
+    jax_platform._raise_timeouts(environ, ours)
     assert environ["XLA_FLAGS"].split() == [OWN_TIMEOUT, *ours[1:]]
     environ = {}
-    jax_platform._raise_collective_timeouts(environ)
+    jax_platform._raise_timeouts(environ, ours)
     assert environ["XLA_FLAGS"].split() == ours
-    jax_platform._raise_collective_timeouts(environ)
+    jax_platform._raise_timeouts(environ, ours)
     assert environ["XLA_FLAGS"].split() == ours, "a second call adds nothing"
     environ = {"XLA_FLAGS": str(tmp_path / "flags")}
-    jax_platform._raise_collective_timeouts(environ)
+    jax_platform._raise_timeouts(environ, ours)
     assert environ == {"XLA_FLAGS": str(tmp_path / "flags")}, "a file of flags cannot be extended"
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_only_cpu_devices_get_flags_for_their_collectives(monkeypatch, platform):
+@pytest.mark.parametrize(
+    ("platform", "num_processes", "num_local", "names"),
+    [
+        ("cpu", 1, 1, jax_platform.COLLECTIVE_TIMEOUTS),
+        ("cuda", 1, 1, ()),
+        ("cuda", 8, 8, ()),
+        ("cuda", 16, 8, jax_platform.GPU_TIMEOUTS),
+        ("cuda", 2, 1, jax_platform.GPU_TIMEOUTS),
+    ],
+)
+def test_time_limits_are_raised_on_cpus_and_on_gpus_of_several_nodes(
+    monkeypatch, platform, num_processes, num_local, names
+):
     environ = {"JAX_PLATFORMS": platform}
     monkeypatch.setattr("os.environ", environ)
     set_platform(monkeypatch, platform)
-    jax_platform.choose_platform(virtual_cpu_devices=None)
-    assert ("XLA_FLAGS" in environ) == (platform == "cpu")
+    jax_platform.choose_platform(
+        virtual_cpu_devices=None, num_processes=num_processes, num_local_processes=num_local
+    )
+    flags = environ.get("XLA_FLAGS", "").split()
+    assert [flag.lstrip("-").partition("=")[0] for flag in flags] == list(names)
+
+
+@pytest.mark.e2e
+def test_xla_of_this_release_knows_all_flags():
+    """It aborts the process if it does not know one."""
+    flags = [*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags()]
+    environ = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environ, check=True)
 
 
 ONE_DEVICE_IS_LATE = """

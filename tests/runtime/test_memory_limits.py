@@ -14,6 +14,7 @@ def node(monkeypatch):
     """2,000 GiB of host memory and 8 GPUs."""
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 2000 * GIB)
     monkeypatch.setattr(hardware, "count_gpus", lambda _: 8)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,12 @@ OFFLOAD = "memory.offload_activations=layer_inputs"
 def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
     data, seq = sizes
     actual = choose(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
+    has_prefetch = PREFETCH.items() <= expected.items()
+    if version == "0.10.1" and has_prefetch:  # wrong offsets of copies in pipelined loops
+        expected = {name: expected[name] for name in expected.keys() - PREFETCH.keys()}
+        assert "0.11.1" in actual.description
     assert actual.options == expected
-    assert ("prefetch" in actual.description) == (PREFETCH.items() <= expected.items())
+    assert ("prefetched" in actual.description) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
@@ -221,7 +225,8 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
 
 
 def test_own_flags_for_cpu_devices_are_not_reported_as_the_users():
-    flags = " ".join(["--xla_dump_to=there", *jax_platform.collective_timeout_flags()])
+    own = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
+    flags = " ".join(["--xla_dump_to=there", *own])
     actual = compile_options.choose_options(
         programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}
     )

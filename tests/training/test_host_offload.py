@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +36,23 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
     jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
     reason="on CPUs, arrays in host memory need jax 0.11.1",
 )
-def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypatch):
-    """Arrays of one device are freed before those of the next are made."""
+def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_pools(monkeypatch):
+    """One after another, eight pools of 206 GiB would take ten minutes."""
     results = []
     wait = jax.block_until_ready
+    both = threading.Barrier(2, timeout=10)
 
     def watch(array):
-        assert all(earlier.is_deleted() for earlier in results)
+        both.wait()
         results.append(wait(array))
         return array
 
     monkeypatch.setattr(jax, "block_until_ready", watch)
     devices = jax.devices()[:2]
     host_offload.reserve_pool(devices, 3 * 2**20 + 1)
-    assert [array.sharding.device_set for array in results] == [{device} for device in devices]
+    places = [array.sharding.device_set for array in results]
+    assert len(places) == 2
+    assert set().union(*places) == set(devices)
     assert {array.sharding.memory_kind for array in results} == {host_offload.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)

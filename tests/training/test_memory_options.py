@@ -369,6 +369,30 @@ def test_other_releases_offload_activations_on_gpus(version):
     assert problems(version, "gpu", offload_activations="layer_inputs") == []
 
 
+@pytest.mark.parametrize(
+    ("level", "version", "field", "is_refused"),
+    [
+        ("O1", "0.11.1", "offload_activations", True),
+        ("O2", "0.11.1", "offload_optimizer", True),
+        ("O0", "0.11.1", "offload_activations", False),
+        ("O1", "0.11.2", "offload_activations", False),
+        ("O1", "0.11.1", None, False),
+    ],
+)
+def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
+    level, version, field, is_refused
+):
+    values = {"offload_activations": "layer_inputs", "offload_optimizer": "state"}
+    memory = {} if field is None else {field: values[field]}
+    jax.config.update("jax_optimization_level", level)
+    try:
+        found = problems(version, "gpu", **memory)
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
+    assert len(found) == is_refused
+    assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
+
+
 def test_old_releases_name_the_release_that_offloads():
     (message,) = problems("0.10.1", "gpu", offload_optimizer="state")
     releases = ("0.10.1", "0.11.1")

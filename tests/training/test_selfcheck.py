@@ -18,7 +18,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
-from jaxsp.training import selfcheck
+from jaxsp.planner.cost import comms
+from jaxsp.training import compile_options, selfcheck
 from tests import messages
 from tests.attention import cudnn_contract, oracle
 from tests.gpu import test_memory_options
@@ -213,14 +214,39 @@ def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatc
     assert not max(differences("cudnn", strategy=strategy).values()) < selfcheck.ATTENTION_TOLERANCE
 
 
-def offload_error(offload_activations):
+def offload_error(offload_activations, *, num_devices=1):
     policy = RematPolicy(offload_activations=offload_activations)
-    return selfcheck.measure_offload_error(policy, device=jax.devices()[0], tokens=64, width=32)
+    devices = jax.devices()[:num_devices]
+    return selfcheck.measure_offload_error(policy, devices=devices, tokens=64, width=32)
 
 
-@pytest.mark.parametrize("activations", ["layer_inputs", "layer_inputs_and_attention"])
-def test_correct_offloading_passes(activations):
-    assert offload_error(activations) <= selfcheck.OFFLOAD_TOLERANCE / 10
+@pytest.mark.parametrize(
+    ("activations", "num_devices"),
+    [("layer_inputs", 1), ("layer_inputs", 3), ("layer_inputs_and_attention", 2)],
+)
+def test_correct_offloading_passes(activations, num_devices):
+    error = offload_error(activations, num_devices=num_devices)
+    assert error <= selfcheck.OFFLOAD_TOLERANCE / 10
+
+
+def test_layers_of_the_offloading_check_gather_their_weights_inside_the_loop():
+    """Over all devices of the process; the gather is what has made prefetched activations wrong."""
+    devices = jax.devices()[:4]
+    places = selfcheck.offload_shardings(devices)
+    inputs = jax.device_put(selfcheck.make_offload_inputs(4, tokens=64, width=30), places)
+    policy = RematPolicy(offload_activations="layer_inputs")
+    text = selfcheck.compile_offload_gradients(policy, *inputs).as_text()
+    gathers = [sent for sent in comms.parse_collectives(text) if sent.operation == "all-gather"]
+    assert {sent.num_runs for sent in gathers} == {6}, "once for each layer and pass"
+    assert {sent.device_ids for sent in gathers} == {(0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("wrong", [jnp.sqrt, jnp.ones])
+def test_operations_outside_of_jit_that_are_wrong_are_refused(monkeypatch, wrong):
+    selfcheck.check_arithmetic(jax.devices()[0])
+    monkeypatch.setattr(selfcheck.jnp, wrong.__name__, lambda x: wrong(x) * 1.01)
+    with pytest.raises(UserError, match=messages.containing(f"jax = {jax.__version__}")):
+        selfcheck.check_arithmetic(jax.devices()[0])
 
 
 def test_layers_that_read_back_the_input_of_another_layer_are_refused(monkeypatch):
@@ -249,9 +275,11 @@ def test_layers_that_read_back_the_input_of_another_layer_are_refused(monkeypatc
 
 
 @pytest.fixture
-def gpu():
-    """An absent H100."""
+def gpu(monkeypatch):
+    """An absent H100, on which this release prefetches."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    monkeypatch.setattr(compile_options, "MIN_PREFETCH_RELEASE", (0, 10))
+    monkeypatch.setattr(selfcheck, "check_arithmetic", lambda device: None)
     return compiled.make_devices("h100-80gb", 1)[0]
 
 
@@ -269,7 +297,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
     monkeypatch.setattr(
         selfcheck,
         "measure_offload_error",
-        lambda policy, *, device, options: tried.append((policy, device, options)) or 0.0,
+        lambda policy, *, devices, options: tried.append((policy, devices, options)) or 0.0,
     )
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     program, choice = test_memory_options.make_program(
@@ -282,12 +310,13 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "head_dim": 64,
         "max_segments": 5,
         "head_chunks": 1,
+        "copies_segments": False,
         "score": ScoreConfig(),
         "dtype": program.dtype,
         "device": gpu,
         "strategy": None,
     }
-    assert tried == [(choice.kernel, arguments), (program.remat_policy, gpu, PREFETCH)]
+    assert tried == [(choice.kernel, arguments), (program.remat_policy, [gpu], PREFETCH)]
     attention_line, offload_line = lines
     assert "9.28.0" in attention_line
     assert "offload" in offload_line
@@ -297,7 +326,7 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
     """Runs the check with these errors, by prefetch, and returns the compile options it tried."""
     tried = []
 
-    def measure(policy, *, device, options):
+    def measure(policy, *, devices, options):
         tried.append(options)
         return differences[any(options.values())]
 

@@ -50,6 +50,7 @@ def forward(
     score: ScoreConfig,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
+    copies_segments: bool = False,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Causal softmax attention inside each segment: output, 0 at padding, and log-sum-exp,
     undefined at padding.
@@ -65,11 +66,18 @@ def forward(
         head_chunks: number of chunks of the heads, computed one after another; one of
             `cudnn_memory.legal_head_chunks`.
         capacity_factor: one of `cudnn_slots.CAPACITY_FACTORS`.
+        copies_segments: see `KernelSettings`.
     Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
     Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
     """
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, score=score
+        starts_BM,
+        lengths_BM,
+        tables,
+        q.shape[1],
+        capacity_factor=capacity_factor,
+        score=score,
+        copies_segments=copies_segments,
     )
     return cudnn_chunked.forward(calls, inside_BL, q, k, v, head_chunks)
 
@@ -88,13 +96,20 @@ def backward(
     score: ScoreConfig,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
+    copies_segments: bool = False,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include keys that are not in `k`.
 
     Args: as for `forward`.
     """
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, score=score
+        starts_BM,
+        lengths_BM,
+        tables,
+        q.shape[1],
+        capacity_factor=capacity_factor,
+        score=score,
+        copies_segments=copies_segments,
     )
     return cudnn_chunked.backward(calls, inside_BL, q, k, v, out, lse, dout, head_chunks)
 
@@ -175,6 +190,7 @@ class CudnnKernel(Kernel):
             "score": score,
             "head_chunks": settings.head_chunks,
             "capacity_factor": settings.capacity_factor,
+            "copies_segments": settings.copies_segments,
         }
         return AttentionFunctions(
             functools.partial(forward, **options), functools.partial(backward, **options)
@@ -209,7 +225,7 @@ class CudnnKernel(Kernel):
         self, workload: KernelWorkload, *, devices: Sequence[Device], device_bytes: int | None
     ) -> list[UnsupportedReason]:
         return cudnn_limits.unsupported_reasons(
-            cudnn_memory.with_score_workspace(workload, devices),
+            cudnn_memory.for_devices(workload, devices),
             devices=devices,
             device_bytes=device_bytes,
         )
@@ -225,7 +241,7 @@ class CudnnKernel(Kernel):
         device_bytes: int | None,
         head_chunks: int | None,
     ) -> KernelSettings:
-        workload = cudnn_memory.with_score_workspace(workload, devices)
+        workload = cudnn_memory.for_devices(workload, devices)
         split = cudnn_memory.choose_split(workload, head_chunks=head_chunks)
         if device_bytes is not None:
             shortage = cudnn_memory.describe_shortage(workload, split, device_bytes=device_bytes)
@@ -236,6 +252,7 @@ class CudnnKernel(Kernel):
             capacity_factor=split.capacity_factor,
             workspace_bytes=cudnn_memory.workspace_bytes(workload, split),
             lse_bytes=cudnn_memory.lse_bytes(workload, split),
+            copies_segments=workload.copies_segments,
         )
 
     def read_workspace_bytes(self, program_text: str) -> int | None:

@@ -9,7 +9,7 @@ and computes the offsets.
 import functools
 import inspect
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,16 @@ _PARAMS = (
 _EXTRA_PARAMS_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
 """Parameters that jax 0.12 adds, for a function of the scores, which jaxsp does not use."""
 
-CallMask = CallSlots | OffDiagonalBlock | None
-"""Mask of a call: slots of packed rows, off-diagonal blocks, or None for whole rows."""
+
+class SegmentRows(NamedTuple):
+    """Rows of one segment each, which begins at the row's first token."""
+
+    lengths_S: Int32[Array, "S"]
+
+
+CallMask = CallSlots | SegmentRows | OffDiagonalBlock | None
+"""Mask of a call: slots of packed rows, rows of one segment, off-diagonal blocks, or None for
+whole rows."""
 
 
 def describe_unsupported_jax() -> str | None:
@@ -87,7 +95,7 @@ def forward(
     """Output and log-sum-exp.
 
     Shapes: the log-sum-exp is f32[B, h, L] for whole rows and off-diagonal blocks, and f32[S, h, T]
-        for slots, undefined after the end of each segment.
+        for slots and rows of one segment, undefined after the end of each segment.
     """
     operands = _operands(q, k, v, call_mask)
     params = _primitive_params(q, call_mask, score)
@@ -105,7 +113,7 @@ def backward(
     out: Array,
     dout: Array,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv; undefined at tokens of no slot if the call has slots."""
+    """dq, dk and dv; undefined at tokens of no segment if the call has slots or segments."""
     operands = _operands(q, k, v, call_mask)
     params = _primitive_params(q, call_mask, score)
     dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(*operands, lse, out, dout, **params)
@@ -147,6 +155,9 @@ def _operands(q: Array, k: Array, v: Array, call_mask: CallMask) -> tuple[Array,
     if isinstance(call_mask, OffDiagonalBlock):
         # At least 1, because a softmax over no keys is NaN. Results of empty blocks are not used.
         lengths = (jnp.maximum(call_mask.num_queries_B, 1), jnp.maximum(call_mask.num_keys_B, 1))
+    elif isinstance(call_mask, SegmentRows):
+        lengths_S = jnp.maximum(call_mask.lengths_S, 1)
+        lengths = (lengths_S, lengths_S)
     elif call_mask is not None:
         lengths_RS = call_mask.lengths_S.reshape(len(q), -1)
         lengths = (lengths_RS, lengths_RS)
@@ -176,7 +187,12 @@ def _primitive_params(q: Array, call_mask: CallMask, score: ScoreConfig) -> dict
         to sliding_window_length.
     """
     library = _library()
-    masks = {type(None): "CAUSAL", CallSlots: "PADDING_CAUSAL", OffDiagonalBlock: "PADDING"}
+    masks = {
+        type(None): "CAUSAL",
+        CallSlots: "PADDING_CAUSAL",
+        SegmentRows: "PADDING_CAUSAL",
+        OffDiagonalBlock: "PADDING",
+    }
     window = score.window
     if window is not None and window >= q.shape[1]:
         window = None

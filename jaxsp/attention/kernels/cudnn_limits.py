@@ -41,24 +41,17 @@ def unsupported_reasons(
         reason = f"needs NVIDIA GPUs, and there is {device_kinds}"
         return [UnsupportedReason(reason, _OTHER_KERNEL)]
     return [
-        *_check_gpu(workload, capability, device_kinds),
+        *_check_gpu(capability, device_kinds),
         *_check_workload(workload, capability),
         *_check_versions(workload, capability, devices),
         *_check_deterministic(workload, capability, device_bytes),
     ]
 
 
-def _check_gpu(
-    workload: KernelWorkload, capability: tuple[int, int], device_kinds: str
-) -> Iterator[UnsupportedReason]:
+def _check_gpu(capability: tuple[int, int], device_kinds: str) -> Iterator[UnsupportedReason]:
     actual = f"and {device_kinds} has compute capability {capability[0]}.{capability[1]}"
     if capability < (8, 0):
         yield UnsupportedReason(f"needs an NVIDIA A100 or newer, {actual}", _OTHER_KERNEL)
-    elif workload.is_packed and capability < (9, 0):
-        yield UnsupportedReason(
-            f"supports packed rows on Hopper and newer GPUs only, {actual}",
-            f"{_OTHER_KERNEL} Rows of one document each work too: data.max_segments_per_row=1.",
-        )
 
 
 def _check_workload(
@@ -69,6 +62,8 @@ def _check_workload(
             f"computes in bfloat16, and model.compute_dtype is {workload.dtype}",
             "Use model.compute_dtype=bfloat16 or attention.kernel=blockwise.",
         )
+    # JAX allows 256 on Blackwell too. There, TransformerEngine needs cuDNN 9.23, for packed rows
+    # 9.25, and cudnn-frontend 1.26, which is compiled into jaxlib: not tried
     max_head_dim = 256 if capability[0] == 9 else 128
     if workload.head_dim % 8 or workload.head_dim > max_head_dim:
         yield UnsupportedReason(
@@ -165,8 +160,12 @@ def _minimum_version(
     # jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention
     if capability == (10, 3):
         return (9, 11, 0), "this GPU needs"
-    # TE; before, cudnn-frontend refuses packed rows whose query heads share K/V heads
-    if workload.is_packed:
+    # TE
+    if capability[0] == 12:
+        return (9, 18, 1), "this GPU needs"
+    # TE; before, cudnn-frontend refuses packed rows whose query heads share K/V heads, and windows
+    # with a padding mask. Segments are copied before Hopper
+    if workload.is_packed and (capability >= (9, 0) or workload.has_window):
         return (9, 6, 0), "packed rows need"
     # TE
     if workload.head_dim > 128:

@@ -98,6 +98,45 @@ class SlotCall:
         return x_BLXK.reshape(self.call.num_rows, self.call.slot_tokens, *x_BLXK.shape[2:])
 
 
+@dataclasses.dataclass(frozen=True)
+class CopiedCall:
+    """The segments of one range of lengths, each copied to a row of its own as long as a slot.
+
+    For GPUs before Hopper, on which cuDNN computes no packed rows.
+
+    Memory: copies of the inputs and results of all slots, `capacity_factor` times the rows.
+    """
+
+    call: PackedCall
+    slots: CallSlots
+    score: ScoreConfig
+    inside_BL: Array
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        B, L, h, _ = q.shape
+        segments = cudnn_calls.SegmentRows(self.slots.lengths_S)
+        out, lse_ShT = cudnn_calls.forward(segments, self.score, *map(self._copy, (q, k, v)))
+        lse_Nh = cudnn_slots.compress_lse(lse_ShT, self.slots)
+        return self._copy_back(out, q), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
+        segments = cudnn_calls.SegmentRows(self.slots.lengths_S)
+        lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
+        lse_ShT = cudnn_slots.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
+        arrays = map(self._copy, (q, k, v, out, dout))
+        dq, dk, dv = cudnn_calls.backward(segments, self.score, lse_ShT, *arrays)
+        return self._copy_back(dq, q), self._copy_back(dk, k), self._copy_back(dv, v)
+
+    def _copy(self, x_BLXK: Array) -> Float[Array, "S T X K"]:
+        x_NXK = x_BLXK.reshape(-1, *x_BLXK.shape[2:])
+        return x_NXK[self.slots.tokens_ST(self.call.slot_tokens)]
+
+    def _copy_back(self, x_STXK: Array, like: Array) -> Array:
+        return x_STXK[self.slots.slot_N, self.slots.position_N].reshape(like.shape)
+
+
 def make_row_calls(
     starts_BM: Array,
     lengths_BM: Array,
@@ -106,8 +145,12 @@ def make_row_calls(
     *,
     capacity_factor: int,
     score: ScoreConfig,
+    copies_segments: bool = False,
 ) -> tuple[list[MaskedCall], Bool[Array, "B L"]]:
-    """The calls that compute rows of segments, and a mask of the tokens that are in a segment."""
+    """The calls that compute rows of segments, and a mask of the tokens that are in a segment.
+
+    Args: copies_segments: True on GPUs without packed calls.
+    """
     B, M = starts_BM.shape
     if M == 1:
         inside_BL = jnp.arange(row_tokens, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
@@ -122,5 +165,6 @@ def make_row_calls(
     ):
         slots = tables.get_slots(index)
         inside_BL = (slots.slot_N >= 0).reshape(B, row_tokens)
-        calls.append(SlotCall(packed_call, slots, score, inside_BL))
+        call_class = CopiedCall if copies_segments else SlotCall
+        calls.append(call_class(packed_call, slots, score, inside_BL))
     return calls, (tables.segment_N >= 0).reshape(B, row_tokens)

@@ -15,7 +15,8 @@ ROW_MULTIPLE = 128
 issue 196678)."""
 
 TARGET_WORKSPACE_BYTES = 6 * 2**30
-"""Target for cuDNN's workspace. More head chunks make it smaller, but copy more."""
+"""Target for cuDNN's workspace, with copied segments. More head chunks make it smaller, but copy
+more."""
 
 
 class CallSplit(NamedTuple):
@@ -56,10 +57,14 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
         for factor in factors
         if head_chunks in (None, chunks)
     ]
+
+    def needed(split: CallSplit) -> int:
+        return workspace_bytes(workload, split) + copied_bytes(workload, split)
+
     for split in splits:
-        if workspace_bytes(workload, split) <= TARGET_WORKSPACE_BYTES:
+        if needed(split) <= TARGET_WORKSPACE_BYTES:
             return split
-    return min(splits, key=lambda split: workspace_bytes(workload, split))
+    return min(splits, key=needed)
 
 
 def lse_bytes(workload: KernelWorkload, split: CallSplit) -> int:
@@ -137,17 +142,39 @@ def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> 
     return deterministic and lowest_capability(devices)[0] != 10
 
 
-def with_score_workspace(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:
-    """The workload with its `has_score_workspace` for these devices."""
-    has_score_workspace = needs_score_workspace(
-        deterministic=workload.is_deterministic, devices=devices
+def for_devices(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:
+    """The workload with what follows from the devices.
+
+    cuDNN computes packed rows on Hopper and newer GPUs only. On others, segments are copied.
+    """
+    return dataclasses.replace(
+        workload,
+        has_score_workspace=needs_score_workspace(
+            deterministic=workload.is_deterministic, devices=devices
+        ),
+        copies_segments=workload.is_packed and lowest_capability(devices) < (9, 0),
     )
-    return dataclasses.replace(workload, has_score_workspace=has_score_workspace)
+
+
+def copied_bytes(workload: KernelWorkload, split: CallSplit) -> int:
+    """Memory of the copies of all slots in the largest backward call; 0 if nothing is copied.
+
+    Queries, outputs, keys, values and their gradients.
+
+    A compiled program's memory analysis counts it.
+    """
+    if not workload.copies_segments:
+        return 0
+    tokens = max(num_slots * tokens for num_slots, tokens in _call_slots(workload, split))
+    kv_heads = max(workload.num_kv_heads // split.head_chunks, 1)
+    heads = 4 * (workload.num_heads // split.head_chunks + kv_heads)
+    return 2 * tokens * heads * workload.head_dim
 
 
 def call_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     """Memory of the largest call in addition to its arguments and results."""
-    return lse_bytes(workload, split) + workspace_bytes(workload, split)
+    arrays = lse_bytes(workload, split) + copied_bytes(workload, split)
+    return arrays + workspace_bytes(workload, split)
 
 
 def min_call_bytes(workload: KernelWorkload) -> int:

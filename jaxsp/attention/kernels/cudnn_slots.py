@@ -65,6 +65,11 @@ class CallSlots(NamedTuple):
     slot_N: Int32[Array, "N"]
     """Slot of each token of all rows; -1 for tokens outside all slots."""
 
+    def tokens_ST(self, slot_tokens: int) -> Int32[Array, "S T"]:
+        """Token at each position of each slot; any token at positions after a segment."""
+        position_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
+        return jnp.minimum(self.starts_S[:, None] + position_1T, len(self.slot_N) - 1)
+
     @property
     def position_N(self) -> Int32[Array, "N"]:
         """Position of each token in its slot; 0 for tokens outside all slots."""
@@ -174,6 +179,6 @@ def expand_lse(
 ) -> Float32[Array, "S h T"]:
     """Inverse of `compress_lse`, with MASKED_LSE at positions without a token."""
     position_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
-    token_ST = jnp.minimum(slots.starts_S[:, None] + position_1T, len(lse_Nh) - 1)
     inside_ST1 = (position_1T < slots.lengths_S[:, None])[..., None]
-    return jnp.where(inside_ST1, lse_Nh[token_ST], MASKED_LSE).swapaxes(1, 2)
+    lse_STh = lse_Nh[slots.tokens_ST(slot_tokens)]
+    return jnp.where(inside_ST1, lse_STh, MASKED_LSE).swapaxes(1, 2)

@@ -81,6 +81,9 @@ class KernelWorkload:
     """True if the backward pass writes the gradients of all scores to memory: see
     `cudnn_memory.needs_score_workspace`."""
 
+    copies_segments: bool = False
+    """True if segments are copied to rows of their own: see `KernelSettings`."""
+
     @property
     def whole_row_shape(self) -> tuple[int, int]:
         """Number of whole rows, and tokens of each."""
@@ -128,6 +131,8 @@ class KernelSettings:
     """Number of chunks of a device's heads, computed one after another."""
     capacity_factor: int = 4
     """Capacity of the slots of a packed cuDNN call, as a multiple of the rows' tokens."""
+    copies_segments: bool = False
+    """True if cuDNN's calls compute copies of the segments, because the GPU has no packed calls."""
     workspace_bytes: int = 0
     """Estimate of device memory in addition to the compiled program's memory analysis."""
     lse_bytes: int = 0

@@ -38,9 +38,6 @@ from jaxsp.training.program import Program
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs; one of them is required."""
 
-HOST_GIB_PER_GPU = 250.0
-"""Default host memory of a node per GPU: 2,000 GiB for eight."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerDump:
@@ -75,10 +72,20 @@ class Cluster:
     """Number of GPUs per node."""
     node_host_gib: float
     """Host memory of a node."""
+    headroom: float = 0.0
+    """Fraction of the memory available to a step that a plan leaves free."""
 
     @property
     def gpu(self) -> Gpu:
         return gpus.GPUS[self.device_type]
+
+    @property
+    def link_devices(self) -> int:
+        """Number of GPUs that are connected by NVLink: those of a node, or of several."""
+        if self.gpu.link_devices == self.gpu.node_devices:
+            return self.node_devices
+        size = min(self.num_devices, self.gpu.link_devices)
+        return max(self.node_devices, math.gcd(self.num_devices, size))
 
     @property
     def memory_limit(self) -> MemoryLimit:
@@ -100,7 +107,7 @@ def make_cluster(
     node_devices: int | None = None,
     node_host_gib: float | None = None,
 ) -> Cluster:
-    """Makes a cluster of GPUs of one type, by default in nodes of 8.
+    """Makes a cluster of GPUs of one type, by default in nodes of the usual size.
 
     Raises: UserError for an unknown type, and for devices that do not fill their nodes.
     """
@@ -111,7 +118,8 @@ def make_cluster(
         hint = errors.did_you_mean(longer, gpus.GPUS)
         known = errors.format_choices(gpus.GPUS)
         raise UserError(f"--device = {device_type}: must be a known GPU. Use {known}.{hint}")
-    node_devices = node_devices or math.gcd(num_devices, memory_limits.DEVICES_PER_NODE)
+    gpu = gpus.GPUS[device_type]
+    node_devices = node_devices or math.gcd(num_devices, gpu.node_devices)
     if num_devices % node_devices:
         divisors = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
         raise UserError(
@@ -119,7 +127,7 @@ def make_cluster(
             f"Use {errors.format_choices(divisors)}."
         )
     if node_host_gib is None:
-        node_host_gib = HOST_GIB_PER_GPU * node_devices
+        node_host_gib = gpu.node_host_gib * node_devices / gpu.node_devices
     return Cluster(
         device_type=device_type,
         num_devices=num_devices,

@@ -2,7 +2,7 @@
 
 All figures were published by others; none was measured for jaxsp. The facts for XLA come from its
 own file of each GPU, in xla/backends/gpu/target_config/specs of its repository, except name, memory
-and L2 cache of the H200, which come from torch.
+and L2 cache of the H200, which come from torch, and those of the GH200, which are the H100's.
 """
 
 import dataclasses
@@ -53,6 +53,12 @@ class Gpu:
     memory_bytes: int
     """Memory that CUDA reports; drivers differ by some MiB."""
     ceilings: Ceilings
+    node_devices: int = 8
+    """GPUs of a node, which share its host memory."""
+    link_devices: int = 8
+    """GPUs that are connected by NVLink, of one node or several."""
+    node_host_gib: float = 2000.0
+    """Host memory of a node, unless --host-gib is given."""
     compute_capability: int
     """Major number; the minor is 0."""
     features: str = "ACCELERATED_FEATURES"
@@ -207,6 +213,40 @@ _B200 = Ceilings(
     },
 )
 
+_GB200 = dataclasses.replace(
+    _B200,
+    peak_tflops=flops.PEAK_TFLOPS["GB200"],
+    matmul_tflops=1675.0,
+    attention_forward_tflops=1593.0,
+    attention_backward_tflops=1221.0,
+    memory_gb_s=6820.0,
+    host_gb_s=100.0,
+    sources={
+        **_B200.sources,
+        "matmul_tflops": "assumed: 0.67 of the peak, as the B200",
+        "attention_forward_tflops": f"{_CUDNN_FRONTEND}/sdpa_benchmark_training/artifacts: cuDNN "
+        "9.27 on GB200",
+        "memory_gb_s": "assumed: 0.86 of bus width times clock, 7928, as the B200",
+        "host_gb_s": "assumed: two GPUs share the 400 GB/s that a Grace CPU reads or writes, each "
+        "both ways. The NVLink-C2C of each has 450 each way",
+    },
+)
+
+_GH200 = dataclasses.replace(
+    _H100,
+    peak_tflops=flops.PEAK_TFLOPS["GH200"],
+    memory_gb_s=3550.0,
+    link_gb_s=48.0,
+    host_gb_s=150.0,
+    sources={
+        **_H100.sources,
+        "memory_gb_s": "assumed: 0.89 of the data sheet's 4000, as the H100",
+        "link_gb_s": "assumed: one GPU per node, so all traffic goes through its network card",
+        "host_gb_s": "NVIDIA/nvbandwidth issues 23 and 41: 346 to the GPU and about 300 back one "
+        "way, half of it both ways",
+    },
+)
+
 GPUS = {
     "h100-80gb": Gpu(
         name="NVIDIA H100 80GB HBM3",
@@ -253,8 +293,37 @@ GPUS = {
         memory_bytes_per_s=7672320000000,
         l2_bytes=132644864,
     ),
+    "gb200-186gb": Gpu(
+        name="NVIDIA GB200",
+        # 184.31 GiB
+        memory_bytes=197897748480,
+        ceilings=_GB200,
+        node_devices=4,
+        link_devices=72,
+        # Two CPUs with 480 GB each
+        node_host_gib=894.0,
+        compute_capability=10,
+        cores=152,
+        clock_ghz=2.062,
+        memory_bytes_per_s=7928064000000,
+        l2_bytes=135528448,
+    ),
+    "gh200-96gb": Gpu(
+        name="NVIDIA GH200 480GB",
+        # Assumed: 95 GiB
+        memory_bytes=95 * 2**30,
+        ceilings=_GH200,
+        node_devices=1,
+        link_devices=1,
+        node_host_gib=447.0,
+        compute_capability=9,
+        cores=132,
+        clock_ghz=1.98,
+        memory_bytes_per_s=4022784000000,
+        l2_bytes=62914560,
+    ),
 }
-"""GPUs by the name of --device; all are SXM modules."""
+"""GPUs by the name of --device: SXM modules and Grace superchips."""
 
 
 def find_by_device_kind(device_kind: str) -> Gpu | None:

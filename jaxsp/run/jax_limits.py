@@ -1,0 +1,113 @@
+"""Limits for JAX's memory, which must be set before it initializes its devices.
+
+They are formulas, because no step is compiled yet.
+"""
+
+import contextlib
+import os
+
+from jaxsp import attention
+from jaxsp.attention.ulysses import Ulysses
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
+from jaxsp.hf import model_config, peft
+from jaxsp.model.config import ModelConfig
+from jaxsp.runtime import cluster, device_mesh, distributed, hardware, jax_platform, memory_limits
+from jaxsp.runtime.cluster import Process
+from jaxsp.training import available_memory, memory_formula, row_meshes
+from jaxsp.training.available_memory import GroupLayout
+
+ONE_PROCESS = Process()
+
+
+def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
+    """Selects the platform, and sets JAX's limits to what a config's steps need.
+
+    Call it before JAX counts devices. Raises: UserError: see jax_platform.choose_platform.
+    """
+    num_local = cluster.count_local_processes(process, os.environ)
+    num_gpus = hardware.count_gpus(os.environ)
+    pool_bytes = None
+    outside_bytes = 0.0
+    if num_gpus:
+        num_devices = process.num_processes * max(1, num_gpus // num_local)
+        model = _read_model(config)
+        pool_bytes = estimate_pool_bytes(config, model, num_devices)
+        outside_bytes = estimate_outside_bytes(config, model, num_devices)
+    jax_platform.choose_platform(
+        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
+        num_processes=process.num_processes,
+        num_local_processes=num_local,
+        max_pool_bytes=pool_bytes,
+        outside_bytes=outside_bytes,
+    )
+    if num_gpus and process.index == 0:
+        warning = memory_limits.find_fraction_warning(os.environ, outside_bytes)
+        if warning:
+            distributed.log(warning)
+
+
+def _read_model(config: Config) -> ModelConfig | None:
+    """Reads the model's sizes; None if that fails.
+
+    A resumed run reads them from its checkpoint. Otherwise the error is reported later, with all
+    others.
+    """
+    try:
+        fields, field = model_config.read_fields(config.model)
+        model = model_config.parse_model_config(
+            fields, field=field, row_tokens=config.data.max_row_tokens
+        )
+        return peft.resolve(config.adapter, model).model
+    except UserError:
+        return None
+
+
+def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> int | None:
+    """Size of XLA's pool of pinned host memory for each GPU.
+
+    None if nothing is offloaded, if the model is unknown, or if mesh.seq is `auto`.
+    """
+    memory = config.memory
+    if memory.offload_activations == memory.offload_optimizer == "none":
+        return None
+    if model is None or config.mesh.seq == "auto":
+        return None
+    num_shards = max(1, num_devices // config.mesh.replica)
+    return max(
+        memory_formula.pool_bytes(
+            memory_formula.offloaded_bytes(
+                model, config.with_row_tokens(row_tokens), num_shards=num_shards
+            )
+        )
+        for row_tokens in config.data.row_lengths
+    )
+
+
+def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> float:
+    """Memory of each GPU that CUDA and NCCL need.
+
+    The maximum of all meshes that `auto` may choose. Without a model, that of Ulysses.
+    """
+    configs = [config]
+    if config.mesh.seq == "auto":
+        lengths = config.data.row_lengths
+        degrees = row_meshes.list_degrees(config, num_devices)
+        configs = [config.with_degrees(dict.fromkeys(lengths, seq)) for seq in degrees]
+    nccl_bytes = [0.0]
+    for candidate in configs:
+        with contextlib.suppress(UserError):  # reported later, with all others
+            layouts = [
+                _make_layout(candidate.with_row_tokens(row_tokens), model, num_devices)
+                for row_tokens in config.data.row_lengths
+            ]
+            nccl_bytes.append(available_memory.nccl_bytes(layouts))
+    return available_memory.CUDA_BYTES + max(nccl_bytes)
+
+
+def _make_layout(config: Config, model: ModelConfig | None, num_devices: int) -> GroupLayout:
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
+    if model is None:
+        return GroupLayout(sizes, Ulysses(seq=config.mesh.degree), has_permutes=False)
+    strategy = attention.choose_strategy(config, model)
+    return available_memory.make_layout(config, model, sizes, strategy)

@@ -1,0 +1,279 @@
+"""The checks of scripts/bench/first_hour.py: each returns numbers and the ranges that are assumed.
+
+A process runs one of them, and sets the limits of its memory before JAX finds its devices.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from jaxsp.checkpoint import array_writer, reader
+from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.model.remat import RematPolicy
+from jaxsp.run import benchmark, jax_limits
+from jaxsp.runtime import hardware, memory_limits, run_paths
+from jaxsp.training import available_memory, compile_options, host_offload, selfcheck
+from jaxsp.training.memory_formula import GIB
+from scripts.bench import cases, kernel_trace, machine, report, workspace
+from scripts.bench.cases import Case
+
+LONGEST_POOL_GIB = 206
+"""Pool of each process for the longest rows of 8B on eight H100s."""
+
+NUM_STEPS = 5
+"""Timed steps of a run."""
+
+_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+TRIED_OPTIONS = (
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers",
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination",
+)
+"""Flags that are off in XLA, and may make a step faster."""
+
+
+class Number(NamedTuple):
+    """A measured number, and the range that is assumed."""
+
+    name: str
+    value: float
+    unit: str
+    low: float
+    high: float
+
+    @property
+    def is_in_range(self) -> bool:
+        return self.low <= self.value <= self.high
+
+    def describe(self) -> str:
+        verdict = "" if self.is_in_range else " <- NOT AS ASSUMED"
+        unit = f" {self.unit}" if self.unit else ""
+        return (
+            f"{self.name}: {self.value:.4g}{unit} (assumed: {self.low:.4g} to {self.high:.4g})"
+            f"{verdict}"
+        )
+
+
+def count_gpus() -> int:
+    """Number of GPUs of this node."""
+    return hardware.count_gpus(os.environ)
+
+
+def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
+    """Saves arrays on the device and in host memory, overwrites them at once, and restores them.
+
+    The arrays on the device are four times the pool for offloaded arrays.
+    """
+    os.environ.update({_POOL_VARIABLE: "1", "XLA_CLIENT_MEM_FRACTION": "0.5"})
+    device = jax.devices()[0]
+    kinds = {"device": 8, host_offload.MEMORY_KIND: 1}
+    if jax.__version_info__ < host_offload.MIN_RELEASE and device.platform == "cpu":
+        del kinds[host_offload.MEMORY_KIND]
+    num_rows = mib * 2**20 // (4 * 1024)
+    state = {}
+    for kind, count in kinds.items():
+        sharding = SingleDeviceSharding(device, memory_kind=kind)
+        for index in range(count):
+            values = np.arange(num_rows * 1024, dtype=np.float32).reshape(num_rows, 1024) + index
+            state[f"{kind}-{index}"] = jax.device_put(values, sharding)
+    expected = {name: np.array(array) for name, array in state.items()}
+    shardings = {name: array.sharding for name, array in state.items()}
+
+    def update(arrays: Any) -> Any:
+        def add(x: Any) -> Any:
+            is_on_host = host_offload.is_on_host(x)
+            x = host_offload.to_device(x) + 1
+            return host_offload.to_host(x) if is_on_host else x
+
+        return jax.tree.map(add, arrays)
+
+    step = jax.jit(update, donate_argnums=0, out_shardings=shardings).lower(state).compile()
+    writer = ArrayWriter(has_separate_folders=False)
+    began = time.perf_counter()
+    commits, failures = writer.copy(folder, {run_paths.MASTER: state})
+    copy_s = time.perf_counter() - began
+    jax.block_until_ready(step(state))  # as the next training step does
+    array_writer.wait_for_commits(commits, failures)
+    writer.finalize(folder)
+    writer.close()
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(sharding=place, global_shape=(num_rows, 1024), dtype=np.float32)
+        for name, place in shardings.items()
+    }
+    args = ocp.args.PyTreeRestore(item=expected, restore_args=restore_args)
+    restored = reader._read_item(folder, run_paths.MASTER, args)
+    num_wrong = sum(int((np.asarray(restored[name]) != expected[name]).sum()) for name in expected)
+    num_gib = len(expected) * mib / 1024
+    return [
+        Number("elements that differ after a save, a step and a restore", num_wrong, "", 0, 0),
+        Number("time of the copy", copy_s / num_gib, "s per GiB", 0, 1),
+    ]
+
+
+def measure_workspace(folder: pathlib.Path) -> list[Number]:
+    """Compiles attention and compares cuDNN's workspace with `cudnn_memory.workspace_bytes`."""
+    numbers = []
+    for index in (0, 1, -4):
+        case = workspace.CASES[index]
+        result = workspace.measure(case, jax.devices()[0])
+        if result.status == report.FAILED:
+            raise RuntimeError(result.message)
+        if result.ratio is not None:
+            kind = f"{case.row_tokens:,} tokens in up to {case.max_segments} documents"
+            numbers.append(Number(f"workspace over formula, {kind}", result.ratio, "", 0.9, 1.03))
+    return numbers
+
+
+def measure_outside(folder: pathlib.Path) -> list[Number]:
+    """Memory of a GPU outside of JAX's part after all-to-alls and all-reduces among all GPUs."""
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.8"
+    devices = jax.local_devices()
+    mesh = Mesh(np.array(devices), ("devices",))
+    shape = (len(devices) * len(devices), 2**20)
+    x = jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, jax.P("devices")))
+
+    def exchange(x: Any) -> Any:
+        x = jax.lax.all_to_all(x, "devices", 0, 0, tiled=True)
+        return jax.lax.psum(x, "devices")
+
+    specs = {"in_specs": jax.P("devices"), "out_specs": jax.P()}
+    jax.block_until_ready(jax.jit(jax.shard_map(exchange, mesh=mesh, **specs, check_vma=False))(x))
+    pool = devices[0].memory_stats()["bytes_limit"]
+    outside = _read_used_bytes() - pool
+    estimate = available_memory.CUDA_BYTES
+    if len(devices) > 1:
+        peers = min(len(devices), memory_limits.DEVICES_PER_NODE) - 1
+        estimate += available_memory.COMMUNICATOR_BYTES
+        estimate += available_memory.ALL_TO_ALL_BYTES * peers / (memory_limits.DEVICES_PER_NODE - 1)
+    name = f"memory outside of JAX's part, {len(devices)} GPUs"
+    return [Number(name, outside / GIB, "GiB", 0.2 * estimate / GIB, estimate / GIB)]
+
+
+def _read_used_bytes() -> int:
+    """Memory in use on the fullest GPU, by the driver."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return 2**20 * max(map(int, text.split()))
+
+
+_PIN = """
+import sys, time, jax
+from jaxsp.training import host_offload
+device = jax.devices()[0]
+began = time.perf_counter()
+host_offload.reserve_pool([device], int(sys.argv[1]))
+print(time.perf_counter() - began)
+"""
+
+
+def measure_pinning(folder: pathlib.Path) -> list[Number]:
+    """Pins host memory in one process, then the same amount in each of several."""
+    num_processes = max(2, count_gpus())
+    usable = memory_limits.usable_host_bytes(
+        hardware.host_memory_bytes(), num_processes=num_processes
+    )
+    gib = min(32, int(usable / GIB / num_processes / 2))
+    numbers = []
+    for count in (1, num_processes):
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            seconds = list(pool.map(lambda index: _pin(index, gib), range(count)))
+        each = max(seconds) / gib
+        name = f"pinning {gib} GiB in each of {count} processes"
+        numbers.append(Number(name, each, "s per GiB", 0.05, 0.6))
+    name = f"the longest row's pools of {LONGEST_POOL_GIB} GiB, extrapolated"
+    numbers.append(Number(name, each * LONGEST_POOL_GIB, "s", 10, 600))
+    return numbers
+
+
+def _pin(index: int, gib: int) -> float:
+    """Seconds to pin this amount in a new process."""
+    environ = os.environ | {
+        "CUDA_VISIBLE_DEVICES": str(index % count_gpus()),
+        "XLA_CLIENT_MEM_FRACTION": "0.1",
+        _POOL_VARIABLE: str(gib + 1),
+    }
+    command = [sys.executable, "-c", _PIN, str(gib * 2**30)]
+    done = subprocess.run(
+        command, env=environ, cwd=machine.REPO, capture_output=True, text=True, check=True
+    )
+    return float(done.stdout.split()[-1])
+
+
+def measure_options(folder: pathlib.Path) -> list[Number]:
+    """Times a step of 8,192 tokens per GPU with options of XLA, over that without."""
+    base = _run_steps(folder / "base", {})
+    numbers = []
+    for option in TRIED_OPTIONS:
+        result = _run_steps(folder / option, {option: True})
+        ratio = result.step_s / base.step_s
+        numbers.append(Number(f"step with {option}, over that without", ratio, "", 0.85, 1.02))
+        loss_error = abs(result.losses[-1] / base.losses[-1] - 1)
+        numbers.append(
+            Number(f"relative change of the loss with {option}", loss_error, "", 0, 1e-3)
+        )
+    return numbers
+
+
+def measure_offload(folder: pathlib.Path) -> list[Number]:
+    """Errors of gradients with offloaded activations on all GPUs, as the self-check has them."""
+    numbers = []
+    for activations in ("layer_inputs", "layer_inputs_and_attention"):
+        policy = RematPolicy(remat="save_attention", offload_activations=activations)
+        for is_prefetched in (False, True):
+            options = dict.fromkeys(compile_options.PREFETCH_FROM_HOST, is_prefetched)
+            error = selfcheck.measure_offload_error(
+                policy, devices=jax.local_devices(), options=options
+            )
+            kind = "prefetched" if is_prefetched else "not prefetched"
+            name = f"error of gradients, {activations}, {kind}"
+            numbers.append(Number(name, error, "", 0, selfcheck.OFFLOAD_TOLERANCE))
+    return numbers
+
+
+def measure_profile(folder: pathlib.Path) -> list[Number]:
+    """Profiles steps of 8,192 tokens per GPU, compiled before."""
+    _run_steps(folder / "before", {})
+    with jax.profiler.trace(str(folder / "trace")):
+        result = _run_steps(folder / "profiled", {})
+    kernels = kernel_trace.read_kernels(folder / "trace")
+    last = kernel_trace.last_kernels(kernels, result.step_s)
+    numbers = [
+        Number("part of a step without a kernel", kernel_trace.idle_fraction(last), "", 0, 0.05)
+    ]
+    slowdown = kernel_trace.collective_slowdown(last)
+    if slowdown is not None:
+        name = "matrix products beside NCCL, over those without"
+        numbers.append(Number(name, slowdown, "", 1, 1.1))
+    if result.step_s_estimate is not None:
+        ratio = result.step_s / result.step_s_estimate
+        numbers.append(Number("step over its estimate", ratio, "", 1, 1.3))
+    return numbers
+
+
+def _run_steps(folder: pathlib.Path, xla_options: dict[str, Any]) -> benchmark.BenchmarkResult:
+    """Times steps of 4 layers of Llama-3.1-8B, with a row of 8,192 tokens for each GPU."""
+    folder.mkdir(parents=True)
+    case = Case(
+        shape="llama8b-4layers",
+        row_tokens=8192,
+        documents="one",
+        kernel="auto",
+        steps=NUM_STEPS,
+        xla_options=xla_options,
+    )
+    source = folder / "documents.jsonl"
+    cases.write_documents(case, source, num_rows=(1 + NUM_STEPS) * count_gpus())
+    config = cases.make_config(case, source=source, directory=folder / "run")
+    batch = config.batch.model_copy(update={"rows_per_step": count_gpus()})
+    config = config.model_copy(update={"batch": batch})
+    jax_limits.choose_platform(config)
+    return benchmark.benchmark_steps(config, num_steps=NUM_STEPS)
