@@ -91,8 +91,8 @@ def test_a_plan_chooses_memory_options_for_what_the_headroom_leaves(monkeypatch)
     monkeypatch.setattr(planning.memory_fit, "fit", fit)
     config = programs.settings("mesh.seq=8")
     for headroom in (0.0, 0.03):
+        cluster = dataclasses.replace(CLUSTER, headroom=headroom)
         with pytest.raises(Planned):
-            cluster = dataclasses.replace(CLUSTER, headroom=headroom)
             planning.plan_step(config, model=MODEL, cluster=cluster)
     without, kept = limits
     assert kept.device == pytest.approx(0.97 * without.device)
