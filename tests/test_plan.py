@@ -380,7 +380,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
 
     def plan_step(config, *, model, cluster, document_tokens, data):
         if cluster.device_type in refused:
-            raise UserError("data.row_tokens: too long\nand more")
+            raise UserError(["data.row_tokens: too long", "and more"])
         lengths = {
             "row_tokens": config.data.row_tokens,
             "rows_per_step": config.batch.rows_per_step,

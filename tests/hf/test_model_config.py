@@ -509,46 +509,6 @@ def test_fields_without_effect_are_accepted():
     ) == read(LLAMA)
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "padding_id"),
-    [
-        ("llama", {}, None),
-        ("gemma2", {}, 0),  # transformers' default for the family
-        ("gemma2", {"pad_token_id": None}, None),
-        ("olmo3", {"pad_token_id": 7}, 7),
-        ("qwen3", {"pad_token_id": -1}, 130),
-        ("phi3", {"pad_token_id": None}, None),
-        ("smollm3", {"pad_token_id": 130}, 130),
-    ],
-)
-def test_the_padding_token_is_that_of_transformers_and_stays_in_exports(model, fields, padding_id):
-    class Tokenizer:
-        bos_token_id = eos_token_id = None
-        pad_token_id = 3
-
-    fields = oracle.MODELS[model] | fields
-    assert read(fields).padding_id == padding_id
-    embedding = oracle.torch_model(fields).get_input_embeddings()
-    assert embedding.padding_idx == padding_id
-    resumed = model_config.add_token_ids(fields, Tokenizer())
-    exported = model_config.make_config_json(
-        resumed, dtype="float32", token_ids=model_config.choose_token_ids(resumed, Tokenizer())
-    )
-    assert read(resumed).padding_id == read(exported).padding_id == padding_id
-
-
-def test_a_default_padding_token_outside_of_the_vocabulary_is_none():
-    fields = {**oracle.MODELS["phi3"]}
-    del fields["pad_token_id"]
-    assert read(fields).padding_id is None
-
-
-@pytest.mark.parametrize("padding_id", [131, -132, [0, 1], "0"])
-def test_a_padding_token_outside_of_the_vocabulary_is_refused(padding_id):
-    with pytest.raises(UserError, match="pad_token_id"):
-        read({**oracle.MODELS["llama"], "pad_token_id": padding_id})
-
-
 def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
     class Tokenizer:
         bos_token_id = None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from tests import batches, tolerances
@@ -80,3 +81,47 @@ def test_layer_patterns_of_the_families():
     assert [layer.split(" ", 1)[1] for layer in describe("smollm3")] == [
         *(rotated, "none", rotated, "none", rotated)
     ]
+
+
+def parse(fields):
+    return model_config.parse_model_config(fields, field="model.config")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "padding_id"),
+    [
+        ("llama", {}, None),
+        ("gemma2", {}, 0),  # transformers' default for the family
+        ("gemma2", {"pad_token_id": None}, None),
+        ("olmo3", {"pad_token_id": 7}, 7),
+        ("qwen3", {"pad_token_id": -1}, 130),
+        ("phi3", {"pad_token_id": None}, None),
+        ("smollm3", {"pad_token_id": 130}, 130),
+    ],
+)
+def test_the_padding_token_is_that_of_transformers_and_stays_in_exports(model, fields, padding_id):
+    class Tokenizer:
+        bos_token_id = eos_token_id = None
+        pad_token_id = 3
+
+    fields = oracle.MODELS[model] | fields
+    assert parse(fields).padding_id == padding_id
+    embedding = oracle.torch_model(fields).get_input_embeddings()
+    assert embedding.padding_idx == padding_id
+    resumed = model_config.add_token_ids(fields, Tokenizer())
+    exported = model_config.make_config_json(
+        resumed, dtype="float32", token_ids=model_config.choose_token_ids(resumed, Tokenizer())
+    )
+    assert parse(resumed).padding_id == parse(exported).padding_id == padding_id
+
+
+def test_a_default_padding_token_outside_of_the_vocabulary_is_none():
+    fields = {**oracle.MODELS["phi3"]}
+    del fields["pad_token_id"]
+    assert parse(fields).padding_id is None
+
+
+@pytest.mark.parametrize("padding_id", [131, -132, [0, 1], "0"])
+def test_a_padding_token_outside_of_the_vocabulary_is_refused(padding_id):
+    with pytest.raises(UserError, match="pad_token_id"):
+        parse({**oracle.MODELS["llama"], "pad_token_id": padding_id})

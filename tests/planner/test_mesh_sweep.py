@@ -51,7 +51,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
         seq = config.mesh.seq
         tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:
-            raise UserError("too many\nand more")
+            raise UserError(["too many", "and more"])
         return example_plans.make_plan(
             mesh={"replica": 1, "data": config.mesh.data, "seq": seq},
             fits=seq != 4,

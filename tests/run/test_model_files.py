@@ -85,7 +85,9 @@ def test_a_token_beyond_the_embedding_has_a_suggestion_that_is_not_in_use(
     source = write_records(tmp_path / "a.jsonl", "tokens", {"input_ids": [1, 300]})
     config = make_config(tmp_path, source, **model)
     with pytest.raises(UserError) as error:
-        data_sets.tokenize_sources(open_sources(config), config, tokenizer=None, vocab_size=256)
+        data_sets.make_data_sets(
+            open_sources(config), config, None, vocab_size=256, for_training=True
+        )
     assert_names(error.value, "line 1", "300", suggestion)
     others = {"embedding", "model.tokenizer=null", "model.config.vocab_size"} - {suggestion}
     assert not any(other in str(error.value) for other in others)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +12,7 @@ from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.packing import document_selection, packing, source_counts
-from jaxsp.data.packing.document_selection import Chunk
+from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
 from jaxsp.data.packing.packing import PackedRow
 from jaxsp.data.packing.source_counts import SourceCounts
 
@@ -88,13 +89,12 @@ class Documents:
         # for each chunk: index of its dataset, and index of its first record in the dataset
         self._chunk_origins: list[tuple[int, int]] = []
         self.sources: tuple[SourceCounts, ...] = ()
-        lengths: list[np.ndarray] = []
-        index_in_chunk = []
-        segments = []
-        for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
-            chunks = document_selection.read_chunks(
-                dataset, None if stats is None else stats[number]
-            )
+        chosen: list[ChunkSegments] = []
+        all_stats: Sequence[TokenStats | None] = stats or [None] * len(tokenized)
+        for number, (name, dataset, dataset_stats) in enumerate(
+            zip(source_names, tokenized, all_stats, strict=True)
+        ):
+            chunks = document_selection.read_chunks(dataset, dataset_stats)
             stored = np.concatenate([chunk.lengths for chunk in chunks])
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
@@ -102,14 +102,10 @@ class Documents:
             used = document_selection.choose_lengths(stored, longest_row, long_documents)
             used = np.where(is_in_split, used, 0)
             selected = document_selection.select_segments(chunks, used, longest_row)
-            first_record = 0
-            for chunk, chosen in zip(chunks, selected, strict=True):
-                segments.append(chosen.kept.renumber(sum(map(len, lengths))))
-                lengths.append(chosen.lengths)
-                index_in_chunk.append(chosen.indices)
-                self._chunks.append(chunk)
-                self._chunk_origins.append((number, first_record))
-                first_record += len(chunk.lengths)
+            chosen += selected
+            self._chunks += chunks
+            first_records = _find_firsts([len(chunk.lengths) for chunk in chunks])
+            self._chunk_origins += [(number, first) for first in first_records]
             if long_documents == "error" and longest_row is not None:
                 _check_lengths(dataset, stored, longest_row, field)
             counts = source_counts.count_source(
@@ -123,13 +119,14 @@ class Documents:
                 count_held_out=not use_held_out,
             )
             self.sources += (counts,)
-        self.lengths = np.concatenate(lengths).astype(np.int64)
+        self.lengths = np.concatenate([each.lengths for each in chosen]).astype(np.int64)
         """Number of tokens of each document, up to which it has segments."""
-        self.segments = packing.concatenate_segments(segments)
+        sizes = [len(each.lengths) for each in chosen]
+        renumbered = map(lambda each, first: each.kept.renumber(first), chosen, _find_firsts(sizes))
+        self.segments = packing.concatenate_segments([*renumbered])
         """Segments to pack, in order."""
-        numbers = np.arange(len(lengths), dtype=np.int32)
-        self._chunk_of_document = np.repeat(numbers, [*map(len, lengths)])
-        self._index_in_chunk = np.concatenate(index_in_chunk)
+        self._chunk_of_document = np.repeat(np.arange(len(chosen), dtype=np.int32), sizes)
+        self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
         self._check_positions(field)
         self._check_has_labels(field, longest_row, long_documents)
@@ -256,6 +253,11 @@ def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
         starts=np.pad(row.starts, padding).astype(np.int32),
         lengths=np.pad(row.length, padding).astype(np.int32),
     )
+
+
+def _find_firsts(sizes: Sequence[int]) -> list[int]:
+    """Index of the first element of each of several sequences, if they follow each other."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:

@@ -486,7 +486,7 @@ def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path
         options = asked("a.jsonl", earlier_reasoning=earlier)
         (note,) = summary.describe_bare_answers(documents.sources, options)
         assert_names(note, "a", "3", f"data.earlier_reasoning={earlier}")
-    assert len({result.digest for result in results}) == 3
+    assert len({result.stats.digest for result in results}) == 3
     texts = [how["tokenizer"].decode(result.dataset["tokens"][0]) for result in results]
     assert [text[:5] for text in texts] == ["25 No", "25 No", "02 Ja"]
 
