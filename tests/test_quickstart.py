@@ -97,6 +97,7 @@ def test_the_output_names_the_mesh_and_the_next_command(quickstart):
         "tensorboard",
         "model",
         "checkpoints",
+        "last_checkpoint.json",
         "heartbeat.json",
         "lock",
         "hf",

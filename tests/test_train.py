@@ -225,10 +225,10 @@ def test_step_times_include_waits_for_data_but_not_late_logging(tmp_path, monkey
         time.sleep(1.0 if step == 5 else 0.0)
         return read_step(self, step)
 
-    def record_late(self):
+    def record_late(self, **options):
         """Reads the second step's results after the third has ended."""
         time.sleep(0.5 if self._num_finished == 1 and self._previous_step else 0.0)
-        record(self)
+        record(self, **options)
 
     monkeypatch.setattr(BatchLoader, "read_step", read_slowly)
     monkeypatch.setattr(StepLog, "record_dispatched_step", record_late)

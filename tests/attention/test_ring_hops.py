@@ -64,8 +64,14 @@ EXTENTS = {
 }
 """Devices along data and seq, chunks per device, a row of each group, and the hops of all."""
 
+QUICK = {"none", "one, in one group", "two of seven", "a far one", "one of one"}
+"""Those in the default tier."""
 
-@pytest.mark.parametrize("name", EXTENTS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EXTENTS],
+)
 def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
     """Transfers are NaN if none is needed."""
     (data, seq), chunks, places, extent = EXTENTS[name]

@@ -116,7 +116,6 @@ QUICK = {
     "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1",
     "8 and 4 heads: all_gather of 6 by 2",
     "5 and 1 heads: all_gather of 8 by 1",
-    "6 and 2 heads: ring of 4 (8 chunks each)",
     "5 and 1 heads: ring of 6 (4 chunks each)",
     "6 and 2 heads: Ulysses of 2 x ring of 2 (8 chunks each)",
     "6 and 2 heads: all_gather of 3 by 1 (4 chunks each)",

@@ -8,6 +8,7 @@ exists, there is no fault.
 import pathlib
 import sys
 import time
+from typing import Any
 
 from jaxsp import cli, train
 from jaxsp.reporting.step_log import StepLog
@@ -23,9 +24,9 @@ def main() -> None:
     marker = pathlib.Path(marker_name)
     record_dispatched_step = StepLog.record_dispatched_step
 
-    def record_with_fault(self: StepLog) -> None:
+    def record_with_fault(self: StepLog, **options: Any) -> None:
         was_running = self._previous_step is not None
-        record_dispatched_step(self)
+        record_dispatched_step(self, **options)
         if was_running:
             time.sleep(SLOW_S)
         is_due = (
