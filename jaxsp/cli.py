@@ -1,7 +1,6 @@
 """Parts that all commands share: argument parser, error output and exit codes."""
 
 import argparse
-import io
 import os
 import pathlib
 import re
@@ -160,9 +159,6 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     """
     standard_streams.protect()
     code = exit_codes.OK
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # tests replace them
-            stream.reconfigure(errors="backslashreplace")
     try:
         main(sys.argv[1:])
         distributed.shutdown()

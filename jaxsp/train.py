@@ -10,6 +10,7 @@ import rich.console
 from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
+from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, jax_limits, preview, resume, trainer
 from jaxsp.runtime import compilation_cache, distributed, hardware, run_dir, run_paths
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> None:
     if process.index == 0:
         registry.check_installed(config.logging)
     if args.preview is not None:
+        if args.preview < 0:
+            raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
         console = rich.console.Console(quiet=process.index > 0, markup=False)
         preview.print_preview(config, console, num_records=args.preview or None)
         return
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> None:
                 config.run,
                 status,
                 has_heartbeat=process.index == 0,
-                has_cpu_devices=hardware.count_gpus(os.environ) == 0,
+                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
             ),
         ):
             damaged: list[pathlib.Path] = []

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -12,7 +13,7 @@ from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
-from jaxsp.runtime import distributed
+from jaxsp.runtime import distributed, standard_streams
 from jaxsp.runtime.cluster import Process
 
 
@@ -58,12 +59,13 @@ def test_the_message_for_an_option_of_another_system_names_a_field(words, field,
 
 
 def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch):
-    output = io.BytesIO()
-    stream = io.TextIOWrapper(output, encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    with pytest.raises(SystemExit) as ended:
-        cli.run_command(lambda _: print("\u27e6"))
-    assert (ended.value.code, output.getvalue()) == (0, b"\\u27e6\n")
+    with tempfile.TemporaryFile() as file:
+        like = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr(sys, "stdout", standard_streams.open_output(file.fileno(), like))
+        with pytest.raises(SystemExit) as ended:
+            cli.run_command(lambda _: print("\u27e6"))
+        file.seek(0)
+        assert (ended.value.code, file.read()) == (0, b"\\u27e6\n")
 
 
 def test_other_errors_cannot_control_the_terminal(capsys):

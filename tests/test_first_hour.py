@@ -68,12 +68,20 @@ def test_a_check_that_fails_or_has_no_time_left_fails_the_stage(run):
     assert "not run: run it with --checks pinning" in printed
 
 
-def test_a_check_for_more_gpus_is_skipped_and_names_them(run, monkeypatch):
-    check = Check(topic="a topic", measure=lambda folder: [], min_gpus=8)
+def test_a_check_without_a_number_is_not_as_assumed(run):
+    assert run({"workspace": Result(status=report.OK)})[0] == 1
+
+
+def test_numbers_are_printed_when_they_are_measured(monkeypatch, tmp_path, capsys):
+    def measure_then_fail(folder):
+        yield Number("a ratio", 1.0, "", 0.9, 1.1)
+        raise ValueError
+
+    check = Check(topic="a topic", measure=measure_then_fail)
     monkeypatch.setitem(first_hour.CHECKS, "offload", check)
-    code, contents, printed = run({"offload": None})
-    assert (code, contents["summary"]) == (0, "offload skipped")
-    assert "needs 8 GPUs, and this node has 2" in printed
+    with pytest.raises(ValueError):  # noqa: PT011
+        first_hour.measure(first_hour.Case(check="offload"), tmp_path)
+    assert "a ratio: 1" in capsys.readouterr().out
 
 
 def test_nan_is_in_no_range():
@@ -112,7 +120,7 @@ def test_steps_of_all_gpus_have_a_row_each(tmp_path, monkeypatch):
         "benchmark_steps",
         lambda config, num_steps: configs.append(config) or result,
     )
-    checked = first_checks.measure_options(tmp_path)
+    checked = [*first_checks.measure_options(tmp_path)]
     assert [number.value for number in checked] == [1.0, 0.0, 1.0, 0.0]
     assert [list(config.run.xla_options) for config in configs] == [
         [],

@@ -23,8 +23,8 @@ from jaxsp.training.inputs import RunInputs
 from jaxsp.training.program import Program
 from jaxsp.training.train_step import StepMetrics
 
-SLOW_MFU = 0.1
-"""MFU of a slow step, for an upper estimate of a step's duration."""
+SLOW_MFU = 0.01
+"""MFU of a slow step, for an upper estimate of a step's duration: in float32, without cuDNN."""
 
 _SEEN_TOGETHER = 0.1
 """Two ends count as seen together if the second follows within this fraction of the time of both

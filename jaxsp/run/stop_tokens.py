@@ -12,6 +12,7 @@ from typing import Any
 from jaxsp.config.schema import Config
 from jaxsp.data.chat import chat_template, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder, writer
@@ -65,9 +66,12 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     else:
         return StopTokens()
     # all sources have the same template
-    renderer = TemplateRenderer(
-        {}, tokenizer=tokenizer, template=options.template, with_marks=False
-    )
+    try:
+        renderer = TemplateRenderer(
+            {}, tokenizer=tokenizer, template=options.template, with_marks=False
+        )
+    except RecordError:  # several templates, none of which is for all records
+        return StopTokens()
     with chat_template.limit_time(0), chat_template.limit_memory(0):
         end = turn_ends.find(tokenizer, renderer.template)
     alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)

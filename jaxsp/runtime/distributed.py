@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from jaxsp.core import errors, exit_codes
+from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster, hardware, join_timeout, local_peers, standard_streams
 from jaxsp.runtime.cluster import Process
@@ -31,7 +31,7 @@ node (local_peers.py), and at once by launchers. If it was the only one, the oth
 99 s (two processes, jax 0.10.1).
 """
 
-SHUTDOWN_TIMEOUT_S = 300
+SHUTDOWN_TIMEOUT_S = 1200
 """Time that a finished process waits for the others, which may still be writing. JAX's default. It
 does not apply to a process that has failed, which reports it, or that has died, which is noticed.
 """
@@ -218,7 +218,7 @@ def log(text: str) -> None:
 
 def log_stacks() -> None:
     """Prints the stack of every thread of this process."""
-    file = os.memfd_create("stacks")
+    file = files.open_scratch()
     faulthandler.dump_traceback(file, all_threads=True)
     log(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
     os.close(file)
@@ -310,7 +310,8 @@ def _watch_peers() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _read_events()
             if num_reads < MAX_PEER_READS:
-                local.add(_read_local_pids())
+                with contextlib.suppress(OSError):  # a /proc that cannot be read
+                    local.add(_read_local_pids())
             num_reads += 1
         failed = last_read(_FAILED_KEY)
         killed = ended - failed.keys() - last_read(_EXITED_KEY).keys()

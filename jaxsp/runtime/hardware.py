@@ -45,7 +45,10 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def gpu_memory_bytes() -> int | None:
-    """Bytes of memory of this node's smallest GPU, read without starting CUDA; None if unknown."""
+    """Bytes of memory of this node's smallest GPU, read without starting CUDA; None if unknown.
+
+    A GPU with less than half of the largest one's memory drives a display. It does not count.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")  # comes with the driver
     except OSError:
@@ -62,7 +65,7 @@ def gpu_memory_bytes() -> int | None:
         if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
             totals.append(memory.total)
     nvml.nvmlShutdown()
-    return min(totals, default=None)
+    return min((total for total in totals if 2 * total >= max(totals)), default=None)
 
 
 def host_memory_bytes() -> int:

@@ -36,7 +36,9 @@ class LocalPeers:
                 descriptor = os.pidfd_open(pids[index])
             except ProcessLookupError:
                 self._ended.add(index)
-            except OSError:  # not permitted here: heartbeats will detect it
+            # Not permitted here, or a build of Python without the function (uv's, conda's):
+            # heartbeats will detect it
+            except (OSError, AttributeError):
                 continue
             else:
                 self._indices[descriptor] = index

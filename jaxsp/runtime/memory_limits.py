@@ -22,6 +22,9 @@ copies, and autotuning."""
 OS_RESERVED_BYTES = 8 * 2**30
 """Host memory of a node for the operating system."""
 
+MIN_FRACTION = 0.5
+"""Least fraction, if CUDA and NCCL would need more of a small GPU."""
+
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -59,7 +62,7 @@ def raise_limits(
 
 def choose_fraction(memory_bytes: int | float, outside_bytes: int | float) -> float:
     """Fraction of a GPU's memory for JAX, which leaves `outside_bytes` for CUDA and NCCL."""
-    return max(0.0, min(GPU_MEMORY_FRACTION, 1 - outside_bytes / memory_bytes))
+    return max(MIN_FRACTION, min(GPU_MEMORY_FRACTION, 1 - outside_bytes / memory_bytes))
 
 
 def gpu_memory_fraction(environ: Mapping[str, str]) -> float:

@@ -13,6 +13,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+from jaxsp.core import files
 from jaxsp.runtime import hardware
 
 _PLUGINS = (
@@ -67,7 +68,7 @@ def _filter_stderr() -> Iterator[None]:
     except OSError:  # closed
         yield
         return
-    file = os.memfd_create("stderr")
+    file = files.open_scratch()
     os.dup2(file, 2)
     try:
         yield

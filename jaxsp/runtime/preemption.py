@@ -163,7 +163,8 @@ class Preemption:
                 remaining_s=self.status.remaining_s() + num_undispatched * step_s,
                 step_s=step_s,
                 checkpoint_s=self.status.checkpoint_s or 0.0,
-                is_signal=not reason.startswith(_STOP_AFTER),
+                # after a terminal has closed, no other signal follows
+                is_signal=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
             )
         self._publish_progress(self._progress)
 

@@ -26,13 +26,15 @@ def open_output(fd: int, like: TextIO | None) -> io.TextIOWrapper:
     """Opens a stream to a file descriptor, with encoding and buffering of another stream."""
     file = _OutputFile(fd, "w", closefd=False)
     is_unbuffered = getattr(like, "write_through", False)  # python -u
-    return io.TextIOWrapper(
+    stream: Any = io.TextIOWrapper(
         file if is_unbuffered else io.BufferedWriter(file),
         encoding=getattr(like, "encoding", "utf-8"),
         errors="backslashreplace",
         line_buffering=getattr(like, "line_buffering", False),
         write_through=is_unbuffered,
     )
+    stream.mode = "w"  # as Python's own
+    return stream
 
 
 def protect() -> None:

@@ -46,8 +46,9 @@ class Watchdog:
     detect it, and the heartbeat stops.
 
     Args:
-        has_cpu_devices: JAX's devices are CPUs. A step of unknown duration, such as the first, then
-            makes progress as long as this process uses a processor.
+        has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
+            such as the first, then makes progress as long as this process uses a processor. (One of
+            several processes may wait for the others, for at most COLLECTIVE_TIMEOUT_S.)
     """
 
     def __init__(

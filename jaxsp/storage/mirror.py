@@ -112,7 +112,7 @@ class Mirror:
                 name
                 for name in names
                 if not name.startswith(complete)
-                and checkpoint_names.parse(name)[1] != self._session
+                and checkpoint_names.parse(name)[1] not in (self._session, -1)
             )
         self._thread.start()
 

@@ -9,6 +9,7 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, optimizer, sharding, trainable
@@ -205,28 +206,34 @@ def checkpoint_bytes(program: Program) -> int:
     """
     copies = 4 * _num_device_weights(program) + _device_state_bytes(program)
     offloaded = program_offloaded_bytes(program)
-    buffers = min(copies, pool_bytes(offloaded)) if offloaded.total else copies
+    num_shards = device_mesh.num_shards(program.mesh)
+    is_buffered = lambda param: 4 * sharding.shard_size(param, num_shards) < GIB
+    buffers = 4 * _num_device_weights(program, is_buffered)
+    buffers += _device_state_bytes(program, is_buffered)
+    if offloaded.total:
+        buffers = min(buffers, pool_bytes(offloaded))
     return copies + buffers
 
 
-def _device_state_bytes(program: Program) -> int:
+def _device_state_bytes(program: Program, is_counted: Predicate = lambda param: True) -> int:
     """Bytes of the optimizer state that a device holds in its own memory."""
     num_shards = device_mesh.num_shards(program.mesh)
     total = 0
-    for param in jax.tree.leaves(program.table):
+    for param in filter(is_counted, jax.tree.leaves(program.table)):
         state = optimizer.state_bytes(program.config.optimizer, param, num_shards)
         is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
         total += state.others if is_offloaded else state.total
     return total
 
 
-def _num_device_weights(program: Program) -> int:
+def _num_device_weights(program: Program, is_counted: Predicate = lambda param: True) -> int:
     """Elements of trained weights that a device holds in its own memory."""
-    num_shards = device_mesh.num_shards(program.mesh)
-    num_weights = _num_trained(program.table, num_shards)
-    if program.has_offloaded_state:
-        num_weights -= _num_trained(program.table, num_shards, host_offload.should_offload)
-    return num_weights
+
+    def is_held(param: Parameter) -> bool:
+        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
+        return is_counted(param) and not is_offloaded
+
+    return _num_trained(program.table, device_mesh.num_shards(program.mesh), is_held)
 
 
 class OffloadedBytes(NamedTuple):

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,9 @@ LONGEST_POOL_GIB = 206
 
 NUM_STEPS = 5
 """Timed steps of a run."""
+
+PIN_SECONDS = 140
+"""Time limit for a process that pins memory."""
 
 _POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -119,9 +123,8 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
     ]
 
 
-def measure_workspace(folder: pathlib.Path) -> list[Number]:
+def measure_workspace(folder: pathlib.Path) -> Iterator[Number]:
     """Compiles attention and compares cuDNN's workspace with `cudnn_memory.workspace_bytes`."""
-    numbers = []
     for index in (0, 1, -4):
         case = workspace.CASES[index]
         result = workspace.measure(case, jax.devices()[0])
@@ -129,8 +132,7 @@ def measure_workspace(folder: pathlib.Path) -> list[Number]:
             raise RuntimeError(result.message)
         if result.ratio is not None:
             kind = f"{case.row_tokens:,} tokens in up to {case.max_segments} documents"
-            numbers.append(Number(f"workspace over formula, {kind}", result.ratio, "", 0.9, 1.03))
-    return numbers
+            yield Number(f"workspace over formula, {kind}", result.ratio, "", 0.9, 1.03)
 
 
 def measure_outside(folder: pathlib.Path) -> list[Number]:
@@ -175,23 +177,21 @@ print(time.perf_counter() - began)
 """
 
 
-def measure_pinning(folder: pathlib.Path) -> list[Number]:
+def measure_pinning(folder: pathlib.Path) -> Iterator[Number]:
     """Pins host memory in one process, then the same amount in each of several."""
     num_processes = max(2, count_gpus())
     usable = memory_limits.usable_host_bytes(
         hardware.host_memory_bytes(), num_processes=num_processes
     )
-    gib = min(32, int(usable / GIB / num_processes / 2))
-    numbers = []
+    gib = max(1, min(32, int(usable / GIB / num_processes / 2)))
     for count in (1, num_processes):
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             seconds = list(pool.map(lambda index: _pin(index, gib), range(count)))
         each = max(seconds) / gib
         name = f"pinning {gib} GiB in each of {count} processes"
-        numbers.append(Number(name, each, "s per GiB", 0.05, 0.6))
+        yield Number(name, each, "s per GiB", 0.05, 0.6)
     name = f"the longest row's pools of {LONGEST_POOL_GIB} GiB, extrapolated"
-    numbers.append(Number(name, each * LONGEST_POOL_GIB, "s", 10, 600))
-    return numbers
+    yield Number(name, each * LONGEST_POOL_GIB, "s", 10, 600)
 
 
 def _pin(index: int, gib: int) -> float:
@@ -201,31 +201,37 @@ def _pin(index: int, gib: int) -> float:
         "XLA_CLIENT_MEM_FRACTION": "0.1",
         _POOL_VARIABLE: str(gib + 1),
     }
-    command = [sys.executable, "-c", _PIN, str(gib * 2**30)]
+    # A check that takes too long is killed, but not what it has started
+    limit = ["timeout", "--signal=KILL", f"{PIN_SECONDS}"]
+    command = [*limit, sys.executable, "-c", _PIN, str(gib * 2**30)]
     done = subprocess.run(
         command, env=environ, cwd=machine.REPO, capture_output=True, text=True, check=True
     )
     return float(done.stdout.split()[-1])
 
 
-def measure_options(folder: pathlib.Path) -> list[Number]:
-    """Times a step of 8,192 tokens per GPU with options of XLA, over that without."""
+def measure_options(folder: pathlib.Path) -> Iterator[Number]:
+    """Times a step of 8,192 tokens per GPU with options of XLA, over that without.
+
+    An option that this jaxlib lacks is named.
+    """
     base = _run_steps(folder / "base", {})
-    numbers = []
     for option in TRIED_OPTIONS:
-        result = _run_steps(folder / option, {option: True})
+        try:
+            result = _run_steps(folder / option, {option: True})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            print(f"  {option}: not in this jaxlib", flush=True)
+            continue
         ratio = result.step_s / base.step_s
-        numbers.append(Number(f"step with {option}, over that without", ratio, "", 0.85, 1.02))
+        yield Number(f"step with {option}, over that without", ratio, "", 0.85, 1.02)
         loss_error = abs(result.losses[-1] / base.losses[-1] - 1)
-        numbers.append(
-            Number(f"relative change of the loss with {option}", loss_error, "", 0, 1e-3)
-        )
-    return numbers
+        yield Number(f"relative change of the loss with {option}", loss_error, "", 0, 1e-3)
 
 
-def measure_offload(folder: pathlib.Path) -> list[Number]:
+def measure_offload(folder: pathlib.Path) -> Iterator[Number]:
     """Errors of gradients with offloaded activations on all GPUs, as the self-check has them."""
-    numbers = []
     for activations in ("layer_inputs", "layer_inputs_and_attention"):
         policy = RematPolicy(remat="save_attention", offload_activations=activations)
         for is_prefetched in (False, True):
@@ -235,8 +241,7 @@ def measure_offload(folder: pathlib.Path) -> list[Number]:
             )
             kind = "prefetched" if is_prefetched else "not prefetched"
             name = f"error of gradients, {activations}, {kind}"
-            numbers.append(Number(name, error, "", 0, selfcheck.OFFLOAD_TOLERANCE))
-    return numbers
+            yield Number(name, error, "", 0, selfcheck.OFFLOAD_TOLERANCE)
 
 
 def measure_profile(folder: pathlib.Path) -> list[Number]:

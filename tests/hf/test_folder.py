@@ -171,9 +171,7 @@ def test_surplus_tensors_of_a_whole_model_can_be_left_out_by_transformers(model_
     assert_names(surplus, "v_head.weight", "save_pretrained", "model.source=m-safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab.txt", "config.json", "model.safetensors", "additional_chat_templates"]
-)
+@pytest.mark.parametrize("name", ["vocab.txt", "config.json", "additional_chat_templates"])
 def test_links_out_of_the_folder_are_refused(model_folder, tmp_path, name):
     secret = tmp_path / "secret"
     secret.mkdir()
@@ -191,7 +189,12 @@ def test_links_out_of_the_folder_are_refused(model_folder, tmp_path, name):
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_links_inside_the_folder_and_into_the_hubs_blobs_are_allowed(model_folder, tmp_path):
+def test_links_to_weights_or_inside_the_folder_or_into_the_hubs_blobs_are_allowed(
+    model_folder, tmp_path
+):
+    weights_file = tmp_path / "w.safetensors"
+    weights_file.write_bytes(b"")
+    (model_folder / "model-00001-of-00002.safetensors").symlink_to(weights_file)
     (model_folder / "vocab.txt").symlink_to("config.json")
     assert folder.find("m").config_fields == FIELDS
     (tmp_path / "link").symlink_to(model_folder)

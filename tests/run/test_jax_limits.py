@@ -118,7 +118,8 @@ class Nvml:
 
 
 @pytest.mark.parametrize(
-    ("totals", "expected"), [((80, 40, 80), 40), ((80, None), 80), ((None,), None), ((), None)]
+    ("totals", "expected"),
+    [((80, 40, 80), 40), ((80, 4, 80), 80), ((80, None), 80), ((None,), None), ((), None)],
 )
 def test_the_memory_of_the_smallest_gpu_is_read_from_the_driver(monkeypatch, totals, expected):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(*totals))

@@ -145,6 +145,16 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
     assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S
 
 
+def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
+    for name in ("pidfd_open", "memfd_create"):
+        monkeypatch.delattr(os, name)
+    peers = LocalPeers()
+    peers.add({1: os.getpid()})
+    assert peers.wait(0.0) == set()
+    distributed.log_stacks()
+    assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
+
+
 def test_the_end_of_a_process_on_this_node_is_detected_at_once():
     killed, running, ended = (subprocess.Popen(["sleep", "100"]) for _ in range(3))
     try:

@@ -407,6 +407,13 @@ def test_buffers_for_copies_of_a_checkpoint_have_the_limit_of_the_pool(monkeypat
     assert memory_formula.checkpoint_bytes(program) == on_kind(program)["device"] + 1000
 
 
+def test_large_arrays_of_a_checkpoint_have_no_buffers(monkeypatch):
+    program = runs.program({}, sizes=(2, 2, 2))
+    assert memory_formula.checkpoint_bytes(program) == 2 * on_kind(program)["device"]
+    monkeypatch.setattr(memory_formula, "GIB", 0)
+    assert memory_formula.checkpoint_bytes(program) == on_kind(program)["device"]
+
+
 class Device:
     def __init__(self, limit):
         self.limit = limit

@@ -37,7 +37,7 @@ _SECONDS = 30.0
 _BYTES_PER_SECOND = 10**5
 """Bytes of a record that extend its time by a second; templates of published models write 10**7."""
 
-_MEMORY = 2**29
+_MEMORY = 2**31
 """Memory for a template's text, in addition to that for the length of the records."""
 
 _MEMORY_PER_BYTE = 64

@@ -157,7 +157,8 @@ def take_loss_flags(message: Record, role: str, source: SourceConfig, place: str
         elif role != ASSISTANT and name != "weight":
             raise RecordError(
                 f"{place}: {name} is {value!r}, but only messages with the role {ASSISTANT} have "
-                "loss. Remove it, or use data.train_on=all"
+                "loss. Remove it. For data.train_on=all, which trains on all messages, set "
+                f"{suggest_ignoring(name)}"
             )
     kept = {name: value for name, value in message.items() if name not in _LOSS_FLAGS}
     return kept if has_loss else kept | {"weight": 0}
