@@ -8,7 +8,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 
 class _OutputFile(io.FileIO):
@@ -22,7 +22,7 @@ class _OutputFile(io.FileIO):
         return memoryview(data).nbytes
 
 
-def open_output(fd: int, like: TextIO | None) -> io.TextIOWrapper:
+def open_output(fd: int, like: Any) -> io.TextIOWrapper:
     """Opens a stream to a file descriptor, with encoding and buffering of another stream."""
     file = _OutputFile(fd, "w", closefd=False)
     is_unbuffered = getattr(like, "write_through", False)  # python -u
