@@ -47,7 +47,7 @@ class Failure:
     reason: str
 
 
-_ENDS_PROCESS = ("tokenizers",)
+_ENDS_PROCESS = ("templates", "tokenizers")
 """Kinds whose limits end the process: each case runs in a process of its own."""
 
 

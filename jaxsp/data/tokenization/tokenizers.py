@@ -87,6 +87,7 @@ def load(
             )
             loaded.init_kwargs.pop("fix_mistral_regex", None)
             tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
+            tokenizer("")  # fails for fields of wrong types
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
         raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None

@@ -6,8 +6,10 @@ import pytest
 import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizer_json, tokenizers
 from tests.data.chat import chats
+from tests.messages import assert_names
 
 TEXT = "<s>it's  12345 e\u0301\n\n\t\u4e2d\u6587 \U0001f600</s> x"
 
@@ -173,3 +175,13 @@ def test_tokenizers_of_mistral_split_text_as_mistral_does(tmp_path):
     assert notes == []
     assert corrected.backend_tokenizer.to_str() == loaded.backend_tokenizer.to_str()
     assert (tmp_path / "other/tokenizer.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["model_max_length", "padding_side"])
+def test_a_field_of_a_wrong_type_is_refused(tmp_path, field):
+    folder = write_folder(
+        tmp_path / "m", metaspace_backend(), "llama", **{field: {"tokens": "many"}}
+    )
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert_names(caught.value, folder, "tokenizer.json", "cannot be loaded")
