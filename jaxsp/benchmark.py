@@ -78,7 +78,7 @@ def _benchmark_one(
     )
     if given.json:
         result = dataclasses.replace(result, published_sizes=sizes.note or None)
-        files.write_json(given.json, dataclasses.asdict(result))
+        files.write_output(given.json, files.to_json(dataclasses.asdict(result)))
 
 
 def _benchmark_all(
@@ -95,7 +95,8 @@ def _benchmark_all(
     console.print(mesh_benchmark.format_table(results))
     if given.json:
         meshes = [dataclasses.asdict(result) for result in results]
-        files.write_json(given.json, {"meshes": meshes, "published_sizes": sizes.note or None})
+        result = {"meshes": meshes, "published_sizes": sizes.note or None}
+        files.write_output(given.json, files.to_json(result))
     console.print(mesh_benchmark.check_losses(results))
 
 

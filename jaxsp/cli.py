@@ -171,6 +171,8 @@ def run_command(main: Callable[[list[str]], None]) -> None:
             message = textwrap.indent(message, distributed.line_prefix(index))
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if (reason := standard_streams.find_full_disk()) is not None:
+        print(f"standard output: {reason}. Some lines are lost.", file=sys.stderr, flush=True)
     if code != exit_codes.OK and distributed.this_process().num_processes > 1:
         distributed.abort_job(code)
     sys.exit(code)

@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> None:
     jax_platform.choose_platform(virtual_cpu_devices=None)
     checkpoint = run_paths.find_latest(copies.make_local(args.run, field="RUN_OR_CHECKPOINT"))
     if checkpoint is None:
+        if not pathlib.Path(args.run).exists():
+            raise UserError(f"RUN_OR_CHECKPOINT = {args.run}: there is no such folder.")
         raise UserError(
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."

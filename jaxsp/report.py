@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     runs = run_files.read_runs(args.runs)
     text = page.render(runs, is_neutral=config_changes.is_neutral)
     try:
-        files.write_atomic(out, text)
+        files.write_output(out, text)
     except OSError as error:
         raise UserError(
             f"--out = {out}: cannot be written: {error.strerror}. Use --out FILE with a file in "

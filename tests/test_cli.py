@@ -135,9 +135,11 @@ def test_output_that_cannot_be_written_does_not_change_the_exit_code(command):
         f"from jaxsp import cli; cli.run_command({command})"
     )
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    assert subprocess.run(
-        [sys.executable, "-c", program], env=buffered, check=False
-    ).returncode == int("/" in command)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=buffered, check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == int("/" in command)
+    assert ended.stderr.count("No space left") == int("print" in command)
 
 
 def test_a_message_that_cannot_be_written_does_not_change_the_exit_code():

@@ -43,9 +43,23 @@ def write_atomic(path: pathlib.Path, content: str | bytes, *, is_durable: bool =
         sync_dir(path.parent)
 
 
+def write_output(path: pathlib.Path, content: str) -> None:
+    """Writes a file that a user named. It may be a link, or a device such as /dev/stdout."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.write(content)
+    else:
+        write_atomic(pathlib.Path(os.path.realpath(path)), content)
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """Numbers as JSON. Raises: ValueError for those that are not finite."""
+    return json.dumps(result, indent=1, allow_nan=False) + "\n"
+
+
 def write_json(path: pathlib.Path, result: dict[str, Any]) -> None:
-    """Writes numbers as JSON. Raises: ValueError for those that are not finite."""
-    write_atomic(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    """Writes numbers as JSON. Raises: as `to_json`."""
+    write_atomic(path, to_json(result))
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:

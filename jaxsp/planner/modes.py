@@ -118,7 +118,8 @@ class PlanRequest:
     def write_json(self, result: dict[str, Any]) -> None:
         """Writes a result, and the source of published model sizes, if --json is given."""
         if self.args.json:
-            files.write_json(self.args.json, result | {"published_sizes": self.sizes.note or None})
+            result = result | {"published_sizes": self.sizes.note or None}
+            files.write_output(self.args.json, files.to_json(result))
             self.console.print(f"written: {self.args.json}")
 
     def draw(self, plans: Mapping[str, Plan], *, subject: str) -> None:

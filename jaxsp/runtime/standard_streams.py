@@ -4,22 +4,36 @@ A reader such as `head` or `tee` ends, a terminal closes, the disk of a log is f
 lacks a character. rich would end the process with SystemExit when a reader has ended.
 """
 
-import contextlib
+import errno
 import io
 import os
 import sys
 from typing import Any
+
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk. Others mean that the reader has ended."""
+
+_full_disks: dict[int, str] = {}
+"""Last such error of each file descriptor."""
 
 
 class _OutputFile(io.FileIO):
     """File descriptor whose failed writes are lost."""
 
     def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
+        try:
             num_written = super().write(data)
             if num_written is not None:  # None: full, and set not to block
                 return num_written
+        except OSError as error:
+            if error.errno in _FULL_ERRNOS:
+                _full_disks[self.fileno()] = os.strerror(error.errno)
         return memoryview(data).nbytes
+
+
+def find_full_disk() -> str | None:
+    """Describes the full disk that lost output of stdout; None if there is none."""
+    return _full_disks.get(1)
 
 
 def open_output(fd: int, like: Any) -> io.TextIOWrapper:

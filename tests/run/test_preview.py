@@ -11,7 +11,7 @@ import rich.console
 from jaxsp import train
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import encoding
+from jaxsp.data.tokenization import encoding, examples
 from jaxsp.run import preview
 from tests import messages
 from tests.data.chat import chats
@@ -222,3 +222,10 @@ def test_problems_of_all_sources_are_said():
     ]
     assert "data.train.0.source" in str(raised.value)
     assert "data.train.1.source" in str(raised.value)
+
+
+def test_reasoning_in_several_turns_is_a_kind():
+    turn = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+    assert examples.list_kinds({"messages": [turn]}) == ["reasoning"]
+    kinds = examples.list_kinds({"messages": [turn, {"role": "user", "content": "c"}, turn]})
+    assert kinds == ["reasoning", "reasoning in several turns", "several turns"]

@@ -107,6 +107,7 @@ def list_kinds(record: dict[str, Any]) -> list[str]:
         "tools": bool(record.get("tools")),
         "tool calls": any(map(template_text.list_tool_calls, answers)),
         "reasoning": any(map(template_text.get_reasoning, answers)),
+        "reasoning in several turns": sum(map(bool, map(template_text.get_reasoning, answers))) > 1,
         "several turns": len(answers) > 1,
         "a system message": any(message["role"] == "system" for message in messages),
         "messages without loss": not all(map(template_text.has_loss, messages)),
