@@ -7,7 +7,7 @@ device's shard of rows,
     q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM -> out_BlHK
 
 It is causal within each segment, with nothing between segments. Tokens outside segments have
-output 0 and gradient 0. To add a strategy, see `strategy.py`; to add a kernel, `kernels/kernel.py`.
+output 0 and gradient 0. To add a strategy, see `token_exchange.py`; to add a kernel, `kernels/kernel.py`.
 """
 
 from jaxsp.attention.api import (
@@ -30,7 +30,8 @@ from jaxsp.attention.selection import (
     choose_strategy,
     list_options,
 )
-from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy, count_workloads
+from jaxsp.attention.strategy import Strategy, combine
+from jaxsp.attention.workload import HasHeads, LayerWorkload, count_workloads
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -49,6 +50,7 @@ __all__ = [
     "as_kernel",
     "choose",
     "choose_strategy",
+    "combine",
     "count_workloads",
     "describe",
     "find_collectives",

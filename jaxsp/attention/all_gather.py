@@ -13,8 +13,8 @@ summed in float32.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +24,32 @@ from jaxsp.attention import chunk_calls, partial_attention
 from jaxsp.attention.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
 from jaxsp.attention.partial_attention import LocalSegments
-from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import ZigzagStrategy, choose_chunks_per_device
+from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.zigzag import Zigzag, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllGather(ZigzagStrategy):
+class AllGather(Zigzag):
     """Each device keeps its queries and gathers keys and values of whole rows."""
 
     name = "all_gather"
     options = frozenset({"chunks_per_device", "kv_heads_per_gather"})
+    is_automatic = False
 
     kv_heads_per_gather: int = 1
     """K/V heads that are gathered at a time, in layers without a sliding window."""
 
     @classmethod
-    def candidates(
-        cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> Sequence[ZigzagStrategy]:
-        return [
-            cls(
-                seq=seq,
-                chunks_per_device=choose_chunks_per_device(requested, workload, degree=seq),
-                kv_heads_per_gather=requested.kv_heads_per_gather or 1,
-            )
-        ]
+    def from_config(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+    ) -> Self:
+        return cls(
+            degree=degree,
+            chunks_per_device=choose_chunks_per_device(requested, workload, degree=degree),
+            kv_heads_per_gather=requested.kv_heads_per_gather or 1,
+        )
 
     def find_problem(self, workload: LayerWorkload) -> str | None:
         kv_heads = workload.num_kv_heads
@@ -63,15 +62,11 @@ class AllGather(ZigzagStrategy):
 
     @property
     def description(self) -> str:
-        return f"{self.name} of {self.seq} by {self.kv_heads_per_gather}{self._chunks_suffix}"
+        return f"{self.name} of {self.degree} by {self.kv_heads_per_gather}{self._chunks_suffix}"
 
     @property
     def config_fields(self) -> dict[str, Any]:
-        return {
-            "strategy": self.name,
-            "outer_strategy": self.name,
-            "kv_heads_per_gather": self.kv_heads_per_gather,
-        }
+        return {"kv_heads_per_gather": self.kv_heads_per_gather}
 
     def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
         heads_per_kv_head = workload.num_heads // workload.num_kv_heads
@@ -84,7 +79,7 @@ class AllGather(ZigzagStrategy):
 
     def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         tokens = workload.num_rows * workload.tokens_per_device
-        head_elements = (self.seq - 1) * tokens * 2 * workload.head_dim
+        head_elements = (self.degree - 1) * tokens * 2 * workload.head_dim
         kv_heads = workload.num_kv_heads
         num_gathered = 2 * kv_heads
         if workload.recomputes_attention and workload.has_other_kinds:
@@ -176,7 +171,7 @@ class AllGather(ZigzagStrategy):
         calls = chunk_calls.find_gathered_calls(
             ChunkTokens(starts_BM, lengths_BM, chunk_tokens),
             self.chunk_numbers(self.index),
-            num_devices=self.seq,
+            num_devices=self.degree,
         )
         return calls, self.find_local_segments(starts_BM, lengths_BM, chunk_tokens)
 
@@ -216,16 +211,16 @@ def _all_gather_kv(group: AllGather, kv_BlgK: list[Array]) -> list[Float[Array, 
     kv_2BlgK = jnp.stack(kv_BlgK)
     B, l, g, K = kv_2BlgK.shape[1:]
     kv_2BkCgK = kv_2BlgK.reshape(2, B, group.chunks_per_device, -1, g, K)
-    if group.seq > 1:
+    if group.degree > 1:
         kv_P2BkCgK = jax.lax.all_gather(
-            kv_2BkCgK, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
+            kv_2BkCgK, axis_name=axes.SEQ, axis_index_groups=group.groups
         )
     else:
         kv_P2BkCgK = kv_2BkCgK[None]
     rows = []
     for x_PBkCgK in (kv_P2BkCgK[:, 0], kv_P2BkCgK[:, 1]):
         x_BkPCgK = _reverse_odd_rounds(x_PBkCgK.transpose(1, 2, 0, 3, 4, 5))
-        rows.append(x_BkPCgK.reshape(B, group.seq * l, g, K))
+        rows.append(x_BkPCgK.reshape(B, group.degree * l, g, K))
     return rows
 
 
@@ -234,12 +229,12 @@ def _reduce_scatter_dkv(group: AllGather, dkv_BLgK: list[Array]) -> Float[Array,
     parts = []
     for x_BLgK in dkv_BLgK:
         B, _, g, K = x_BLgK.shape
-        x_BkPCgK = x_BLgK.reshape(B, group.chunks_per_device, group.seq, -1, g, K)
+        x_BkPCgK = x_BLgK.reshape(B, group.chunks_per_device, group.degree, -1, g, K)
         parts.append(_reverse_odd_rounds(x_BkPCgK).transpose(2, 0, 1, 3, 4, 5))
     dkv_P2BkCgK = jnp.stack(parts, axis=1)
-    if group.seq == 1:
+    if group.degree == 1:
         return dkv_P2BkCgK[0]
-    return jax.lax.psum_scatter(dkv_P2BkCgK, axes.SEQ, axis_index_groups=group.axis_index_groups)
+    return jax.lax.psum_scatter(dkv_P2BkCgK, axes.SEQ, axis_index_groups=group.groups)
 
 
 def _reverse_odd_rounds(x_BkP: Array) -> Array:

@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import kernel_selection, registry
+from jaxsp.attention.kernels import residuals
 from jaxsp.attention.kernels.kernel import (
     FunctionKernel,
     Kernel,
     KernelSettings,
-    RowKernel,
     ScoreConfig,
 )
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.selection import AttentionChoice
-from jaxsp.attention.strategy import HasHeads, Strategy
-from jaxsp.attention.ulysses import Ulysses
+from jaxsp.attention.strategy import Strategy, combine
+from jaxsp.attention.workload import HasHeads
 from jaxsp.core.layout import Layout
 
 SCOPE = "attend"
@@ -47,7 +49,8 @@ class Attend:
     """Scores of each kind of layer, in the order in which the kinds first occur."""
     layer_kinds: tuple[int, ...]
     """Kind of each layer, as an index into `kinds`."""
-    function: RowKernel
+    functions: tuple[AttentionFunctions, ...]
+    """Forward and backward pass of each kind."""
 
     @property
     def layout(self) -> Layout:
@@ -76,10 +79,8 @@ class Attend:
         """
         row_tokens = tokens_per_device * self.strategy.seq
         with jax.named_scope(SCOPE):
-            if not self.layout.keeps_order:
-                return self.strategy.make_tables(starts_BM, lengths_BM, row_tokens=row_tokens)
-            return self.kernel.make_tables(
-                self.settings, starts_BM, lengths_BM, row_tokens=row_tokens
+            return self.strategy.tokens.make_tables(
+                self.kernel, self.settings, starts_BM, lengths_BM, row_tokens=row_tokens
             )
 
     def __call__(
@@ -102,20 +103,35 @@ class Attend:
             sinks_H: one more score per head in the softmax of every token; its value vector is 0.
                 Each device returns its term of the gradient, to be summed over the group.
         """
-        options: dict[str, Any] = {}
-        if len(self.kinds) > 1:
-            options["kind"] = kind
-        if sinks_H is not None:
-            options["sinks_H"] = sinks_H
+        heads = self.strategy.heads
+        tokens = self.strategy.tokens
         with jax.named_scope(self._scope):
             # Make the segment arrays depend on q. Otherwise JAX hoists everything computed from
             # only them out of the layer scan, and a ring's masks for all its steps, as wide as q,
             # stay live (8 GiB at 1M tokens on 32 devices)
             arrays = starts_BM, lengths_BM, tables, jax.lax.stop_gradient(q_BlHK)
             starts_BM, lengths_BM, tables, _ = jax.lax.optimization_barrier(arrays)
-            if tables is not None:
-                options["tables"] = tables
-            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, **options)
+            q_BLhK, k_BLgK, v_BLgK = heads.to_heads(q_BlHK, k_BlGK, v_BlGK)
+            mask = self._make_mask(starts_BM, lengths_BM, num_tokens=q_BLhK.shape[1])
+            out_BLhK = residuals.attend(
+                self.functions,
+                tokens.segment_mask,
+                [mask(x) for x in (q_BLhK, k_BLgK, v_BLgK)],
+                (starts_BM, lengths_BM, *([] if tables is None else [tables])),
+                kind=kind if len(self.kinds) > 1 else 0,
+                sinks_H=None if sinks_H is None else heads.own_heads(sinks_H),
+            )
+            return heads.to_tokens(mask(out_BLhK))
+
+    def _make_mask(
+        self, starts_BM: Array, lengths_BM: Array, *, num_tokens: int
+    ) -> Callable[[Array], Array]:
+        """Returns a function that sets padding to 0: whatever a kernel computes there, even NaN, is
+        dropped. Kernels that mask padding themselves do so with fewer passes over their inputs."""
+        if self.kernel.masks_padding:
+            return lambda x: x
+        inside_BL = self.strategy.tokens.segment_mask(starts_BM, lengths_BM, num_tokens)
+        return lambda x: jnp.where(inside_BL[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:
@@ -143,18 +159,19 @@ def make_attend(
     Raises: UserError for a kernel that computes whole rows only, if the strategy needs chunks.
     """
     if strategy is None:
-        strategy = Ulysses(seq=seq)
+        strategy = combine(seq)
     kernel = as_kernel(kernel)
     settings = settings or KernelSettings()
     kernel_selection.raise_if_whole_rows_only(kernel, strategy)
     kinds = tuple(dict.fromkeys(layer_scores))
+    assert len(kinds) == 1 or not isinstance(kernel, FunctionKernel), "it computes one kind"
     return Attend(
         strategy=strategy,
         kernel=kernel,
         settings=settings,
         kinds=kinds,
         layer_kinds=tuple(map(kinds.index, layer_scores)),
-        function=strategy.build(kernel, settings, kinds=kinds),
+        functions=tuple(strategy.tokens.make_functions(kernel, settings, score) for score in kinds),
     )
 
 
@@ -187,7 +204,7 @@ def describe(choice: AttentionChoice, model: HasHeads) -> str:
     strategy = choice.strategy
     if strategy.seq == 1:
         return f"{kernel}, all heads on each device{reason}"
-    heads, kv_heads = strategy.local_heads(model.num_heads, model.num_kv_heads)
+    heads, kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
     part = (
         f"each device has {heads} of {model.num_heads} query heads and "
         f"{kv_heads} of {model.num_kv_heads} K/V heads"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.attention.chunk_group import ChunkGroup
-from jaxsp.attention.strategy import LayerWorkload
+from jaxsp.attention.workload import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.core.layout import Layout
 
@@ -119,14 +119,14 @@ def _send_to_next(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]:
     The row's first chunk receives 0.
     """
     previous = [jnp.zeros_like(chunks[0]), *chunks[:-1]]
-    if group.seq == 1:
+    if group.degree == 1:
         return previous
     up, down = _find_pairs(group)
     from_before = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, up)
     from_after = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, down)
     return _alternate(
         jnp.where(group.index == 0, jnp.stack(previous[0::2]), from_before),
-        jnp.where(group.index == group.seq - 1, jnp.stack(previous[1::2]), from_after),
+        jnp.where(group.index == group.degree - 1, jnp.stack(previous[1::2]), from_after),
     )
 
 
@@ -136,13 +136,13 @@ def _send_to_previous(group: ChunkGroup, chunks: Sequence[Array]) -> list[Array]
     Those of the row's first chunk are dropped. The row's last chunk receives 0.
     """
     following = [*chunks[1:], jnp.zeros_like(chunks[0])]
-    if group.seq == 1:
+    if group.degree == 1:
         return following
     up, down = _find_pairs(group)
     from_after = jax.lax.ppermute(jnp.stack(chunks[0::2]), axes.SEQ, down)
     from_before = jax.lax.ppermute(jnp.stack(chunks[1::2]), axes.SEQ, up)
     return _alternate(
-        jnp.where(group.index == group.seq - 1, jnp.stack(following[0::2]), from_after),
+        jnp.where(group.index == group.degree - 1, jnp.stack(following[0::2]), from_after),
         jnp.where(group.index == 0, jnp.stack(following[1::2]), from_before),
     )
 
@@ -154,7 +154,7 @@ def _alternate(first: Array, last: Array) -> list[Array]:
 
 def _find_pairs(group: ChunkGroup) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Pairs of neighbors: from each device to the one after it, and the other way."""
-    up = [pair for devices in group.axis_index_groups for pair in itertools.pairwise(devices)]
+    up = [pair for devices in group.groups for pair in itertools.pairwise(devices)]
     return up, [(target, source) for source, target in up]
 
 

@@ -27,39 +27,42 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import chunk_calls, partial_attention, ring_hops
 from jaxsp.attention.chunk_calls import Call, ChunkTokens
-from jaxsp.attention.kernels.kernel import ChunkKernel
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings
 from jaxsp.attention.partial_attention import Gradients, LocalSegments, PartialAttention
 from jaxsp.attention.ring_hops import RingHops
-from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.zigzag import ZigzagStrategy
+from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.zigzag import Zigzag
 from jaxsp.core import axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring(ZigzagStrategy):
+class Ring(Zigzag):
     """Each device keeps its queries; keys and values travel around the ring."""
 
     name = "ring"
-
-    @property
-    def has_ring_steps(self) -> bool:
-        return True
+    has_ring_steps = True
 
     def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
-        if self.seq == 1:
+        if self.degree == 1:
             return {}
         tokens = workload.num_rows * workload.tokens_per_device
         kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
-        hops = 2 * (self.seq - 1)
+        hops = 2 * (self.degree - 1)
         if workload.recomputes_attention:
-            hops += self.seq - 1
+            hops += self.degree - 1
         # Gradients make seq - 1 hops in float32, and the last one, to the device that owns them, in
         # the dtype of k and v
-        elements_bytes = (hops + 1) * workload.itemsize + (self.seq - 1) * 4
+        elements_bytes = (hops + 1) * workload.itemsize + (self.degree - 1) * 4
         return {"collective-permute": kv_elements * elements_bytes}
 
     def make_tables(
-        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+        self,
+        kernel: Kernel,
+        settings: KernelSettings,
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        *,
+        row_tokens: int,
     ) -> RingHops | None:
         return ring_hops.find_hops(self.layout, starts_BM, lengths_BM, row_tokens=row_tokens)
 
@@ -88,13 +91,13 @@ class Ring(ZigzagStrategy):
             return (visit(results, kv, hop), self.shift(kv)), None
 
         def visit_all(results: PartialAttention) -> PartialAttention:
-            hops = jnp.arange(1, self.seq - 1)
+            hops = jnp.arange(1, self.degree - 1)
             (results, kv), _ = jax.lax.scan(next_step, (results, self.shift([k, v])), hops)
-            return visit(results, kv, self.seq - 1)
+            return visit(results, kv, self.degree - 1)
 
         def visit_near(results: PartialAttention, index: Array) -> PartialAttention:
             kv = jax.lax.switch(index, self._shifts(), [k, v])
-            return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.seq))[index])
+            return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
 
         results = partial_attention.diagonal_forward(kernel, work.segments, q, k, v)
         calls = work.local_calls()
@@ -142,10 +145,10 @@ class Ring(ZigzagStrategy):
         def visit_all(gradients: Gradients) -> Gradients:
             # Gradients are sent one ring step after their keys, so that the transfer overlaps the
             # next step's computation
-            hops = jnp.arange(1, self.seq - 1)
+            hops = jnp.arange(1, self.degree - 1)
             carry = (*gradients, self.shift([k, v]))
             (dq, dkv, kv), _ = jax.lax.scan(next_step, carry, hops)
-            dq, dkv = visit(dq, self.shift(dkv), kv, self.seq - 1)
+            dq, dkv = visit(dq, self.shift(dkv), kv, self.degree - 1)
             own_dkv = self.shift([x.astype(k.dtype) for x in dkv])  # to their own device
             return dq, [x.astype(jnp.float32) for x in own_dkv]
 
@@ -153,7 +156,7 @@ class Ring(ZigzagStrategy):
             dq, dkv = gradients
             kv = jax.lax.switch(index, self._shifts(), [k, v])
             zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]
-            dq, terms = visit(dq, zeros, kv, jnp.asarray(ring_hops.near_hops(self.seq))[index])
+            dq, terms = visit(dq, zeros, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
             terms = jax.lax.switch(index, self._shifts(back=True), terms)
             return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
 
@@ -172,13 +175,13 @@ class Ring(ZigzagStrategy):
         start: Any,
     ) -> Any:
         """Visits the devices whose keys are needed. Args: hops: None: visits all."""
-        if self.seq == 1:
+        if self.degree == 1:
             return start
         if hops is None:
             return visit_all(start)
 
         def visit_needed(carry: Any) -> Any:
-            if self.seq == 2:
+            if self.degree == 2:
                 return carry  # the only hop is all hops
 
             def next_hop(carry: Any, index: Array) -> tuple[Any, None]:
@@ -200,7 +203,7 @@ class Ring(ZigzagStrategy):
         sign = -1 if back else 1
         return [
             functools.partial(self.shift, distance=sign * hop)
-            for hop in ring_hops.near_hops(self.seq).tolist()
+            for hop in ring_hops.near_hops(self.degree).tolist()
         ]
 
     def shift(self, arrays: list[Array], *, distance: int = 1) -> list[Array]:
@@ -210,7 +213,7 @@ class Ring(ZigzagStrategy):
         """
         pairs = [
             pair
-            for group in self.axis_index_groups
+            for group in self.groups
             for pair in zip(group, np.roll(group, -distance).tolist(), strict=True)
         ]
         message_dtype = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
@@ -251,7 +254,7 @@ class _LocalWork:
     def remote_calls(self, hop: Array | int) -> list[Call]:
         """Calls of the ring step in which keys arrive after `hop` hops."""
         here = self.ring.index
-        there = (here - hop) % self.ring.seq
+        there = (here - hop) % self.ring.degree
         chunks_k = self.ring.chunk_numbers(here)
         chunks_there_k = self.ring.chunk_numbers(there)
         return chunk_calls.find_remote_calls(self.tokens, chunks_k, chunks_there_k, there < here)

@@ -11,16 +11,17 @@ from jaxsp.attention.kernels.kernel import (
     Kernel,
     KernelSettings,
     ScoreConfig,
+    divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategy import (
+from jaxsp.attention.strategy import Strategy, combine
+from jaxsp.attention.ulysses import Ulysses
+from jaxsp.attention.workload import (
     HasHeads,
     LayerWorkload,
-    Strategy,
     count_workloads,
     drop_long_windows,
 )
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core import errors, nodes
 from jaxsp.core.errors import UserError
@@ -84,10 +85,11 @@ def choose(
         kernel, workloads, config, fallback_reason, devices, device_bytes
     )
     layers = _layers_to_compare(config, model)
-    others = _auto_candidates(config.attention, _any_layer(layers), seq=config.mesh.degree)
+    layer = _any_layer(layers)
+    others = _auto_candidates(config.attention, layer, seq=config.mesh.degree)
     sent_bytes = {
         candidate: _mean_sent_bytes(candidate, layers)
-        for candidate in (strategy, *_without_problems(others, _any_layer(layers)))
+        for candidate in (strategy, *_without_problems(others, layer))
     }
     return AttentionChoice(
         strategy=strategy,
@@ -117,12 +119,12 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
     """
     seq = config.mesh.degree
     if seq == 1:
-        return Ulysses(seq=1)
+        return combine(1)
     requested = config.attention
     layers = _layers_to_compare(config, model)
     layer = _any_layer(layers)
     candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
-    best = min(candidates, key=lambda c: (_link_time(c, layers), -c.all_to_all_size))
+    best = min(candidates, key=lambda c: (_link_time(c, layers), -c.heads.degree))
     _raise_if_options_unused(requested, best)
     problem = best.find_problem(layer)
     if problem is not None:
@@ -136,22 +138,50 @@ def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyO
     requested = config.attention
     if seq == 1:
         return [StrategyOption("none shared", {})]
-    if requested.strategy in registry.STRATEGIES:
+    if requested.strategy != "auto":
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
     layer = _any_layer(_layers_to_compare(config, model))
     unused = {
         field: AttentionConfig.model_fields[field].default
-        for strategy_class in registry.STRATEGIES.values()
-        for field in sorted(strategy_class.options)
+        for field in ("ulysses_degree", *_list_exchange_options())
     }
     options = []
-    for strategy_class in registry.STRATEGIES.values():
-        for candidate in strategy_class.candidates(requested, layer, seq=seq):
-            fields = unused | candidate.config_fields
-            if not candidate.layout.keeps_order:
-                fields["chunks_per_device"] = requested.chunks_per_device
-            options.append(StrategyOption(candidate.label, fields))
+    for candidate in _list_all(requested, layer, seq=seq):
+        fields = unused | candidate.config_fields
+        if not candidate.layout.keeps_order:
+            fields["chunks_per_device"] = requested.chunks_per_device
+        options.append(StrategyOption(candidate.label, fields))
     return options
+
+
+def _list_exchange_options() -> list[str]:
+    """Fields of the config's attention that only some exchanges of tokens use."""
+    return sorted(set[str]().union(*(x.options for x in registry.TOKEN_EXCHANGES.values())))
+
+
+def _list_all(
+    requested: AttentionConfig, layer: LayerWorkload, *, seq: int, name: str | None = None
+) -> list[Strategy]:
+    """Lists the ways in which `seq` devices, at least 2, can share these heads.
+
+    Args: name: of one exchange of tokens; None: all, and whole rows.
+    """
+    wanted = requested.ulysses_degree
+    degrees = [n for n in _legal_degrees(layer, seq=seq) if wanted in (None, n)]
+    strategies = [combine(seq)] if seq in degrees and (name is None or wanted == seq) else []
+    for exchange in registry.TOKEN_EXCHANGES.values():
+        if name in (None, exchange.name):
+            for n in degrees:
+                if n < seq:
+                    own_heads = Ulysses(degree=n).exchange_workload(layer)
+                    tokens = exchange.from_config(requested, own_heads, degree=seq // n)
+                    strategies.append(combine(n, tokens))
+    return strategies
+
+
+def _legal_degrees(layer: LayerWorkload, *, seq: int) -> list[int]:
+    """Numbers of neighbors that can share the heads, the largest first."""
+    return [n for n in reversed(divisors(seq)) if layer.num_heads % n == 0]
 
 
 def _layers_to_compare(config: Config, model: HasHeads) -> dict[LayerWorkload, int]:
@@ -200,15 +230,31 @@ def _candidates(
     requested: AttentionConfig, layer: LayerWorkload, *, seq: int
 ) -> Sequence[Strategy]:
     """Strategies to choose from, at least one. Raises: UserError if there is none."""
-    candidates: Sequence[Strategy]
-    strategy_class = registry.STRATEGIES.get(requested.strategy)
-    if strategy_class is None:
-        candidates = _auto_candidates(requested, layer, seq=seq)
-    else:
-        candidates = strategy_class.candidates(requested, layer, seq=seq)
-    if strategy_class is not None:
-        strategy_class.raise_if_impossible(requested, layer, seq=seq)
-        return candidates
+    name = requested.strategy
+    wanted = requested.ulysses_degree
+    legal = _legal_degrees(layer, seq=seq)
+    if name == Ulysses.name:
+        if seq not in legal:
+            raise UserError(
+                f"mesh.seq = {seq}: must divide the {layer.num_heads} query heads, because "
+                "attention.strategy is ulysses. Use mesh.seq="
+                f"{errors.format_choices(divisors(layer.num_heads))}, or attention.strategy=auto."
+            )
+        if wanted not in (None, seq):
+            raise UserError(
+                f"attention.ulysses_degree = {wanted}: attention.strategy is ulysses, with which "
+                f"all mesh.seq = {seq} devices share the heads. Use attention.ulysses_degree=null, "
+                "or attention.strategy=ring between sets of neighbors."
+            )
+        return [combine(seq)]
+    if wanted is not None and wanted not in legal:
+        raise UserError(
+            f"attention.ulysses_degree = {wanted}: must divide mesh.seq = {seq} and the "
+            f"{layer.num_heads} query heads. Use {errors.format_choices(sorted(legal))}, or null."
+        )
+    if name in registry.TOKEN_EXCHANGES:
+        return _list_all(requested, layer, seq=seq, name=name)
+    candidates = _auto_candidates(requested, layer, seq=seq)
     whole_rows = [candidate for candidate in candidates if candidate.layout.keeps_order]
     return whole_rows or candidates
 
@@ -216,15 +262,11 @@ def _candidates(
 def _auto_candidates(
     requested: AttentionConfig, layer: LayerWorkload, *, seq: int
 ) -> list[Strategy]:
-    """Strategies that `auto` considers. Of those between neighborhoods, only the requested one."""
+    """Strategies that `auto` considers."""
     if seq == 1:
         return []
-    candidates: list[Strategy] = []
-    for name, strategy_class in registry.STRATEGIES.items():
-        if name in registry.OUTER_STRATEGIES and name != requested.outer_strategy:
-            continue
-        candidates += strategy_class.candidates(requested, layer, seq=seq)
-    return candidates
+    candidates = _list_all(requested, layer, seq=seq)
+    return [c for c in candidates if c.tokens.is_automatic]
 
 
 def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> Sequence[Strategy]:
@@ -235,30 +277,15 @@ def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> S
 
 def _raise_if_options_unused(requested: AttentionConfig, strategy: Strategy) -> None:
     """Raises: UserError for a field of the config's attention that has no effect."""
-    strategy_class = registry.STRATEGIES.get(requested.strategy)
-    options = frozenset() if strategy_class is None else strategy_class.options
-    is_used = {
-        "outer_strategy": requested.strategy in ("auto", requested.outer_strategy)
-        or "outer_strategy" in options,
-        "ulysses_degree": "ulysses_degree" in options,
-        "kv_heads_per_gather": "kv_heads_per_gather" in strategy.config_fields,
-        "chunks_per_device": not strategy.layout.keeps_order,
-    }
-    for option in is_used:
+    for option in _list_exchange_options():
         value = getattr(requested, option)
         default = AttentionConfig.model_fields[option].default
-        if is_used[option] or value == default:
+        if option in strategy.tokens.options or value == default:
             continue
-        users = [
-            name
-            for name, cls in registry.STRATEGIES.items()
-            if option in cls.options or name == value
-        ]
-        names = errors.format_choices(users)
-        is_outer = users[0] in registry.OUTER_STRATEGIES and "outer_strategy" in strategy.options
-        field = "outer_strategy" if is_outer else "strategy"
+        users = [name for name, x in registry.TOKEN_EXCHANGES.items() if option in x.options]
         raise UserError(
-            f"attention.{option} = {value}: applies only to {names}, and attention.strategy is "
-            f"{requested.strategy} ({strategy.description}). Use attention.{option}="
-            f"{default or 'null'}, or attention.{field}={names}."
+            f"attention.{option} = {value}: applies only to {errors.format_choices(users)}, and "
+            f"attention.strategy is {requested.strategy} ({strategy.description}). Use "
+            f"attention.{option}={default or 'null'}, or attention.strategy="
+            f"{errors.format_choices(users)}."
         )

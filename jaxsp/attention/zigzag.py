@@ -7,8 +7,7 @@ in parts (partial_attention.py), except in layers with a sliding window: see hal
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -22,12 +21,12 @@ from jaxsp.attention.kernels.kernel import (
     Kernel,
     KernelSettings,
     KernelWorkload,
-    RowKernel,
     ScoreConfig,
 )
-from jaxsp.attention.kernels.residuals import AttentionFunctions, with_saved_residuals
+from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.partial_attention import LocalSegments
-from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
+from jaxsp.attention.token_exchange import TokenExchange
+from jaxsp.attention.workload import LayerWorkload
 from jaxsp.config.schema import AttentionConfig
 
 MIN_CHUNK_TOKENS = 1024
@@ -36,8 +35,8 @@ of the kernel, and the memory of cuDNN's slots grows if chunks are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
-    """Base class of strategies whose devices keep their queries."""
+class Zigzag(ChunkGroup):
+    """Base class of exchanges whose devices keep their queries."""
 
     options = frozenset({"chunks_per_device"})
 
@@ -74,11 +73,11 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         """dq, dk and dv of this device's tokens. Args: tables: result of `make_tables`."""
 
     @classmethod
-    def candidates(
-        cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> Sequence["ZigzagStrategy"]:
-        chunks = choose_chunks_per_device(requested, workload, degree=seq)
-        return [cls(seq=seq, chunks_per_device=chunks)]
+    def from_config(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+    ) -> Self:
+        chunks = choose_chunks_per_device(requested, workload, degree=degree)
+        return cls(degree=degree, chunks_per_device=chunks)
 
     @property
     def description(self) -> str:
@@ -135,58 +134,22 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
         rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
         return inputs + rows
 
-    def device_groups(self, operation: str) -> list[list[int]]:
-        return self.axis_index_groups
-
-    def communicators(self) -> list[list[int]]:
-        return self.axis_index_groups[:1]
-
-    def build(
-        self, kernel: Kernel, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
-    ) -> RowKernel:
-        functions = [self.make_functions(kernel, settings, score) for score in kinds]
-        attend = with_saved_residuals(functions, self.segment_mask)
-
-        def attend_shards(*inputs: Array, tables: Any = None, **options: Any) -> Array:
-            return attend(*inputs, tables, **options)
-
-        return mask_padding(kernel, attend_shards, self.segment_mask)
-
     def make_functions(
         self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
-        """Returns the forward and backward pass of one kind of layer, inside shard_map."""
-        chunks = self._make_chunk_kernel(kernel, settings, dataclasses.replace(score, window=None))
-        whole_rows = AttentionFunctions(
-            functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
-        )
-        window = score.window
-        if window is None:
-            return whole_rows
-        windowed_chunks = self._make_chunk_kernel(kernel, settings, score)
-        arguments = self, windowed_chunks, window
-        windowed = AttentionFunctions(
-            functools.partial(halo.forward, *arguments),
-            functools.partial(halo.backward, *arguments),
-        )
-
-        def select(q: Array) -> AttentionFunctions:
-            return windowed if window < self.seq * q.shape[1] else whole_rows
-
+        chunks = kernel.make_chunk_kernel(settings, score)
+        assert chunks is not None, "kernel_selection.raise_if_whole_rows_only refuses it"
+        if score.window is None:
+            return AttentionFunctions(
+                functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
+            )
         return AttentionFunctions(
-            lambda q, *inputs: select(q).forward(q, *inputs),
-            lambda q, *inputs: select(q).backward(q, *inputs),
+            functools.partial(halo.forward, self, chunks, score.window),
+            functools.partial(halo.backward, self, chunks, score.window),
         )
 
-    def _make_chunk_kernel(
-        self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
-    ) -> ChunkKernel:
-        chunk_kernel = kernel.make_chunk_kernel(settings, score)
-        assert chunk_kernel is not None, "kernel_selection.raise_if_whole_rows_only refuses it"
-        return chunk_kernel
-
-    def on_one_device(self) -> Strategy:
-        return type(self)(seq=1, chunks_per_device=self.chunks_per_device)
+    def on_one_device(self) -> TokenExchange:
+        return type(self)(degree=1, chunks_per_device=self.chunks_per_device)
 
     def find_local_segments(
         self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
@@ -208,7 +171,6 @@ class ZigzagStrategy(ChunkGroup, Strategy, abc.ABC):
     def segment_mask(
         self, starts_BM: Array, lengths_BM: Array, num_tokens: int
     ) -> Bool[Array, "B l"]:
-        """True for this device's tokens that belong to a segment."""
         local = self.find_local_segments(
             starts_BM, lengths_BM, num_tokens // self.chunks_per_device
         )

@@ -122,7 +122,7 @@ def _find_work(step: PlannedStep, rows: DataRows) -> list[StepWork]:
                 config=program.config.batch,
                 num_groups=device_mesh.num_groups(program.mesh),
                 layout=step.choice.strategy.layout,
-                has_ring_steps=step.choice.strategy.has_ring_steps,
+                has_ring_steps=step.choice.strategy.tokens.has_ring_steps,
             ),
         )
         for step_rows in rows.steps

@@ -7,7 +7,6 @@ import contextlib
 import os
 
 from jaxsp import attention
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
@@ -108,6 +107,6 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
 def _make_layout(config: Config, model: ModelConfig | None, num_devices: int) -> GroupLayout:
     sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
     if model is None:
-        return GroupLayout(sizes, Ulysses(seq=config.mesh.degree), has_permutes=False)
+        return GroupLayout(sizes, attention.combine(config.mesh.degree), has_permutes=False)
     strategy = attention.choose_strategy(config, model)
     return available_memory.make_layout(config, model, sizes, strategy)

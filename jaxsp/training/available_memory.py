@@ -133,7 +133,7 @@ def nccl_bytes(layouts: Sequence[GroupLayout]) -> float:
     The steps of all row lengths keep theirs.
     """
     node_size = memory_limits.DEVICES_PER_NODE
-    all_to_all_size = max(layout.strategy.all_to_all_size for layout in layouts)
+    all_to_all_size = max(layout.strategy.heads.degree for layout in layouts)
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)
     groups = (list_communicators(layout.sizes, layout.strategy) for layout in layouts)

@@ -114,9 +114,9 @@ def saved_product_widths(program: Program) -> list[int]:
     if policy.are_products_saved:
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
         strategy = program.attend.strategy
-        if strategy.all_to_all_size > 1:  # queries, keys and values in one, and outputs
-            _, local_kv_heads = strategy.local_heads(model.num_heads, model.num_kv_heads)
-            kv_heads = local_kv_heads * strategy.all_to_all_size
+        if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
+            _, local_kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
+            kv_heads = local_kv_heads * strategy.heads.degree
             heads = [model.num_heads + 2 * kv_heads, model.num_heads]
         widths += [count * model.head_dim for count in heads]
         widths.append(model.hidden_size)

@@ -72,7 +72,7 @@ class Program:
     def place_rows(self, row_tokens: int) -> RowPlacement:
         """Devices for rows of one of the config's lengths, and the order of their tokens."""
         mesh, attend = self.row_mesh(row_tokens)
-        return RowPlacement(mesh, attend.layout, attend.strategy.has_ring_steps)
+        return RowPlacement(mesh, attend.layout, attend.strategy.tokens.has_ring_steps)
 
     @property
     def for_longest_rows(self) -> "Program":

@@ -32,7 +32,6 @@ from jaxsp.attention import (
 )
 from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
@@ -128,8 +127,8 @@ class _AttentionCheck(NamedTuple):
     head_chunks: int
     copies_segments: bool
     score: ScoreConfig
-    strategy: Strategy | None
-    """Strategy on one device that computes chunks of rows; None: whole rows."""
+    strategy: Strategy
+    """Strategy on one device: whole rows, or chunks of rows."""
 
 
 def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCheck]:
@@ -138,8 +137,8 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
     if not choice.kernel.needs_selfcheck:
         return []
     model = program.model
-    heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
-    strategies = dict.fromkeys((None, choice.strategy.on_one_device()))
+    heads, kv_heads = choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
+    exchanges = dict.fromkeys((None, choice.strategy.tokens.on_one_device()))
     return [
         _AttentionCheck(
             kernel=choice.kernel,
@@ -148,9 +147,9 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
             head_chunks=choice.settings.head_chunks,
             copies_segments=choice.settings.copies_segments,
             score=score,
-            strategy=strategy,
+            strategy=attention.combine(1, tokens),
         )
-        for strategy in strategies
+        for tokens in exchanges
         for score in dict.fromkeys(choice.layer_scores)
     ]
 
@@ -306,7 +305,7 @@ def compile_attention(
     """
     kernel = attention.as_kernel(kernel)
     num_rows, row_tokens, num_heads, head_dim = inputs[0].shape
-    strategy = strategy or Ulysses(seq=1)
+    strategy = strategy or attention.combine(1)
     if score.window is not None:
         score = dataclasses.replace(score, window=min(score.window, _WINDOW))
     layer = LayerWorkload(

@@ -1,9 +1,10 @@
-"""Protocol of a kernel: attention over the tokens that one device has, forward and backward.
+"""Base class of kernels: attention over the tokens that one device has, forward and backward.
 
 To add a kernel, write a subclass of `Kernel` in a file of its own and add it to
 `jaxsp.attention.registry.KERNELS`.
 """
 
+import abc
 import dataclasses
 import math
 import re
@@ -11,18 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxsp.attention.kernels import residuals, segments
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-
-RowKernel = Callable[..., Array]
-"""Attention over rows: `(q, k, v, starts, lengths) -> out`, with an argument `tables` if
-`Kernel.make_tables` returns any, `kind` for several kinds of layers, and `sinks_H` if the model has
-sinks: see `Attend.__call__`.
-
-Shapes: q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM -> out_BLhK; h is a multiple of g.
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,13 +146,12 @@ class ChunkKernel:
     off_diagonal_backward: Callable[..., tuple[Array, Array, Array]]
 
 
-@runtime_checkable
-class Kernel(Protocol):
+class Kernel(abc.ABC):
     """A way to compute attention on one device. Only `name` and `make_row_functions` are required.
 
     A kernel gives forward and backward functions for the scores of one kind of layer. The kinds of
     a model, sinks, and the names of residuals, with which a remat policy can save or offload them,
-    are added around them: see `residuals.with_saved_residuals`.
+    are added around them: see `residuals.attend`.
     Implementations are frozen dataclasses without fields: processes compare their `repr`.
     """
 
@@ -175,6 +167,7 @@ class Kernel(Protocol):
     custom_call_prefix: ClassVar[str] = ""
     """Prefix of the custom call targets in a compiled program; empty if XLA compiles the kernel."""
 
+    @abc.abstractmethod
     def make_row_functions(
         self, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
@@ -188,18 +181,6 @@ class Kernel(Protocol):
         """Returns the functions that compute chunks of rows with these scores; None if there are
         none, so that rows must be whole."""
         return None
-
-    def make_row_kernel(
-        self, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
-    ) -> RowKernel:
-        """Returns the function that computes whole rows for layers of these kinds."""
-        functions = [self.make_row_functions(settings, score) for score in kinds]
-        attend = residuals.with_saved_residuals(functions, segments.segment_mask)
-
-        def attend_rows(*inputs: Array, tables: Any = None, **options: Any) -> Array:
-            return attend(*inputs, *(() if tables is None else (tables,)), **options)
-
-        return attend_rows
 
     def make_tables(
         self,
@@ -258,29 +239,28 @@ class Kernel(Protocol):
 class FunctionKernel(Kernel):
     """A differentiable function for whole rows as a kernel, for tests and experiments.
 
-    All layers are of one kind, without sinks, and the function must apply their window, scale and
-    softcap.
+    All layers are of one kind, without sinks (which need a log-sum-exp), and the function must
+    apply their window, scale and softcap.
     """
 
     name = "function"
 
-    function: RowKernel
+    function: Callable[..., Array]
+    """`(q, k, v, starts, lengths) -> out`."""
 
     def make_row_functions(
         self, settings: KernelSettings, score: ScoreConfig
     ) -> AttentionFunctions:
-        raise AssertionError("make_row_kernel, which needs them, is replaced")
+        def forward(q: Array, k: Array, v: Array, *segments: Array) -> tuple[Array, Array]:
+            B, L, h, _ = q.shape
+            return self.function(q, k, v, *segments), jnp.full((B, h, L), jnp.nan)
 
-    def make_row_kernel(
-        self, settings: KernelSettings, *, kinds: Sequence[ScoreConfig]
-    ) -> RowKernel:
-        assert len(kinds) == 1, f"a function computes one kind of layer, and there are {len(kinds)}"
+        def backward(
+            q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, *segments: Array
+        ) -> tuple[Array, Array, Array]:
+            return jax.vjp(lambda *qkv: self.function(*qkv, *segments), q, k, v)[1](dout)
 
-        def attend_rows(*inputs: Array, sinks_H: Array | None = None) -> Array:
-            assert sinks_H is None, "a function has no log-sum-exp, which sinks need"
-            return self.function(*inputs)
-
-        return attend_rows
+        return AttentionFunctions(forward, backward)
 
 
 def divisors(number: int) -> list[int]:

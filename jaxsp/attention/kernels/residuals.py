@@ -26,45 +26,26 @@ class AttentionFunctions(NamedTuple):
     include keys that are not in `k`."""
 
 
-def with_saved_residuals(
-    kinds: Sequence[AttentionFunctions], segment_mask: Callable[..., Bool[Array, "B L"]]
-) -> Callable[..., Array]:
+def attend(
+    kinds: Sequence[AttentionFunctions],
+    segment_mask: Callable[..., Bool[Array, "B L"]],
+    qkv: Sequence[Array],
+    segments: tuple[Any, ...],
+    *,
+    kind: Array | int = 0,
+    sinks_H: Array | None = None,
+) -> Array:
     """Attention whose backward pass starts from the output and the log-sum-exp.
 
     Args:
         kinds: functions of each kind of layer.
         segment_mask: `(starts, lengths, L)` -> mask of the tokens that are in a segment.
-    Returns: `(q, k, v, *segments, kind=0, sinks_H=None) -> out`. Segments begin with their starts
-        and lengths. `kind` is an index into `kinds`; it may be traced. `sinks_H`: see `add_sinks`.
+        segments: their starts and lengths, and tables of the functions if there are any.
+        kind: index into `kinds`; it may be traced.
+        sinks_H: see `add_sinks`.
     """
-
-    def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        *segments: Any,
-        kind: Array | int = 0,
-        sinks_H: Array | None = None,
-    ) -> Array:
-        branches = [kinds[kind]] if isinstance(kind, int) else kinds
-        return _attend(branches, segment_mask, kind, sinks_H, q, k, v, *segments)
-
-    return attend
-
-
-def _attend(
-    kinds: Sequence[AttentionFunctions],
-    segment_mask: Callable[..., Array],
-    kind: Array | int,
-    sinks_H: Array | None,
-    *inputs: Any,
-) -> Array:
-    """Attention of layers of one kind.
-
-    Args:
-        kind: index into `kinds`.
-        inputs: q, k, v and the segments.
-    """
+    if isinstance(kind, int):
+        kinds = [kinds[kind]]
 
     def compute(functions: Sequence[Callable[..., Any]], kind: Any, *arrays: Any) -> Any:
         if len(functions) == 1:
@@ -92,10 +73,9 @@ def _attend(
             dsinks_H = differentiate_sinks(out, lse, dout, sinks_H, mask_BL)
         return *gradients, None, None, dsinks_H
 
-    attend = jax.custom_vjp(lambda *inputs: save(*inputs)[0])
-    attend.defvjp(save, differentiate)
-    q, k, v, *segments = inputs
-    return attend(q, k, v, tuple(segments), None if len(kinds) == 1 else kind, sinks_H)
+    attend_kind = jax.custom_vjp(lambda *inputs: save(*inputs)[0])
+    attend_kind.defvjp(save, differentiate)
+    return attend_kind(*qkv, segments, None if len(kinds) == 1 else kind, sinks_H)
 
 
 def add_sinks(
