@@ -295,15 +295,12 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         (["--devices", "6"], ["--devices = 6", "--devices 4"]),
         (["--devices", "8", "mesh.data=1"], ["--devices = 8", "--devices 4", "mesh.data=-1"]),
         (["--host-gib", "inf"], ["--host-gib = inf"]),
-        (["--data", "--document-tokens", "100"], ["--document-tokens: ", "--data"]),
-        (["--data", "--longest"], ["--data: ", "--longest", "data.row_tokens"]),
         (["--data"], ["not-here.jsonl"]),
         (["mesh.seq=auto", "--longest"], ["mesh.seq = auto", "--longest", "mesh.seq=8"]),
         (
             ["data.row_tokens=[8192, 65536]", "mesh.seq=[2, 3]", "--devices", "8"],
             ["--devices = 8", "[2, 3]", "--devices 6"],
         ),
-        pytest.param(["--data", "--plot", "a.png"], ["--plot: ", "--data"], marks=NEEDS_MATPLOTLIB),
         pytest.param(
             ["--plot", "a.png", "data.row_tokens=[8192, 16384]"],
             ["data.row_tokens", "--plot"],
@@ -378,7 +375,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
     """Each type with each length, with the same tokens per step. A refused combination is listed;
     it is an error only if all are refused."""
 
-    def plan_step(config, *, model, cluster, document_tokens, data):
+    def plan_step(config, *, model, cluster, document_tokens):
         if cluster.device_type in refused:
             raise UserError(["data.row_tokens: too long", "and more"])
         lengths = {
@@ -426,34 +423,27 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         run_plan(*words)
 
 
-def test_the_rows_of_the_data_are_planned_instead_of_assumed_documents(
-    run_plan, tmp_path, monkeypatch
-):
-    """One document of the longest length and 20 short ones; nothing for rows of 16,384 tokens."""
+def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path, monkeypatch):
+    """A row of 32,768 tokens, and 5 of 8,192 in one step of 32."""
     lengths = [2000] * 20 + [30000]
     records = [json.dumps({"input_ids": [1] * length}) for length in lengths]
     (tmp_path / "records.jsonl").write_text("\n".join(records))
-    given = []
+    planned = []
 
-    def plan_step(config, *, model, cluster, document_tokens, data):
-        packed = data.packed
-        given.append((config.data.row_tokens, config.mesh.seq, packed.num_rows, packed.num_tokens))
-        return example_plans.make_plan(
-            row_tokens=config.data.row_tokens,
-            tokens_per_s_estimate=packed.num_tokens / packed.num_steps / 5.0,
-            document_tokens=None,
-            data=example_plans.make_data(num_steps=packed.num_steps),
-        )
+    def plan_step(config, *, model, cluster, document_tokens):
+        planned.append((config.data.row_tokens, config.mesh.seq))
+        return example_plans.make_plan(tokens_per_s_estimate=2 * 8 * 32768 / 3600)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    source = f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"
-    words = [source, "data.row_tokens=[8192, 16384, 32768]", "mesh.seq=[1, 2, 4]"]
-    words += ["data.max_segments_per_row=64", "--data"]
-    printed, actual = run_plan(*words)
-    assert given == [(8192, 1, 5, 40000), (32768, 4, 1, 30000)]
-    # a step of 5 s for each length
-    assert actual["tokens_per_s_of_epoch"] == {"h100-80gb": pytest.approx(70000 / 10)}
-    assert "7,000 tokens/s" in printed
+    words = [f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"]
+    words += ["data.row_tokens=[8192, 32768]", "mesh.seq=[1, 4]", "data.max_segments_per_row=64"]
+    printed, _ = run_plan(*words, "--data", "run.steps=null", "run.epochs=1")
+    assert planned == [(8192, 1), (32768, 4)]
+    assert "21 documents" in printed
+    assert "5 rows of 8,192 tokens and 1 row of 32,768 tokens" in printed
+    assert re.search("steps +2 steps\n", printed)
+    rows = [line.split() for line in printed.splitlines() if line.startswith("h100-80gb")]
+    assert [row[-1] for row in rows] == ["8", "8"], "an hour of 8 GPUs"
 
 
 @pytest.mark.usefixtures("compiler")
@@ -461,7 +451,7 @@ def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch
     """Long rows need fewer GPUs with more memory."""
     given = []
 
-    def plan_step(config, *, model, cluster, document_tokens, data):
+    def plan_step(config, *, model, cluster, document_tokens):
         given.append((cluster.device_type, config.data.row_tokens, config.mesh.seq))
         return example_plans.make_plan(device_type=cluster.device_type)
 
@@ -481,7 +471,7 @@ GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
 def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan, monkeypatch):
     layers = []
 
-    def plan_step(config, *, model, cluster, document_tokens, data):
+    def plan_step(config, *, model, cluster, document_tokens):
         layers.append(model.num_layers)
         return example_plans.make_plan()
 
@@ -541,7 +531,7 @@ def test_each_result_is_printed_before_the_next_is_planned(
     run_plan, monkeypatch, flag, min_results, result
 ):
 
-    def plan_step(config, *, model, cluster, document_tokens=None, data=None):
+    def plan_step(config, *, model, cluster, document_tokens=None):
         print("planning", flush=True)
         fits = config.data.row_tokens < 200_000
         short = "" if fits else "too long"

@@ -1,9 +1,8 @@
-"""Modes of the command `jaxsp.plan`: a step, several GPUs or row lengths, the longest row, all
-meshes."""
+"""Results of the command `jaxsp.plan`: one step, a table of GPUs and row lengths, the longest row,
+or a ranking of meshes."""
 
-import argparse
 import dataclasses
-import itertools
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,20 +13,9 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
-from jaxsp.planner import (
-    degree_report,
-    degree_sweep,
-    mesh_sweep,
-    planning,
-    plots,
-    report,
-    search,
-    tables,
-)
+from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.data_rows import LengthData
-from jaxsp.planner.degree_sweep import DegreeSweep, LengthPlan
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
@@ -43,34 +31,24 @@ _LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The parsed command, with the config, model and first kind of GPU that it names."""
+    """A config and its model, for one kind of GPU, and where results go."""
 
-    args: argparse.Namespace
     config: Config
     sizes: ModelSizes
     cluster: Cluster
     console: rich.console.Console
-    data: Mapping[int, LengthData] | None = None
-    """Rows of the config's data, by their length; None: documents have an assumed length."""
+    document_tokens: int | None = None
+    """Length of the documents that fill the rows; None: each row is one document."""
+    train_tokens: float | None = None
+    """Tokens to train on, for the cost; None if they are unknown."""
+    json_file: pathlib.Path | None = None
+    plot_file: pathlib.Path | None = None
 
     @property
     def model_name(self) -> str:
         """The model's name in output."""
         name = self.config.model.source or "the config's model"
         return f"{name} (published sizes)" if self.sizes.published else name
-
-    @property
-    def train_tokens(self) -> float | None:
-        """Tokens to train on; None if they are unknown."""
-        if self.args.tokens is not None or self.config.run.steps is None:
-            return self.args.tokens
-        step_tokens = self.config.batch.rows_per_step * self.config.data.max_row_tokens
-        return float(self.config.run.steps * step_tokens)
-
-    @property
-    def row_lengths(self) -> Sequence[int]:
-        """Row lengths to plan, the shortest first: those that the data needs."""
-        return self.config.data.row_lengths if self.data is None else list(self.data)
 
     def resolve_config(self, cluster: Cluster) -> Config:
         """Replaces `mesh.seq: auto` by the numbers that training chooses on some GPUs.
@@ -101,13 +79,8 @@ class PlanRequest:
             config,
             model=self.sizes.model,
             cluster=cluster or self.cluster,
-            document_tokens=self.args.document_tokens,
-            data=self.find_data(config),
+            document_tokens=self.document_tokens,
         )
-
-    def find_data(self, config: Config) -> LengthData | None:
-        """Finds the rows of the length of a config."""
-        return None if self.data is None else self.data.get(config.data.max_row_tokens)
 
     def print_plan(self, plan: Plan) -> None:
         """Prints the report of a plan."""
@@ -116,21 +89,22 @@ class PlanRequest:
         )
 
     def write_json(self, result: dict[str, Any]) -> None:
-        """Writes a result, and the source of published model sizes, if --json is given."""
-        if self.args.json:
-            files.write_json(self.args.json, result | {"published_sizes": self.sizes.note or None})
-            self.console.print(f"written: {self.args.json}")
+        """Writes a result, and the source of published model sizes, to `json_file`."""
+        if self.json_file:
+            files.write_json(self.json_file, result | {"published_sizes": self.sizes.note or None})
+            self.console.print(f"written: {self.json_file}")
 
     def draw(self, plans: Mapping[str, Plan], *, subject: str) -> None:
-        """Draws plans by their labels in the file of --plot."""
+        """Draws plans by their labels in `plot_file`."""
+        assert self.plot_file is not None, "callers check for a file"
         title = f"{self.model_name}, {subject}: planned, not measured"
-        plots.plot_plans(plans, self.args.plot, title=title)
-        self.console.print(f"drawn: {self.args.plot}")
+        plots.plot_plans(plans, self.plot_file, title=title)
+        self.console.print(f"drawn: {self.plot_file}")
 
 
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
-    (row_tokens,) = request.row_lengths
+    (row_tokens,) = request.config.data.row_lengths
     config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
     plan = request.plan(config)
     request.print_plan(plan)
@@ -142,7 +116,8 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     plans = []
     refusals = []
-    progress = Progress(len(clusters) * len(request.row_lengths))
+    row_lengths = request.config.data.row_lengths
+    progress = Progress(len(clusters) * len(row_lengths))
     for cluster in clusters:
         devices = f"{cluster.num_devices} x {cluster.device_type}"
         try:
@@ -150,7 +125,7 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
             continue
-        for row_tokens in request.row_lengths:
+        for row_tokens in row_lengths:
             label = f"{devices}, rows of {row_tokens:,} tokens"
             try:
                 plan = request.plan(config.with_row_tokens(row_tokens), cluster)
@@ -166,30 +141,7 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
-    totals = {} if request.data is None or refusals else _sum_epochs(request, plans, clusters)
-    request.write_json(
-        {"plans": [dataclasses.asdict(plan) for plan in plans], "tokens_per_s_of_epoch": totals}
-    )
-
-
-def _sum_epochs(
-    request: PlanRequest, plans: Sequence[Plan], clusters: Sequence[Cluster]
-) -> dict[str, float]:
-    """Prints the data, and the estimated tokens/s of an epoch on each kind of GPU."""
-    for plan in plans[: len(request.row_lengths)]:
-        request.console.print(report.format_row_counts(plan))
-    totals = {}
-    data = plans[0].data
-    period = "an epoch" if data is None else data.period
-    for cluster in clusters:
-        of_cluster = [plan for plan in plans if plan.device_type == cluster.device_type]
-        if all(plan.step_s_estimate for plan in of_cluster):
-            totals[cluster.device_type], _ = degree_sweep.sum_tokens_per_s(of_cluster)
-            request.console.print(
-                f"{period} on {cluster.num_devices} x {cluster.device_type}: "
-                f"{totals[cluster.device_type]:,.0f} tokens/s without padding, an estimate"
-            )
-    return totals
+    request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
 
 
 def find_longest(request: PlanRequest) -> None:
@@ -231,11 +183,11 @@ def _draw_lengths(
     plans: Sequence[Plan],
     factors: Sequence[float],
 ) -> None:
-    """Draws plans, and more of them for rows of other lengths, if --plot is given.
+    """Draws plans, and more of them for rows of other lengths, if there is a `plot_file`.
 
     Args: config: the config of one row length.
     """
-    if not request.args.plot:
+    if not request.plot_file:
         return
     unit = 128 * config.mesh.degree
     by_length = {plan.row_tokens: plan for plan in plans}
@@ -262,11 +214,8 @@ def _draw_lengths(
 
 
 def plan_meshes(request: PlanRequest) -> None:
-    """Plans every mesh."""
-    (row_tokens,) = request.row_lengths
-    # each mesh replaces the degree
-    config = request.config.with_degrees(dict.fromkeys(request.config.data.row_lengths, 1))
-    config = config.with_row_tokens(row_tokens)
+    """Plans every mesh, for the longest rows."""
+    config = request.config
     model = request.sizes.model
     cluster = request.cluster
     console = request.console
@@ -281,15 +230,16 @@ def plan_meshes(request: PlanRequest) -> None:
         config,
         model=model,
         cluster=cluster,
-        document_tokens=request.args.document_tokens,
-        data=request.find_data(config),
+        document_tokens=request.document_tokens,
         on_result=print_mesh,
     )
     rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
+    if len(config.data.row_lengths) > 1:
+        rows += " (the longest rows decide what fits)"
     workload = f"{rows} on {cluster.num_devices} x {cluster.device_type}"
     console.print(workload)
     console.print(tables.format_ranking(mesh_plans))
-    if request.args.plot:
+    if request.plot_file:
         plans = {
             f"{report.format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}": mesh_plan.plan
             for mesh_plan in mesh_plans
@@ -297,55 +247,3 @@ def plan_meshes(request: PlanRequest) -> None:
         }
         request.draw(plans, subject=workload)
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})
-
-
-def plan_meshes_per_length(request: PlanRequest) -> None:
-    """Plans every mesh for each row length, and compares one degree with one per length."""
-    config = request.config
-    cluster = request.cluster
-    console = request.console
-    lengths = request.row_lengths
-    count = itertools.count(1)
-
-    def print_result(result: LengthPlan) -> None:
-        label = f"{next(count)}: {result.row_tokens:,} tokens"
-        console.print(report.format_mesh_plan(result.mesh_plan, progress=label))
-
-    console.print(
-        "combinations of row length, mesh and attention strategy, the longest rows first:"
-    )
-    results = DegreeSweep(
-        config,
-        model=request.sizes.model,
-        cluster=cluster,
-        row_lengths=lengths,
-        document_tokens=request.args.document_tokens,
-        data=request.data,
-        on_result=print_result,
-    ).run()
-    ranked = {}
-    for row_tokens in lengths:
-        # different degrees of the longest rows may give the same step
-        of_length = {
-            id(result.mesh_plan): result.mesh_plan
-            for result in results
-            if result.row_tokens == row_tokens
-        }
-        ranked[row_tokens] = mesh_sweep.sort_by_rank(list(of_length.values()))
-        console.print(
-            f"{row_tokens:,} tokens per row on {cluster.num_devices} x {cluster.device_type}"
-        )
-        console.print(tables.format_ranking(ranked[row_tokens]))
-    one = degree_sweep.choose_one_degree(results, lengths)
-    several = degree_sweep.choose_degrees(results, lengths)
-    console.print(degree_report.format_choices(one, several, config=config, data=request.data))
-    request.write_json(
-        {
-            "meshes": {
-                row_tokens: [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]
-                for row_tokens, mesh_plans in ranked.items()
-            },
-            "one_degree": one and dataclasses.asdict(one),
-            "degree_per_length": several and dataclasses.asdict(several),
-        }
-    )

@@ -13,14 +13,11 @@ from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, flops
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import data_estimate
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.planner.data_estimate import DataEstimate
-from jaxsp.planner.data_rows import LengthData
 from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import available_memory, memory_fit, memory_formula, memory_options
 from jaxsp.training.memory_fit import CompiledStep
@@ -45,9 +42,8 @@ class Plan:
     rows_per_step: int
     rows_per_microbatch: int
     max_segments_per_row: int
-    document_tokens: int | None
-    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it.
-    None if `data` is known."""
+    document_tokens: int
+    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
     strategy: str
     """Description of the attention strategy, such as `Ulysses of 8`; empty for groups of one
     device."""
@@ -113,15 +109,12 @@ class Plan:
     the rates are for those. Measured steps are likely to take roofline.LIKELY_RANGE times as long.
     """
     tokens_per_s_estimate: float | None = None
-    """Tokens per second of all devices, without padding if `data` is known."""
+    """Tokens per second of all devices."""
     mfu_estimate: float | None = None
     seconds_estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Estimated seconds by cause."""
     time_bottleneck: str | None = None
     """Cause that takes most of the time."""
-    data: DataEstimate | None = None
-    """Rows of the config's own data, over which arithmetic and times are means; None: documents of
-    `document_tokens` fill the rows."""
 
     @property
     def is_mlp_tiled(self) -> bool:
@@ -136,13 +129,11 @@ def plan_step(
     model: ModelConfig,
     cluster: Cluster,
     document_tokens: int | None = None,
-    data: LengthData | None = None,
 ) -> Plan:
     """Plans the step of a config with one row length.
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
-        data: actual rows, instead of `document_tokens`.
     Raises: UserError if training would refuse the config before it compiles, or for several row
         lengths; RuntimeError if XLA ignores some of the requested offloading.
     """
@@ -174,12 +165,10 @@ def plan_step(
         rows_per_step=config.batch.rows_per_step,
         rows_per_microbatch=config.batch.rows_per_microbatch,
         max_segments_per_row=config.data.max_segments_per_row,
-        document_tokens=None if data else document_tokens,
+        document_tokens=document_tokens,
         **_option_fields(fitted.executable, config),
         **_memory_fields(fitted, config, cluster),
-        **_cost_fields(
-            fitted.executable, config, cluster, document_tokens=document_tokens, data=data
-        ),
+        **_cost_fields(fitted.executable, config, cluster, document_tokens=document_tokens),
         jax_version=jax.__version__,
         plan_s=time.perf_counter() - began,
     )
@@ -276,12 +265,7 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
 
 
 def _cost_fields(
-    step: PlannedStep,
-    config: Config,
-    cluster: Cluster,
-    *,
-    document_tokens: int,
-    data: LengthData | None,
+    step: PlannedStep, config: Config, cluster: Cluster, *, document_tokens: int
 ) -> dict[str, Any]:
     """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
@@ -289,25 +273,19 @@ def _cost_fields(
     node_devices = cluster.link_devices
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
-    estimator = roofline.make_estimator(
-        step, collectives, ceilings=ceilings, node_devices=node_devices
+    segment_lengths = roofline.make_segment_lengths(
+        rows=config.batch.rows_per_step,
+        row_tokens=config.data.max_row_tokens,
+        document_tokens=document_tokens,
     )
-    own_data = None
-    if data is not None:
-        own_data, model_flops, estimate = data_estimate.estimate_data(
-            step, collectives, data, estimator
-        )
-        tokens = data.packed.num_tokens / data.packed.num_steps
-    else:
-        segment_lengths = roofline.make_segment_lengths(
-            rows=config.batch.rows_per_step,
-            row_tokens=config.data.max_row_tokens,
-            document_tokens=document_tokens,
-        )
-        forward = flops.attention_flops(program.model, segment_lengths)
-        estimate = None if estimator is None else estimator.estimate(forward)
-        model_flops = flops.step_flops(program.model, segment_lengths, program.table)
-        tokens = config.batch.rows_per_step * config.data.max_row_tokens
+    estimate = roofline.estimate_step(
+        step,
+        collectives,
+        ceilings=ceilings,
+        node_devices=node_devices,
+        segment_lengths=segment_lengths,
+    )
+    model_flops = flops.step_flops(program.model, segment_lengths, program.table)
     model_flops /= program.mesh.size
     fields: dict[str, Any] = {
         "sent_bytes": comms.sum_bytes(collectives),
@@ -316,7 +294,6 @@ def _cost_fields(
             collectives, formula, program.mesh.shape, estimate, node_devices=node_devices
         ),
         "model_flops": model_flops,
-        "data": own_data,
     }
     if estimate is None:
         return fields
@@ -325,7 +302,7 @@ def _cost_fields(
         "hardware_flops": estimate.hardware_flops,
         "host_copy_bytes": estimate.host_copy_bytes,
         "step_s_estimate": step_s,
-        "tokens_per_s_estimate": tokens / step_s,
+        "tokens_per_s_estimate": config.batch.rows_per_step * config.data.max_row_tokens / step_s,
         "mfu_estimate": model_flops / step_s / ceilings.peak_tflops / 1e12,
         "seconds_estimate": estimate.seconds,
         "time_bottleneck": roofline.find_bottleneck(estimate.seconds),

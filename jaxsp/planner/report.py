@@ -47,7 +47,6 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         ("fits", format_fit(plan)),
         *_memory_lines(plan),
         *_traffic_lines(plan),
-        *_data_lines(plan),
         *_time_lines(plan, tokens),
     ]
     return "\n".join(_wrap(label, text) for label, text in lines)
@@ -125,44 +124,13 @@ def _format_collective(collective: Mapping[str, Any]) -> str:
     )
 
 
-def _data_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Rows of the data, balance of attention, and hops that a ring does not make."""
-    if plan.data is None:
-        return []
-    lines = [("data", format_row_counts(plan))]
-    if plan.data.made_hops is not None and plan.data.needed_hops is not None:
-        lines.append(
-            (
-                "",
-                f"{100 * plan.data.needed_hops:.0f} % of the hops of the ring are needed and "
-                f"{100 * plan.data.made_hops:.0f} % made: each device sends "
-                f"{plan.data.unsent_bytes / 1e9:,.3f} GB less than the program has",
-            )
-        )
-    return lines
-
-
-def format_row_counts(plan: Plan) -> str:
-    """Formats the rows of a plan's data, and their balance."""
-    data = plan.data
-    assert data is not None, "callers check for data"
-    return (
-        f"{data.num_tokens:,.0f} tokens in {data.num_rows:,} rows of {plan.row_tokens:,} and "
-        f"{data.num_steps:,} steps of {data.period}, {100 * data.padding_fraction:.2f} % padding, "
-        f"{data.segments_per_row:.1f} segments per row; attention of the slowest devices is "
-        f"{data.imbalance:.2f} times the mean (means over {data.num_sampled_steps} steps)"
-    )
-
-
 def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     """Arithmetic, and the estimate by cause."""
     executed = ""
     if plan.hardware_flops is not None:
         ratio = plan.hardware_flops / plan.model_flops
         executed = f", {_format_tflop(plan.hardware_flops)} executed ({ratio:.2f} times)"
-    documents = "means over steps of the data"
-    if plan.document_tokens is not None:
-        documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
+    documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
     lines = [
         (
             "arithmetic",

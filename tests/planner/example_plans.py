@@ -4,7 +4,6 @@ import dataclasses
 
 from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
-from jaxsp.planner.data_estimate import DataEstimate
 from jaxsp.planner.planning import Plan
 
 _ALL_TO_ALL = {
@@ -69,27 +68,6 @@ def make_plan(**changes):
         "time_bottleneck": roofline.MATMULS,
         "jax_version": "0.12.0",
         "plan_s": 8.0,
-        "data": None,
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(Plan)}
     return Plan(**fields | changes)
-
-
-def make_data(**changes):
-    """Makes the estimate of data whose rows are half padding. Args: changes: other fields."""
-    fields = {
-        "num_rows": 800,
-        "num_steps": 100,
-        "num_tokens": 52428800.0,
-        "padding_fraction": 0.5,
-        "segments_per_row": 7.0,
-        "num_sampled_steps": 64,
-        "imbalance": 1.25,
-        "needed_hops": None,
-        "made_hops": None,
-        "unsent_bytes": 0.0,
-        "unpacked_steps": 400,
-        "unpacked_tokens": 52428800.0,
-        "unpacked_step_s": 4.0,
-    }
-    return DataEstimate(**fields | changes)

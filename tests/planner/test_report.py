@@ -1,6 +1,5 @@
 """Plans as text."""
 
-import dataclasses
 import re
 
 import pytest
@@ -125,13 +124,6 @@ def test_a_short_step_has_no_estimate_because_kernel_launches_are_not_counted():
     assert "tokens/s" not in text
     assert "GPU-hours" not in text
     assert "0.0003 TFLOP needed per device and step, 0.0006 executed" in text
-
-
-def test_sources_with_weights_have_no_epoch():
-    plan = example_plans.make_plan(data=example_plans.make_data(unpacked_steps=None))
-    assert "100 steps of the run" in report.format_row_counts(plan)
-    plan = example_plans.make_plan(data=example_plans.make_data())
-    assert "100 steps of an epoch" in report.format_row_counts(plan)
 
 
 def test_tokens_to_train_on_give_gpu_hours_and_days():
@@ -293,15 +285,3 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     head, first, *_ = text.splitlines()
     assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
     assert_names(note, "5 %", "seq")
-
-
-def test_real_data_has_a_part_of_its_own_and_a_ring_the_hops_that_it_leaves_out():
-    data = example_plans.make_data(needed_hops=0.25, made_hops=0.5, unsent_bytes=3e9)
-    plan = example_plans.make_plan(document_tokens=None, data=data)
-    text = " ".join(report.format_plan(plan, model="a model").split())
-    assert_names(text, "52,428,800 tokens", "800 rows of 131,072", "100 steps", "50.00 % padding")
-    assert_names(text, "7.0 segments per row", "1.25 times the mean", "64 steps")
-    assert_names(text, "25 %", "needed", "50 % made", "3.000 GB less")
-    assert "fill the rows" not in text
-    without_ring = dataclasses.replace(plan, data=example_plans.make_data())
-    assert "hops" not in report.format_plan(without_ring, model="a model")
