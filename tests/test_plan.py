@@ -18,10 +18,10 @@ from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search
-from jaxsp.planner.compile import gpus, memory
+from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
-from jaxsp.training import memory_fit, memory_options
+from jaxsp.training import memory_causes, memory_fit, memory_options
 from tests import messages
 from tests.planner import example_plans
 
@@ -93,7 +93,7 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     assert actual["fits"] is True
     assert actual["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
     assert sum(
-        size for name, size in actual["memory"].items() if name != memory.RESERVED
+        size for name, size in actual["memory"].items() if name != planning.RESERVED
     ) == pytest.approx(actual["device_gib"])
     assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-4)
     assert {(sent["kind"], *sent["axes"]) for sent in actual["collectives"]} >= {
@@ -134,7 +134,7 @@ def test_every_gpu_can_be_planned_for(run_plan, device):
     assert actual["fits"] is True
     assert actual["device_type"] == device
     assert actual["kernel"] == "cudnn"
-    assert actual["device_limit_gib"] + actual["memory"][memory.RESERVED] == pytest.approx(
+    assert actual["device_limit_gib"] + actual["memory"][planning.RESERVED] == pytest.approx(
         gpus.GPUS[device].memory_bytes / 2**30
     )
     assert f"2 x {device}" in printed
@@ -178,7 +178,7 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
     host = actual["host_memory"]
     weights = 4 * (2 * 4096 * 1024 + 4 * (1024 * 2560 + 3 * 1024 * 2816)) / 2**30
     assert host["weights"] == pytest.approx(weights, rel=0.01)
-    assert host["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert host["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
     assert host["saved activations"] == pytest.approx(4 * 32768 * 2 * 1024 / 2**30, rel=0.01)
     assert host["gradients"] > 0.5 * weights
     assert sum(host.values()) == pytest.approx(actual["host_gib"])
@@ -209,7 +209,7 @@ def test_offloaded_activations_are_in_host_memory_which_may_be_the_limit(run_pla
         "1",
         "data.row_tokens=1048576",
     )
-    assert actual["host_memory"].keys() == {memory.SAVED_ACTIVATIONS}
+    assert actual["host_memory"].keys() == {memory_causes.ACTIVATIONS}
     device_bytes = 4 * 1048576 // 4 * (2 * 1024 + 2 * 1024 + 4 * 8)
     assert actual["host_gib"] == pytest.approx(8 * device_bytes / 2**30, rel=0.01)
     assert actual["memory_bottleneck"] == "host"
@@ -537,8 +537,8 @@ def test_each_result_is_printed_before_the_next_is_planned(
         short = "" if fits else "too long"
         sizes = {
             "weights": 10.0,
-            "attention": 20.0 * config.data.row_tokens / 65536,
-            memory.RESERVED: 6.3,
+            "other temporaries": 20.0 * config.data.row_tokens / 65536,
+            planning.RESERVED: 6.3,
         }
         lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(sizes.values()) - 6.3}
         return example_plans.make_plan(fits=fits, shortage=short, memory=sizes, **lengths)

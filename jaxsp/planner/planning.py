@@ -19,10 +19,19 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import available_memory, memory_fit, memory_formula, memory_options
+from jaxsp.training import (
+    available_memory,
+    memory_causes,
+    memory_fit,
+    memory_formula,
+    memory_options,
+)
 from jaxsp.training.memory_fit import CompiledStep
 from jaxsp.training.memory_formula import GIB
 from jaxsp.training.optimizers import param_groups
+
+RESERVED = "reserved"
+"""Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +93,11 @@ class Plan:
     """Size of XLA's pools of pinned host memory on a node. Each device has one pool. Its size is a
     power of two, up to a limit."""
     memory: Mapping[str, float]
-    """Peak device memory by category. All except `reserved` add up to device_gib."""
+    """Device memory by cause: see memory_causes. All except `reserved` add up to device_gib."""
     host_memory: Mapping[str, float]
-    """Peak host memory of a node by category. Adds up to host_gib."""
+    """Host memory of a node by cause. Adds up to host_gib."""
+    peak_phase: str
+    """Phase of the step that needs most device memory, by formula."""
     sent_bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
     formula_bytes: float
@@ -227,7 +238,10 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
     """Fields of a plan: memory, its limits, and suggestions if it does not fit."""
     use = fitted.memory_use
     limit = fitted.memory_limit
-    breakdown = memory.break_down_peak(fitted.executable)
+    causes = memory_causes.find_causes(fitted)
+    phases = memory_formula.find_phases(
+        fitted.program, workspace_bytes=fitted.executable.choice.settings.workspace_bytes
+    )
     is_device_short = use.device_total > limit.device
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
     is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
@@ -236,8 +250,8 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
         suggestions = memory_options.suggest_changes(
             dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
         )
-    device_memory = {name: size / GIB for name, size in breakdown.device.items()}
-    device_memory[memory.RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
+    device_memory = {name: size / GIB for name, size in causes.device.items()}
+    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
     node_gib = cluster.node_devices / GIB
     return {
         "fits": not fitted.shortage,
@@ -250,7 +264,8 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
         "host_limit_gib": limit.host * node_gib,
         "host_pool_gib": _pinned_pool_bytes(fitted) * node_gib,
         "memory": device_memory,
-        "host_memory": {name: size * node_gib for name, size in breakdown.host.items() if size},
+        "host_memory": {name: size * node_gib for name, size in causes.host.items()},
+        "peak_phase": max(phases, key=lambda phase: phases[phase]),
     }
 
 

@@ -6,12 +6,18 @@ from typing import Any
 
 from jaxsp.core import axes, durations, errors
 from jaxsp.planner import search, tables
-from jaxsp.planner.compile import gpus, memory
+from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
-from jaxsp.planner.planning import Plan
+from jaxsp.planner.planning import RESERVED, Plan
 from jaxsp.planner.search import LongestRow, TriedLength
+from jaxsp.training import memory_causes
+
+_MEMORY = dict(memory_causes.CAUSES) | {
+    RESERVED: "for CUDA's context, NCCL's buffers and fragmentation"
+}
+"""Causes of device memory, with what belongs to each."""
 
 _LABEL_WIDTH = 12
 """Width of the first column."""
@@ -71,20 +77,18 @@ def _format_attention(plan: Plan) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Memory by category, largest first."""
-    sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == memory.RESERVED, -pair[1]))
-    lines = [("memory", "GiB on each device at its peak, by category")]
+    """Memory by cause, largest first."""
+    sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1]))
+    lines = [("memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}")]
     lines += [
-        ("", f"{size:8.2f}  {name}: {memory.CATEGORIES[name]}")
-        for name, size in sizes
-        if size >= 0.005
+        ("", f"{size:8.2f}  {name}: {_MEMORY[name]}") for name, size in sizes if size >= 0.005
     ]
     device_gib = gpus.GPUS[plan.device_type].memory_bytes / 2**30
     lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {device_gib:.2f}"))
     if plan.host_gib >= 0.005:
         sizes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
-        lines.append(("host", f"GiB of each node's memory, by category{pool}"))
+        lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
         lines += [("", f"{size:8.2f}  {name}") for name, size in sizes if size >= 0.005]
     return lines
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from jaxsp.planner.compile import memory
+from jaxsp.planner import planning
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.planning import Plan
+from jaxsp.training import memory_causes
 
 _ALL_TO_ALL = {
     "kind": "all-to-all",
@@ -49,8 +50,9 @@ def make_plan(**changes):
         "host_gib": 0.0,
         "host_limit_gib": 1960.0,
         "host_pool_gib": 0.0,
-        "memory": {memory.WEIGHTS: 10.0, memory.ATTENTION: 20.0, memory.RESERVED: 6.3},
+        "memory": {memory_causes.WEIGHTS: 10.0, memory_causes.OTHER: 20.0, planning.RESERVED: 6.3},
         "host_memory": {},
+        "peak_phase": "the loss",
         "sent_bytes": 2.0e9,
         "formula_bytes": 2.0e9,
         "collectives": [_ALL_TO_ALL],

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from jaxsp.planner import report, tables
-from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.search import LongestRow, TriedLength
+from jaxsp.training import memory_causes
 from tests.messages import assert_names, numbers
 from tests.planner import example_plans
 
@@ -24,7 +24,7 @@ def test_a_report_has_all_parts_of_a_plan():
         "131,072 tokens",
     )
     assert_names(text, "yes", "30.0 of 72.8 GiB", "device memory")
-    assert_names(text, "20.00 attention", memory.CATEGORIES[memory.ATTENTION])
+    assert_names(text, "20.00 other temporaries", memory_causes.CAUSES[memory_causes.OTHER])
     assert_names(text, "2.000 2.000 1.00 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
         text,
@@ -48,11 +48,11 @@ def test_host_memory_is_listed_by_category_with_the_size_of_its_pool():
     plan = example_plans.make_plan(
         host_gib=100.0,
         host_pool_gib=128.0,
-        host_memory={memory.SAVED_ACTIVATIONS: 60.0, memory.OPTIMIZER: 40.0},
+        host_memory={memory_causes.ACTIVATIONS: 60.0, memory_causes.OPTIMIZER: 40.0},
     )
     text = report.format_plan(plan, model="a model")
     assert "host" in labels(text)
-    assert_names(text, "128 60.00 saved activations 40.00 optimizer")
+    assert_names(text, "128 60.00 saved activations 40.00 optimizer state")
 
 
 def test_a_single_row_is_singular_and_a_single_strategy_has_no_alternatives():

@@ -521,7 +521,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
     resident = memory_formula.resident_bytes(actual.program)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
-        use = MemoryUse(device=size - 10**6, host=0, uncounted_workspace=10**6)
+        use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
         causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
         assert sum(causes.device.values()) == size
         assert causes.device["weights"] == resident.weights
