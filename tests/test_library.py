@@ -18,14 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.training import (
-    compile_options,
-    host_offload,
-    memory_options,
-    sharding,
-    train_state,
-    train_step,
-)
+from jaxsp.training import compile_options, host_offload, sharding, train_state, train_step
 from tests import batches, messages, tolerances
 
 SETTINGS = {
@@ -96,7 +89,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
 
 
 @pytest.mark.skipif(
-    compile_options.parse_version(jax.__version__) < memory_options.MIN_HOST_STATE_RELEASE,
+    compile_options.parse_version(jax.__version__) < host_offload.MIN_RELEASE,
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):

@@ -21,7 +21,7 @@ from jaxsp.planner import planning, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
-from jaxsp.training import memory_causes, memory_fit, memory_options
+from jaxsp.training import host_offload, memory_causes, memory_fit
 from tests import messages
 from tests.planner import example_plans
 
@@ -165,7 +165,7 @@ def test_a_plan_without_cudnn_has_no_time_estimate(run_plan, words):
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
-    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+    if jax.__version_info__ < host_offload.MIN_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = (
         "memory.offload_optimizer=state_and_gradients",

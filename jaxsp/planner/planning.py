@@ -22,9 +22,12 @@ from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import (
     available_memory,
     memory_causes,
+    memory_compile,
+    memory_descriptions,
     memory_fit,
     memory_formula,
-    memory_options,
+    memory_problems,
+    memory_suggestions,
 )
 from jaxsp.training.memory_fit import CompiledStep
 from jaxsp.training.memory_formula import GIB
@@ -164,7 +167,7 @@ def plan_step(
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
         measure=memory.measure_step,
     )
-    memory_options.check_offloads(fitted.program, fitted.memory_use)
+    memory_compile.check_offloads(fitted.program, fitted.memory_use)
     row_tokens = config.data.max_row_tokens
     document_tokens = min(document_tokens or row_tokens, row_tokens)
     return Plan(
@@ -190,7 +193,7 @@ def _find_problems(
 ) -> list[str]:
     """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    problems = memory_options.find_problems(config, platform="gpu")
+    problems = memory_problems.find_problems(config, platform="gpu")
     problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     layout = None
     try:
@@ -230,7 +233,7 @@ def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
         "remat": program.remat_policy.remat,
         "mlp_tile_tokens": min(program.mlp_tile, program.tokens_per_device),
         "loss_tile_tokens": min(program.loss_tile, program.tokens_per_device),
-        "memory_options": memory_options.describe(program),
+        "memory_options": memory_descriptions.describe(program),
     }
 
 
@@ -247,7 +250,7 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
     is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
     suggestions: Sequence[str] = []
     if fitted.shortage:
-        suggestions = memory_options.suggest_changes(
+        suggestions = memory_suggestions.suggest_changes(
             dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
         )
     device_memory = {name: size / GIB for name, size in causes.device.items()}

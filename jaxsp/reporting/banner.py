@@ -18,7 +18,7 @@ from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_paths
-from jaxsp.training import memory_fit, memory_options, optimizer, sharding
+from jaxsp.training import memory_descriptions, memory_fit, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.optimizers import param_groups, schedules
 from jaxsp.training.program import Program
@@ -80,7 +80,10 @@ def _describe_memory(program: Program) -> list[tuple[str, str]]:
     lengths = reversed(program.config.data.row_lengths)
     return _describe_by_length(
         "memory",
-        {length: memory_options.describe(program.with_row_tokens(length)) for length in lengths},
+        {
+            length: memory_descriptions.describe(program.with_row_tokens(length))
+            for length in lengths
+        },
     )
 
 

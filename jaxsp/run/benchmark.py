@@ -18,7 +18,7 @@ from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
-from jaxsp.training import memory_formula, memory_options, train_state
+from jaxsp.training import memory_compile, memory_formula, train_state
 from jaxsp.training.memory_fit import CompiledStep
 
 
@@ -64,10 +64,10 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         program, inputs = build.build_training(run_config, devices=jax.devices())
     (choice,) = inputs.attention_choices.values()
     began = time.perf_counter()
-    step = memory_options.compile_fitting_step(
+    step = memory_compile.compile_fitting_step(
         program, workspace_bytes=choice.settings.workspace_bytes
     )
-    memory_options.reserve_host_memory(program, step.memory_use.host)
+    memory_compile.reserve_host_memory(program, step.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_state.init_state(program, inputs.make_weights())
     loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.place_rows)

@@ -24,7 +24,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.reporting import metrics
 from jaxsp.run import build
 from jaxsp.runtime import jax_platform
-from jaxsp.training import memory_formula, memory_options, train_state
+from jaxsp.training import memory_compile, memory_descriptions, memory_formula, train_state
 from scripts.bench import cases, isolation, report, results, timing
 from scripts.bench.cases import Case
 from scripts.bench.timing import TimedResult
@@ -119,12 +119,12 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_options.compile_fitting_step(
+        fitted = memory_compile.compile_fitting_step(
             program, workspace_bytes=choice.settings.workspace_bytes
         )
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_options.reserve_host_memory(program, fitted.memory_use.host)
+        memory_compile.reserve_host_memory(program, fitted.memory_use.host)
         state = train_state.init_state(program, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
@@ -167,7 +167,7 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
         "kernel_used": find_kernel(text, kernel),
         "workspace_gib": None if workspace is None else workspace / memory_formula.GIB,
         "remat_used": fitted.program.remat_policy.remat,
-        "memory_used": memory_options.describe(fitted.program),
+        "memory_used": memory_descriptions.describe(fitted.program),
         "planned_gib": fitted.memory_use.device_total / memory_formula.GIB,
         "host_gib": fitted.memory_use.host / memory_formula.GIB,
     }

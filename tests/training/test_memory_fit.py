@@ -17,7 +17,7 @@ from jaxsp.training import (
     host_offload,
     memory_fit,
     memory_formula,
-    memory_options,
+    memory_problems,
     sharding,
     train_state,
 )
@@ -545,6 +545,6 @@ def test_the_formula_is_close_for_all_options(row_tokens, memory):
         f"data.row_tokens={row_tokens}",
         *(f"memory.{k}={v}" for k, v in memory.items()),
     )
-    if found := memory_options.find_problems(messages, platform="gpu"):
+    if found := memory_problems.find_problems(messages, platform="gpu"):
         pytest.skip(found[0])
     check_formula(programs.step(messages, compiled.make_devices("h100-80gb", 4)))

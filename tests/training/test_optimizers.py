@@ -14,7 +14,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.cost import comms
-from jaxsp.training import host_offload, matrix_exchange, memory_options, optimizer
+from jaxsp.training import host_offload, matrix_exchange, optimizer
 from jaxsp.training.optimizers import adamw8bit, muon
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
@@ -27,7 +27,7 @@ QUICK = (("muon", (1, 2, 4)), ("adafactor", (1, 2, 4)))
 """Cases of the default tier: the optimizers that are not elementwise."""
 
 NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
+    jax.__version_info__ < host_offload.MIN_RELEASE,
     reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
 )
 

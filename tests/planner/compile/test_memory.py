@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.cost import comms
-from jaxsp.training import memory_causes, memory_fit, memory_formula, memory_options
+from jaxsp.training import host_offload, memory_causes, memory_fit, memory_formula, memory_problems
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import CompiledStep
 from tests import tolerances
@@ -95,7 +95,7 @@ SIZES = {
 @pytest.mark.parametrize(("offloaded", "microbatches"), [("state", 1), ("state_and_gradients", 2)])
 def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+    if jax.__version_info__ < host_offload.MIN_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     config = programs.settings(
         "mesh.seq=2",
@@ -136,7 +136,7 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
         **SIZES,
         num_hidden_layers=16,
     )
-    if found := memory_options.find_problems(config, platform="gpu"):
+    if found := memory_problems.find_problems(config, platform="gpu"):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     program = step.program
