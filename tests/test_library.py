@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import library
+from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
@@ -96,7 +97,7 @@ def test_weights_in_host_memory_are_saved(base, tmp_path):
     program, master = library.load_model(
         base, SETTINGS | {"memory": {"offload_optimizer": "state"}}
     )
-    assert any(host_offload.is_on_host(leaf) for leaf in jax.tree.leaves(master))
+    assert any(host_memory.is_on_host(leaf) for leaf in jax.tree.leaves(master))
     library.save_model(master, tmp_path / "out", program)
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")

@@ -11,6 +11,7 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
 from jaxsp.model import decoder, flops
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner.compile import compiled, memory
@@ -30,7 +31,6 @@ from jaxsp.training import (
     memory_suggestions,
 )
 from jaxsp.training.memory_fit import CompiledStep
-from jaxsp.training.memory_formula import GIB
 from jaxsp.training.optimizers import param_groups
 
 RESERVED = "reserved"

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsp.core import axes, durations, errors
+from jaxsp.core import axes, durations, errors, units
 from jaxsp.planner import search, tables
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import Cluster
@@ -83,7 +83,7 @@ def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
     lines += [
         ("", f"{size:8.2f}  {name}: {_MEMORY[name]}") for name, size in sizes if size >= 0.005
     ]
-    device_gib = gpus.GPUS[plan.device_type].memory_bytes / 2**30
+    device_gib = gpus.GPUS[plan.device_type].memory_bytes / units.GIB
     lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {device_gib:.2f}"))
     if plan.host_gib >= 0.005:
         sizes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxsp.core import errors
+from jaxsp.core import errors, units
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import distributed
 from jaxsp.training import (
@@ -77,7 +77,7 @@ def check_offloads(program: Program, memory_use: MemoryUse) -> None:
     offloaded = memory_formula.program_offloaded_bytes(program)
     least = offloaded.total - offloaded.gradients
     if is_gpu(program) and memory_use.host < least:
-        size = memory_fit.format_bytes
+        size = units.format_bytes
         raise RuntimeError(
             f"memory.offload_activations and memory.offload_optimizer need {size(least)} of host "
             f"memory per device, but the compiled step has {size(memory_use.host)}: XLA has "
@@ -94,7 +94,7 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
     if host_bytes and is_gpu(program):
         if jax.process_index() == 0:
             distributed.log(
-                f"reserving {memory_fit.format_bytes(host_bytes)} of pinned host memory for each "
+                f"reserving {units.format_bytes(host_bytes)} of pinned host memory for each "
                 "GPU, which can take minutes"
             )
         try:
@@ -102,7 +102,7 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
         except jax.errors.JaxRuntimeError as error:
             changes = memory_suggestions.suggest_changes(program, is_device_short=False)
             raise UserError(
-                f"XLA could not reserve {memory_fit.format_bytes(host_bytes)} of pinned host "
+                f"XLA could not reserve {units.format_bytes(host_bytes)} of pinned host "
                 f"memory for each device: {str(error).splitlines()[0]} Try "
                 f"{errors.format_choices(changes)}, or a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB "
                 "(for each device) if the node has more free memory."

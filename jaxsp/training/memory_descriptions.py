@@ -2,7 +2,8 @@
 
 import math
 
-from jaxsp.training import memory_fit, memory_formula
+from jaxsp.core import units
+from jaxsp.training import memory_formula
 from jaxsp.training.memory_fit import CompiledStep
 from jaxsp.training.program import Program
 
@@ -43,7 +44,7 @@ _RECOMPUTED = {
 
 def describe_compiled(step: CompiledStep) -> str:
     """Describes the memory of a compiled step, and the memory options that were chosen for it."""
-    size = memory_fit.format_bytes
+    size = units.format_bytes
     use = step.memory_use
     program = step.program
     device = f"{size(use.device)} on each device"
@@ -105,7 +106,7 @@ def _describe_traffic(program: Program) -> str:
             arrays = "frozen weights, and float32 adapters, moments and gradients"
     elif offloaded.moments:
         arrays = "float32 weights and moments"
-    size = memory_fit.format_bytes
+    size = units.format_bytes
     return (
         f"{arrays} in host memory; each step copies {size(to_device)} to each device and "
         f"{size(to_host)} back"

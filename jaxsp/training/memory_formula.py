@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.config.schema import Config
+from jaxsp.core.units import GIB
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
@@ -15,8 +16,6 @@ from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, optimizer, sharding, trainable
 from jaxsp.training.program import Program
 from jaxsp.training.trainable import Predicate
-
-GIB = 2**30
 
 
 def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:

@@ -11,6 +11,7 @@ import pytest
 import rich.console
 
 from jaxsp.config import config_file
+from jaxsp.core import host_memory
 from jaxsp.planner.compile import compiled
 from jaxsp.run import build, trainer
 from jaxsp.training import host_offload, memory_compile, memory_fit, train_step
@@ -53,7 +54,7 @@ def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_p
     places = [array.sharding.device_set for array in results]
     assert len(places) == 2
     assert set().union(*places) == set(devices)
-    assert {array.sharding.memory_kind for array in results} == {host_offload.MEMORY_KIND}
+    assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)
 

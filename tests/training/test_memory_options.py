@@ -14,6 +14,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.config.schema import AttentionConfig, MemoryConfig
+from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths
@@ -176,7 +177,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
         for leaf in jax.tree.leaves(state.master)
         if leaf.size > 100 * model_of(name).num_layers
     }
-    assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
+    assert kinds == {host_memory.MEMORY_KIND if run.program.has_offloaded_state else "device"}
 
 
 @pytest.mark.e2e
@@ -218,7 +219,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     averages = [
         leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
     ]
-    assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.MEMORY_KIND}
+    assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
     meta = CheckpointMeta(
         config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0
     )
@@ -480,21 +481,19 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     monkeypatch.setattr(
         available_memory,
         "subtract_reserves",
-        lambda program, limits: MemoryLimit(
-            node.room * memory_formula.GIB, limits.host, limits.pool
-        ),
+        lambda program, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
         memory_formula,
         "predict_bytes",
         lambda program, *, workspace_bytes: (
-            int(TAKES[program.remat_policy.remat] * memory_formula.GIB) + workspace_bytes
+            int(TAKES[program.remat_policy.remat] * units.GIB) + workspace_bytes
         ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
     def measured(run, *, kernel, workspace_bytes):
-        return MemoryUse(int(TAKES[compiled[-1]] * memory_formula.GIB), node.host, workspace_bytes)
+        return MemoryUse(int(TAKES[compiled[-1]] * units.GIB), node.host, workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
     return memory_compile.compile_fitting_step(
@@ -504,9 +503,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
 
 def gpus(device_gib, **changes):
     """A node whose devices have this memory, without margins."""
-    limits = MemoryLimit(
-        changes.pop("limit", device_gib) * memory_formula.GIB, 100 * memory_formula.GIB
-    )
+    limits = MemoryLimit(changes.pop("limit", device_gib) * units.GIB, 100 * units.GIB)
     return Node(limits=limits, room=device_gib, **changes)
 
 
@@ -530,7 +527,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
         assert causes.device["weights"] == resident.weights
         assert causes.device["cuDNN workspace"] == 10**6
         assert causes.host == {}
-        assert causes.device_available == 2.5 * memory_formula.GIB
+        assert causes.device_available == 2.5 * units.GIB
     assert causes.device["gradients"] == 5
 
 
@@ -544,9 +541,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
 )
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
-    actual = ready(
-        monkeypatch, gpus(size, uncounted=int(uncounted * memory_formula.GIB)), memory={}
-    )
+    actual = ready(monkeypatch, gpus(size, uncounted=int(uncounted * units.GIB)), memory={})
     assert actual.program.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
@@ -569,10 +564,8 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
     ]
     with pytest.raises(UserError, match=messages.containing("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
-    limits = MemoryLimit(
-        80 * memory_formula.GIB, 100 * memory_formula.GIB, 3 * memory_formula.GIB
-    )  # the pool's limit
-    node = Node(limits=limits, room=80, host=4 * memory_formula.GIB)
+    limits = MemoryLimit(80 * units.GIB, 100 * units.GIB, 3 * units.GIB)  # the pool's limit
+    node = Node(limits=limits, room=80, host=4 * units.GIB)
     says = messages.containing("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
@@ -587,19 +580,17 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
 
 @pytest.mark.parametrize(
     "node",
-    [gpus(1.2, uncounted=memory_formula.GIB // 2), gpus(0.9, limit=1.2)],
+    [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)],
     ids=["estimate", "margin"],
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     actual = ready(monkeypatch, node, memory={"remat": "full"})
-    assert actual.memory_use.device == memory_formula.GIB
+    assert actual.memory_use.device == units.GIB
     without_shortage = dataclasses.replace(actual, shortage="")
     assert memory_descriptions.describe_compiled(actual) != memory_descriptions.describe_compiled(
         without_shortage
     )
-    fits = ready(
-        monkeypatch, gpus(1.6, uncounted=memory_formula.GIB // 2), memory={"remat": "full"}
-    )
+    fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
     assert fits.shortage == ""
 
 
