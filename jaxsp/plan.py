@@ -69,7 +69,6 @@ def main(arguments: list[str]) -> None:
     sizes = dataclasses.replace(sizes, model=adapter.model)
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
-    _check_single_length(given, config)
     _check_degree_known(given, config)
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
@@ -139,7 +138,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="plans every mesh of these devices, and ranks them for the longest rows",
     )
     for flag, text in (
-        ("--plot", "draws memory and time for several row lengths, or for the meshes"),
+        ("--plot", "draws memory and time of each plan: row lengths, those tried, or meshes"),
         ("--json", "writes the plan as JSON"),
     ):
         parser.add_argument(flag, metavar="FILE", type=pathlib.Path, help=text)
@@ -187,16 +186,6 @@ def _check_arguments(given: argparse.Namespace) -> None:
         with problems.collect():
             plots.check_output(given.plot)
     problems.raise_if_any()
-
-
-def _check_single_length(given: argparse.Namespace, config: Config) -> None:
-    """Checks that a config has one row length if a flag needs that. Raises: UserError if not."""
-    lengths = config.data.row_lengths
-    if len(lengths) > 1 and given.plot and not (given.longest or given.meshes):
-        raise UserError(
-            f"data.row_tokens = {list(lengths)}: must be one length with --plot. "
-            f"Use data.row_tokens={lengths[-1]}, or leave --plot out."
-        )
 
 
 def _check_degree_known(given: argparse.Namespace, config: Config) -> None:

@@ -17,7 +17,7 @@ from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
-from jaxsp.planner import planning, search
+from jaxsp.planner import planning, plots, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
@@ -301,11 +301,6 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
             ["data.row_tokens=[8192, 65536]", "mesh.seq=[2, 3]", "--devices", "8"],
             ["--devices = 8", "[2, 3]", "--devices 6"],
         ),
-        pytest.param(
-            ["--plot", "a.png", "data.row_tokens=[8192, 16384]"],
-            ["data.row_tokens", "--plot"],
-            marks=NEEDS_MATPLOTLIB,
-        ),
         (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
         (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
         pytest.param(
@@ -421,6 +416,19 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"
     ):
         run_plan(*words)
+
+
+@NEEDS_MATPLOTLIB
+def test_row_lengths_are_one_picture(run_plan, monkeypatch, tmp_path):
+    drawn = []
+
+    def plan_step(config, *, model, cluster, document_tokens):
+        return example_plans.make_plan(row_tokens=config.data.row_tokens)
+
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(plots, "plot_plans", lambda plans, file, title: drawn.append([*plans]))
+    run_plan("--plot", str(tmp_path / "a.png"), "data.row_tokens=[16384, 8192]")
+    assert drawn == [["8,192 tokens, save_attention", "16,384 tokens, save_attention"]]
 
 
 def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path, monkeypatch):

@@ -22,12 +22,6 @@ from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
 from jaxsp.training import row_meshes
 
-_PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-"""Lengths for a plot of memory, as factors of the config's row length."""
-
-_LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
-"""More lengths for a plot after a search, as factors of the longest row."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -94,12 +88,19 @@ class PlanRequest:
             files.write_json(self.json_file, result | {"published_sizes": self.sizes.note or None})
             self.console.print(f"written: {self.json_file}")
 
-    def draw(self, plans: Mapping[str, Plan], *, subject: str) -> None:
-        """Draws plans by their labels in `plot_file`."""
-        assert self.plot_file is not None, "callers check for a file"
-        title = f"{self.model_name}, {subject}: planned, not measured"
+    def draw(self, plans: Mapping[str, Plan]) -> None:
+        """Draws plans by their labels, if there is a `plot_file`."""
+        if self.plot_file is None or not plans:
+            return
+        devices = f"{self.cluster.num_devices} x {self.cluster.device_type}"
+        title = f"{self.model_name} on {devices}: planned, not measured"
         plots.plot_plans(plans, self.plot_file, title=title)
         self.console.print(f"drawn: {self.plot_file}")
+
+    def draw_lengths(self, plans: Sequence[Plan]) -> None:
+        """Draws plans of rows of several lengths, the shortest at the top."""
+        ordered = sorted(plans, key=lambda plan: plan.row_tokens)
+        self.draw({f"{plan.row_tokens:,} tokens, {plan.remat}": plan for plan in ordered})
 
 
 def plan_one(request: PlanRequest) -> None:
@@ -109,7 +110,7 @@ def plan_one(request: PlanRequest) -> None:
     plan = request.plan(config)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
-    _draw_lengths(request, config, plan, [plan], _PLOT_FACTORS)
+    request.draw_lengths([plan])
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
@@ -142,6 +143,7 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
     request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
+    request.draw_lengths(plans)
 
 
 def find_longest(request: PlanRequest) -> None:
@@ -171,46 +173,7 @@ def find_longest(request: PlanRequest) -> None:
         return
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan) | result)
-    plans = [length.plan for length in longest.tried if length.plan is not None]
-    config = request.config.with_row_tokens(request.config.data.max_row_tokens)
-    _draw_lengths(request, config, plan, plans, _LONGEST_PLOT_FACTORS)
-
-
-def _draw_lengths(
-    request: PlanRequest,
-    config: Config,
-    center: Plan,
-    plans: Sequence[Plan],
-    factors: Sequence[float],
-) -> None:
-    """Draws plans, and more of them for rows of other lengths, if there is a `plot_file`.
-
-    Args: config: the config of one row length.
-    """
-    if not request.plot_file:
-        return
-    unit = 128 * config.mesh.degree
-    by_length = {plan.row_tokens: plan for plan in plans}
-    lengths = {round(factor * center.row_tokens / unit) * unit for factor in factors} - {0}
-    missing = sorted(lengths - by_length.keys())
-    progress = Progress(len(missing))
-    for row_tokens in missing:
-        verdict = "planned"
-        try:
-            by_length[row_tokens] = request.plan(search.with_row_tokens(config, row_tokens))
-        except UserError:  # lengths that cuDNN cannot compute are left out
-            verdict = "refused, and left out"
-        request.console.print(
-            f"for the plot: {row_tokens:,} tokens {verdict} [{progress.advance()}]"
-        )
-    devices = f"{request.cluster.num_devices} x {request.cluster.device_type}"
-    request.draw(
-        {
-            f"{row_tokens:,} tokens, {plan.remat}": plan
-            for row_tokens, plan in sorted(by_length.items())
-        },
-        subject=f"{devices}, {report.format_mesh(center.mesh)}",
-    )
+    request.draw_lengths([length.plan for length in longest.tried if length.plan is not None])
 
 
 def plan_meshes(request: PlanRequest) -> None:
@@ -236,14 +199,13 @@ def plan_meshes(request: PlanRequest) -> None:
     rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
     if len(config.data.row_lengths) > 1:
         rows += " (the longest rows decide what fits)"
-    workload = f"{rows} on {cluster.num_devices} x {cluster.device_type}"
-    console.print(workload)
+    console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
     console.print(tables.format_ranking(mesh_plans))
-    if request.plot_file:
-        plans = {
+    request.draw(
+        {
             f"{report.format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}": mesh_plan.plan
             for mesh_plan in mesh_plans
             if mesh_plan.plan is not None
         }
-        request.draw(plans, subject=workload)
+    )
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})
