@@ -4,7 +4,7 @@ MIB = 2**20
 GIB = 2**30
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: int | float) -> str:
     """Formats a number of bytes. Examples: `8.7 MiB`, `1.5 GiB`, `1,200 GiB`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
         if num_bytes >= unit / 10:
