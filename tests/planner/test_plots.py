@@ -31,7 +31,7 @@ def draw(monkeypatch, tmp_path):
 
 
 def widths(panel):
-    """Widths of a panel's bars by category or `_`, from top to bottom."""
+    """Widths of a panel's bars by cause or `_`, from top to bottom."""
     return {bars.get_label(): [bar.get_width() for bar in bars] for bars in panel.containers}
 
 
@@ -47,11 +47,9 @@ def test_memory_and_time_are_bars_in_the_order_of_the_plans(draw, tmp_path):
     ]
     assert device.yaxis_inverted(), "the first plan is at the top"
     sizes = {memory_causes.WEIGHTS: 10.0, memory_causes.OTHER: 20.0, planning.RESERVED: 6.3}
-    assert widths(device) == {
-        category: pytest.approx([size] * 2) for category, size in sizes.items()
-    }
+    assert widths(device) == {cause: pytest.approx([size] * 2) for cause, size in sizes.items()}
     ends = [bars[0].get_x() + bars[0].get_width() for bars in device.containers]
-    assert max(ends) == pytest.approx(sum(sizes.values())), "categories are stacked"
+    assert max(ends) == pytest.approx(sum(sizes.values())), "causes are stacked"
     (limit,) = device.lines
     assert limit.get_xdata()[0] == pytest.approx(72.8 + 6.3)
     assert [*widths(times).values()] == [[5.0, 7.0]]

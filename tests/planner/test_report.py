@@ -44,7 +44,7 @@ def labels(text):
     return re.findall(r"^\w+", text, re.MULTILINE)
 
 
-def test_host_memory_is_listed_by_category_with_the_size_of_its_pool():
+def test_host_memory_is_listed_by_cause_with_the_size_of_its_pool():
     plan = example_plans.make_plan(
         host_gib=100.0,
         host_pool_gib=128.0,

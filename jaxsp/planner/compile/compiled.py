@@ -173,20 +173,6 @@ def build_program(
     return row_meshes.make_program(config, model, choices, devices=devices), choices[row_tokens]
 
 
-def compile_config(
-    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
-) -> PlannedStep:
-    """Compiles the training step of a config for these devices.
-
-    `auto` in its section `memory` means values that always work.
-
-    Raises: what `build_program` and `compile_program` raise.
-    """
-    return compile_program(
-        *build_program(config, model=model, devices=devices, device_bytes=device_bytes)
-    )
-
-
 def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
     """Compiles a training step as training does, with _FAST_COMPILE_OPTIONS.
 
