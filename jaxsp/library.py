@@ -35,6 +35,7 @@ import pyarrow as pa
 
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
+from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
@@ -44,7 +45,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
 from jaxsp.run import build, initial_weights, jax_limits, merging
 from jaxsp.runtime import compilation_cache
-from jaxsp.training import host_offload, row_meshes, trainable
+from jaxsp.training import row_meshes, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
@@ -243,7 +244,7 @@ def _prepare_to_save(
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        is_on_host = isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
+        is_on_host = isinstance(leaf, jax.Array) and host_memory.is_on_host(leaf)
         return np.asarray(leaf) if is_on_host else leaf
 
     return folder.find(source), jax.tree.map(from_host, weights)

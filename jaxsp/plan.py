@@ -19,12 +19,12 @@ from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
+from jaxsp.data.packing import summary
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import data_rows, modes, plots, report
+from jaxsp.planner import modes, plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.data_rows import LengthData
 from jaxsp.run import data_sets, model_files
 from jaxsp.runtime import memory_limits
 
@@ -69,7 +69,6 @@ def main(arguments: list[str]) -> None:
     sizes = dataclasses.replace(sizes, model=adapter.model)
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
-    _check_single_length(given, config)
     _check_degree_known(given, config)
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
@@ -77,23 +76,29 @@ def main(arguments: list[str]) -> None:
     # steps that are compiled here do not run
     jax.config.update("jax_enable_compilation_cache", False)
     clusters = [_make_cluster(device, given, config) for device in given.device or ["h100-80gb"]]
+    num_steps = config.run.steps
+    if given.data:
+        num_steps = _print_data(config, sizes.model, console)
+    train_tokens = given.tokens
+    if train_tokens is None and num_steps is not None:
+        train_tokens = float(num_steps * config.batch.rows_per_step * row_tokens)
     request = modes.PlanRequest(
-        args=given,
         config=config,
         sizes=sizes,
         cluster=clusters[0],
         console=console,
-        data=_read_rows(config, sizes.model) if given.data else None,
+        document_tokens=given.document_tokens,
+        train_tokens=train_tokens,
+        json_file=given.json,
+        plot_file=given.plot,
     )
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(clusters[0])}")
-    if given.meshes and len(request.row_lengths) > 1:
-        modes.plan_meshes_per_length(request)
-    elif given.meshes:
+    if given.meshes:
         modes.plan_meshes(request)
     elif given.longest:
         modes.find_longest(request)
-    elif len(clusters) > 1 or len(request.row_lengths) > 1:
+    elif len(clusters) > 1 or len(config.data.row_lengths) > 1:
         modes.plan_several(request, clusters)
     else:
         modes.plan_one(request)
@@ -123,18 +128,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         action="store_true",
-        help="reads data.train, and estimates the time of its rows: tokens per second without "
-        "padding",
+        help="reads data.train, and prints its rows and steps, from which the cost follows",
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
     question.add_argument(
         "--meshes",
         action="store_true",
-        help="plans every mesh of these devices, and ranks them for each row length",
+        help="plans every mesh of these devices, and ranks them for the longest rows",
     )
     for flag, text in (
-        ("--plot", "draws memory and time for several row lengths, or for the meshes"),
+        ("--plot", "draws memory and time of each plan: row lengths, those tried, or meshes"),
         ("--json", "writes the plan as JSON"),
     ):
         parser.add_argument(flag, metavar="FILE", type=pathlib.Path, help=text)
@@ -174,21 +178,6 @@ def _check_arguments(given: argparse.Namespace) -> None:
             "--document-tokens: must not be set with --longest, whose rows are one document. "
             "Leave it out."
         )
-    if given.data and given.document_tokens is not None:
-        problems.append(
-            "--document-tokens: must not be set with --data, which reads the lengths of the "
-            "documents. Leave out one of them."
-        )
-    if given.data and given.longest:
-        problems.append(
-            "--data: must not be set with --longest, whose rows are one document. Leave out one of "
-            "them, or set data.row_tokens to the longest row."
-        )
-    if given.data and given.plot and not given.meshes:
-        problems.append(
-            "--plot: must not be set with --data, unless --meshes is set too: rows of other "
-            "lengths are packed otherwise. Leave it out."
-        )
     for flag in ("--json", "--plot"):
         if values[flag]:
             with problems.collect():
@@ -197,16 +186,6 @@ def _check_arguments(given: argparse.Namespace) -> None:
         with problems.collect():
             plots.check_output(given.plot)
     problems.raise_if_any()
-
-
-def _check_single_length(given: argparse.Namespace, config: Config) -> None:
-    """Checks that a config has one row length if a flag needs that. Raises: UserError if not."""
-    lengths = config.data.row_lengths
-    if len(lengths) > 1 and given.plot and not given.longest:
-        raise UserError(
-            f"data.row_tokens = {list(lengths)}: must be one length with --plot. "
-            f"Use data.row_tokens={lengths[-1]}, or leave --plot out."
-        )
 
 
 def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
@@ -219,10 +198,10 @@ def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
         )
 
 
-def _read_rows(config: Config, model: ModelConfig) -> dict[int, LengthData]:
-    """Reads the training data as training does, and packs it. Returns: rows by their length.
+def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:
+    """Reads and packs the training data as training does, and prints its rows and steps.
 
-    Raises: UserError with all problems of the sources.
+    Returns: the steps of the run. Raises: UserError with all problems of the sources.
     """
     template = config.data.chat_template
     if template is not None:
@@ -242,7 +221,11 @@ def _read_rows(config: Config, model: ModelConfig) -> dict[int, LengthData]:
         opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
     )
     assert train is not None, "made for training"
-    return data_rows.read_rows(train, config)
+    schedule = train.make_schedule(config, num_steps=config.run.steps, epochs=config.run.epochs)
+    for label, line in summary.describe_data(train, config, schedule):
+        console.print(f"{label:<8}{line}")
+    console.print(f"{'steps':<8}{summary.format_count(len(schedule), 'step')}")
+    return len(schedule)
 
 
 def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Cluster:

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from scripts.bench import batches, checkpoints, mixed_lengths, packing, tokenization
+from scripts.bench import batches, checkpoints, packing, tokenization
 
 
 def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch):
@@ -41,23 +41,6 @@ def test_the_bound_is_the_fewest_rows_for_small_cases():
     assert packing.min_rows(np.array([6, 6, 4, 4]), 10, 9) == 2
     assert packing.min_rows(np.array([6, 6, 5, 5]), 10, 9) == 3, "5 and 6 do not fit into a row"
     assert packing.min_rows(np.array([1, 1, 1, 1]), 10, 2) == 2, "at most two in a row"
-
-
-def test_mixed_records_have_the_lengths_of_their_distribution(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(mixed_lengths, "LONG_FRACTION", 0.02)
-    out = tmp_path / "records.jsonl"
-    assert mixed_lengths.main(["sft", "--documents", "100", "--out", str(out)]) == 0
-    lengths = np.array(
-        [len(json.loads(line)["input_ids"]) for line in out.read_text().splitlines()]
-    )
-    assert len(lengths) == 100
-    assert np.sum(lengths > 16384) == 2
-    assert 700 < np.median(lengths) < 1400
-    assert f"{lengths.sum():,} tokens" in capsys.readouterr().out
-    uniform = mixed_lengths.draw_log_uniform(np.random.default_rng(0), 10_000)
-    assert 128 <= uniform.min() < 140
-    assert 60_000 < uniform.max() <= 65536
-    assert np.median(uniform) == pytest.approx((128 * 65536) ** 0.5, rel=0.1)
 
 
 @pytest.mark.e2e

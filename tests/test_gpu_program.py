@@ -37,9 +37,8 @@ def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
     model = model_config.parse_model_config(config.model.config, field="model.config")
     count = config.mesh.data * config.mesh.seq
-    return compiled.compile_config(
-        config, model=model, devices=compiled.make_devices("h100-80gb", count)
-    )
+    devices = compiled.make_devices("h100-80gb", count)
+    return compiled.compile_program(*compiled.build_program(config, model=model, devices=devices))
 
 
 def small_step(slots, **memory):

@@ -14,18 +14,12 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import library
+from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.training import (
-    compile_options,
-    host_offload,
-    memory_options,
-    sharding,
-    train_state,
-    train_step,
-)
+from jaxsp.training import compile_options, host_offload, sharding, train_state, train_step
 from tests import batches, messages, tolerances
 
 SETTINGS = {
@@ -96,14 +90,14 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
 
 
 @pytest.mark.skipif(
-    compile_options.parse_version(jax.__version__) < memory_options.MIN_HOST_STATE_RELEASE,
+    compile_options.parse_version(jax.__version__) < host_offload.MIN_RELEASE,
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
     program, master = library.load_model(
         base, SETTINGS | {"memory": {"offload_optimizer": "state"}}
     )
-    assert any(host_offload.is_on_host(leaf) for leaf in jax.tree.leaves(master))
+    assert any(host_memory.is_on_host(leaf) for leaf in jax.tree.leaves(master))
     library.save_model(master, tmp_path / "out", program)
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import memory
+from jaxsp.planner import planning
+from jaxsp.training import memory_causes
 from scripts.bench import cases, configs, plan_error, report, step, timing
 from tests import messages
 from tests.planner import example_plans
@@ -15,7 +16,7 @@ CASE = cases.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="aut
 
 
 def make_plan():
-    sizes = {memory.WEIGHTS: 28.0, memory.CUDNN_WORKSPACE: 2.0, memory.RESERVED: 6.3}
+    sizes = {memory_causes.WEIGHTS: 28.0, memory_causes.WORKSPACE: 2.0, planning.RESERVED: 6.3}
     return example_plans.make_plan(device_gib=30.0, memory=sizes)
 
 

@@ -7,7 +7,8 @@ device's shard of rows,
     q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM -> out_BlHK
 
 It is causal within each segment, with nothing between segments. Tokens outside segments have
-output 0 and gradient 0. To add a strategy, see `token_exchange.py`; to add a kernel, `kernels/kernel.py`.
+output 0 and gradient 0. To add a strategy, see `token_exchange.py`; to add a kernel,
+`kernels/kernel.py`.
 """
 
 from jaxsp.attention.api import (

@@ -1,5 +1,5 @@
-"""All exchanges of tokens and all kernels. To add one, write its file and add a line here; a value of
-the config (`AttentionConfig`) makes it available to users."""
+"""All exchanges of tokens and all kernels. To add one, write its file and add a line here; a value
+of the config (`AttentionConfig`) makes it available to users."""
 
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel

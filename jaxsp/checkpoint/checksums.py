@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from jaxsp.core import host_memory
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload, optimizer_state, quantization
+from jaxsp.training import optimizer_state, quantization
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
@@ -128,14 +129,14 @@ def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.C
 
 def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
     first = jnp.zeros((), jnp.uint32)
-    if not host_offload.is_on_host(x):
+    if not host_memory.is_on_host(x):
         return _sum_part(x, shape, first)
     if len(shape) < 3:  # an array without layers
-        return _sum_part(host_offload.to_device(x), shape, first)
+        return _sum_part(host_memory.to_device(x), shape, first)
 
     def sum_layer(layer: tuple[Array, Array]) -> UInt32[Array, "two"]:
         index, x_layer = layer
-        return _sum_part(host_offload.to_device(x_layer), shape[1:], index)
+        return _sum_part(host_memory.to_device(x_layer), shape[1:], index)
 
     sums = jax.lax.map(sum_layer, (jnp.arange(shape[0], dtype=jnp.uint32), x))
     return sums.sum(0, dtype=jnp.uint32)

@@ -8,8 +8,8 @@ import jax
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_bytes
 from jaxsp.runtime import run_paths
-from jaxsp.training.memory_fit import format_bytes
 
 MIN_COMPRESSED_FRACTION = 0.8
 """Lower bound of a checkpoint's bytes on disk as a fraction of its bytes in memory.
@@ -32,8 +32,8 @@ def check(
         num_steps: number of remaining steps.
         leftover_bytes: space that is freed before the first checkpoint is written.
     Returns: a warning if the disk is too small for all checkpoints that exist at the same time, one
-             of them half written; otherwise None.
-    Raises:  UserError if the disk is too small for one more checkpoint.
+        of them half written; otherwise None.
+    Raises: UserError if the disk is too small for one more checkpoint.
     """
     directory = run_paths.local_dir(config.run)
     free = _free_bytes(directory)

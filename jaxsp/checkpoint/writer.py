@@ -19,11 +19,12 @@ from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files as core_files
+from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
-from jaxsp.training import host_offload, trainable
+from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 
@@ -167,7 +168,7 @@ class CheckpointWriter:
         self._pending = _PendingWrite(meta=meta, items=items, began=began)
         self._start_stage(self._pending, WriteStage.PREPARING)
         has_host_arrays = any(
-            leaf.sharding.memory_kind == host_offload.MEMORY_KIND for leaf in jax.tree.leaves(items)
+            leaf.sharding.memory_kind == host_memory.MEMORY_KIND for leaf in jax.tree.leaves(items)
         )
         return self.poll(wait=has_host_arrays)
 

@@ -60,12 +60,3 @@ def compute_imbalance(work: np.ndarray, *, has_ring_steps: bool) -> float:
     slowest = work.max(3).sum(2).max(1).sum()
     mean = work.mean(3).sum(2).mean(1).sum()
     return float(slowest / mean) if mean else 1.0
-
-
-def count_needed_hops(work: np.ndarray) -> int:
-    """Number of ring steps, except the first, in which any device has work: [..., steps, devices].
-
-    Keys need no other hops.
-    """
-    steps = work.reshape(-1, *work.shape[-2:]).sum((0, 2))
-    return int(np.count_nonzero(steps[1:]))

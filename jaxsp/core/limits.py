@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from jaxsp.core.units import GIB
+
 _REPEAT_S = 0.1
 """Processor time after which LimitError is raised again: Jinja catches errors of constants."""
 
@@ -88,7 +90,7 @@ def watch_native(
             if time.process_time() - start_time > seconds:
                 return end_process(f"takes more than {seconds:,.0f} s")
             if _read_memory(1) - start_memory > num_bytes:
-                return end_process(f"takes more than {num_bytes / 2**30:.1f} GiB of memory")
+                return end_process(f"takes more than {num_bytes / GIB:.1f} GiB of memory")
 
     thread = threading.Thread(target=watch, name="limits", daemon=True)
     thread.start()

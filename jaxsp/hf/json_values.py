@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from jaxsp.config import yaml_io
+
 
 def is_number(value: Any) -> bool:
     """True for a finite number; bool is not a number here."""
@@ -20,4 +22,4 @@ def format_value(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
     except (ValueError, RecursionError):
         text = f"a large {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return yaml_io.shorten(text)

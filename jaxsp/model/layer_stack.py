@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.core import host_memory
 from jaxsp.model.layers import Weights
 
 
@@ -94,7 +95,7 @@ class OffloadedStack:
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
             x, kept = state
-            kept = _write(kept, to_host(x), group)
+            kept = _write(kept, host_memory.to_host(x), group)
             first = group * self.group_size
             x = jax.lax.fori_loop(0, size, lambda i, x: run_layer(first + i, x), x)
             return x, kept
@@ -122,11 +123,13 @@ class OffloadedStack:
             inputs = kept, jnp.asarray(group)
             if size > 1:
                 if self.offloads_during_attention:
-                    dx, group = jax.lax.optimization_barrier((to_host(dx), jnp.asarray(group)))
+                    dx, group = jax.lax.optimization_barrier(
+                        (host_memory.to_host(dx), jnp.asarray(group))
+                    )
                 waiting = self._compute_inputs(waiting, kept, group, stacked, batch, size=size)
                 # Without the barrier, XLA makes a copy of the inputs in host memory
                 dx, waiting = jax.lax.optimization_barrier((dx, waiting))
-                dx = to_device(dx)
+                dx = host_memory.to_device(dx)
                 inputs = waiting, jnp.asarray(0)
 
             def run_layer(i: Array, state: tuple) -> tuple:
@@ -165,15 +168,15 @@ class OffloadedStack:
         size: int,
     ) -> Array:
         """Inputs of a group's layers, in host memory. Args: waiting: array that they replace."""
-        x = to_device(_read(kept, group))
+        x = host_memory.to_device(_read(kept, group))
 
         def run_layer(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             x, waiting = state
             layer_inputs = _read(stacked, group * self.group_size + i)
             x = self._apply_layer(layer_inputs, x, batch)
-            return x, _write(waiting, to_host(x), i + 1)
+            return x, _write(waiting, host_memory.to_host(x), i + 1)
 
-        waiting = _write(waiting, to_host(x), 0)
+        waiting = _write(waiting, host_memory.to_host(x), 0)
         return jax.lax.fori_loop(0, size - 1, run_layer, (x, waiting))[1]
 
     def _differentiate_layer(
@@ -200,25 +203,25 @@ class OffloadedStack:
         pre_attention = bind(self.parts.pre_attention, "pre_attention")
         attend = bind(self.parts.attend, "sinks")
         post_attention = bind(self.parts.post_attention, "post_attention")
-        read_input = lambda index: to_device(_read(kept, index))
+        read_input = lambda index: host_memory.to_device(_read(kept, index))
         x = read_input(index)
         *qkv, mlp_input = pre_attention(slots["pre_attention"], x)
         if self.offloads_during_attention:
-            dx, qkv = jax.lax.optimization_barrier((to_host(dx), qkv))
+            dx, qkv = jax.lax.optimization_barrier((host_memory.to_host(dx), qkv))
         out, pull_attend = jax.vjp(attend, slots.get("sinks"), *qkv)
         if self.offloads_during_attention:
             # The input is read again once attention has ended
             dx, out, index = jax.lax.optimization_barrier((dx, out, index))
-            dx = to_device(dx)
+            dx = host_memory.to_device(dx)
             x = read_input(index)
         _, pull_post = jax.vjp(post_attention, slots["post_attention"], x, out, mlp_input)
         post_gradients, dx, dout, dmlp_input = pull_post(dx)
         if self.offloads_during_attention:
-            dx, dout = jax.lax.optimization_barrier((to_host(dx), dout))
+            dx, dout = jax.lax.optimization_barrier((host_memory.to_host(dx), dout))
         sink_gradients, *dqkv = pull_attend(dout)
         if self.offloads_during_attention:
             dx, dqkv, index = jax.lax.optimization_barrier((dx, dqkv, index))
-            dx = to_device(dx)
+            dx = host_memory.to_device(dx)
             x = read_input(index)
         _, pull_pre = jax.vjp(pre_attention, slots["pre_attention"], x)
         pre_gradients, dx_of_attention = pull_pre((*dqkv, dmlp_input))
@@ -230,19 +233,9 @@ class OffloadedStack:
         return dx + dx_of_attention, {name: gradients[name] for name in slots}
 
 
-def to_host(x: Array) -> Array:
-    """Copies an array to host memory."""
-    return jax.device_put(x, jax.memory.Space.Host)
-
-
-def to_device(x: Array) -> Array:
-    """Copies an array to the device."""
-    return jax.device_put(x, jax.memory.Space.Device)
-
-
 def _empty_on_host(count: int, x: Array) -> Array:
     """Uninitialized arrays of the shape of x, stacked, in host memory."""
-    return to_host(jax.lax.empty((count, *x.shape), x.dtype))
+    return host_memory.to_host(jax.lax.empty((count, *x.shape), x.dtype))
 
 
 def _read(stacked: Any, index: Array | int) -> Any:
@@ -257,6 +250,6 @@ def _write(stacked: Array, layer: Array, index: Array | int) -> Array:
 
 def _add_gradient(sums: Array, gradient: Array, index: Array | int) -> Array:
     """Adds one layer's gradient to the sums; replaces it in host memory, where nothing is added."""
-    if jax.typeof(sums).memory_space != jax.memory.Space.Host:
+    if not host_memory.is_on_host(sums):
         gradient = gradient + _read(sums, index)
     return _write(sums, gradient, index)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.core.units import GIB
 from jaxsp.model import layers
 from jaxsp.model.layers import Gather
 
-MLP_TILE_BYTES = (2 * 2**30, 2**29)
+MLP_TILE_BYTES = (2 * GIB, GIB // 2)
 """Maximum bytes of a tile's activations inside a layer, tried in this order if all tokens together
 do not fit."""
 

@@ -13,7 +13,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.data_rows import LengthData
 from jaxsp.planner.planning import Plan
 
 
@@ -57,10 +56,11 @@ def plan_meshes(
     model: ModelConfig,
     cluster: Cluster,
     document_tokens: int | None = None,
-    data: LengthData | None = None,
     on_result: Callable[[MeshPlan], None] = lambda _: None,
 ) -> list[MeshPlan]:
     """Plans a config's step on every mesh of a cluster, with every strategy that `auto` may choose.
+
+    With several row lengths, plans the longest rows, which decide what fits.
 
     Meshes that fit come first, the fastest by estimate first; of those that are equally fast, the
     one with the smallest `seq`.
@@ -68,49 +68,32 @@ def plan_meshes(
     Args: on_result: called with each result.
     Raises: UserError if no mesh can be planned.
     """
+    config = _with_longest_rows(config)
     mesh_plans = []
     for mesh, option in list_combinations(config, model, num_devices=cluster.num_devices):
-        mesh_plan = plan_mesh(
-            with_mesh(config, mesh, option.config_fields),
-            mesh,
-            option,
-            model=model,
-            cluster=cluster,
-            document_tokens=document_tokens,
-            data=data,
+        plan = None
+        problem = ""
+        try:
+            plan = planning.plan_step(
+                with_mesh(config, mesh, option.config_fields),
+                model=model,
+                cluster=cluster,
+                document_tokens=document_tokens,
+            )
+        except UserError as error:
+            problem = str(error).splitlines()[0]
+        mesh_plan = MeshPlan(
+            mesh=mesh,
+            strategy=option.label,
+            attention_fields=option.config_fields,
+            plan=plan,
+            problem=problem,
         )
         mesh_plans.append(mesh_plan)
         on_result(mesh_plan)
-    raise_if_no_plan(mesh_plans)
-    return sort_by_rank(mesh_plans)
-
-
-def plan_mesh(
-    config: Config, mesh: dict[str, int], option: StrategyOption, **arguments: Any
-) -> MeshPlan:
-    """Plans the step of a config with one of the combinations.
-
-    Args: arguments: those of `planning.plan_step`.
-    """
-    plan = None
-    problem = ""
-    try:
-        plan = planning.plan_step(config, **arguments)
-    except UserError as error:
-        problem = str(error).splitlines()[0]
-    return MeshPlan(
-        mesh=mesh,
-        strategy=option.label,
-        attention_fields=option.config_fields,
-        plan=plan,
-        problem=problem,
-    )
-
-
-def raise_if_no_plan(mesh_plans: Sequence[MeshPlan]) -> None:
-    """Raises: UserError if there is no plan."""
     if all(mesh_plan.plan is None for mesh_plan in mesh_plans):
         raise UserError(list(dict.fromkeys(mesh_plan.problem for mesh_plan in mesh_plans)))
+    return sort_by_rank(mesh_plans)
 
 
 def list_combinations(
@@ -120,13 +103,18 @@ def list_combinations(
 
     Each mesh replaces the config's mesh.seq.
     """
-    config = config.with_degrees(dict.fromkeys(config.data.row_lengths, 1))
-    config = config.with_row_tokens(config.data.max_row_tokens)
+    config = _with_longest_rows(config)
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)
         for option in attention.list_options(config, model, seq=mesh[axes.SEQ])
     ]
+
+
+def _with_longest_rows(config: Config) -> Config:
+    """Returns the config of only the longest rows, one device for each."""
+    config = config.with_degrees(dict.fromkeys(config.data.row_lengths, 1))
+    return config.with_row_tokens(config.data.max_row_tokens)
 
 
 SAME_TIME_FACTOR = 1.05

@@ -1,9 +1,8 @@
-"""Modes of the command `jaxsp.plan`: a step, several GPUs or row lengths, the longest row, all
-meshes."""
+"""Results of the command `jaxsp.plan`: one step, a table of GPUs and row lengths, the longest row,
+or a ranking of meshes."""
 
-import argparse
 import dataclasses
-import itertools
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,63 +13,36 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
-from jaxsp.planner import (
-    degree_report,
-    degree_sweep,
-    mesh_sweep,
-    planning,
-    plots,
-    report,
-    search,
-    tables,
-)
+from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.data_rows import LengthData
-from jaxsp.planner.degree_sweep import DegreeSweep, LengthPlan
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
 from jaxsp.training import row_meshes
 
-_PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-"""Lengths for a plot of memory, as factors of the config's row length."""
-
-_LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
-"""More lengths for a plot after a search, as factors of the longest row."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The parsed command, with the config, model and first kind of GPU that it names."""
+    """A config and its model, for one kind of GPU, and where results go."""
 
-    args: argparse.Namespace
     config: Config
     sizes: ModelSizes
     cluster: Cluster
     console: rich.console.Console
-    data: Mapping[int, LengthData] | None = None
-    """Rows of the config's data, by their length; None: documents have an assumed length."""
+    document_tokens: int | None = None
+    """Length of the documents that fill the rows; None: each row is one document."""
+    train_tokens: float | None = None
+    """Tokens to train on, for the cost; None if they are unknown."""
+    json_file: pathlib.Path | None = None
+    plot_file: pathlib.Path | None = None
 
     @property
     def model_name(self) -> str:
         """The model's name in output."""
         name = self.config.model.source or "the config's model"
         return f"{name} (published sizes)" if self.sizes.published else name
-
-    @property
-    def train_tokens(self) -> float | None:
-        """Tokens to train on; None if they are unknown."""
-        if self.args.tokens is not None or self.config.run.steps is None:
-            return self.args.tokens
-        step_tokens = self.config.batch.rows_per_step * self.config.data.max_row_tokens
-        return float(self.config.run.steps * step_tokens)
-
-    @property
-    def row_lengths(self) -> Sequence[int]:
-        """Row lengths to plan, the shortest first: those that the data needs."""
-        return self.config.data.row_lengths if self.data is None else list(self.data)
 
     def resolve_config(self, cluster: Cluster) -> Config:
         """Replaces `mesh.seq: auto` by the numbers that training chooses on some GPUs.
@@ -101,13 +73,8 @@ class PlanRequest:
             config,
             model=self.sizes.model,
             cluster=cluster or self.cluster,
-            document_tokens=self.args.document_tokens,
-            data=self.find_data(config),
+            document_tokens=self.document_tokens,
         )
-
-    def find_data(self, config: Config) -> LengthData | None:
-        """Finds the rows of the length of a config."""
-        return None if self.data is None else self.data.get(config.data.max_row_tokens)
 
     def print_plan(self, plan: Plan) -> None:
         """Prints the report of a plan."""
@@ -116,34 +83,43 @@ class PlanRequest:
         )
 
     def write_json(self, result: dict[str, Any]) -> None:
-        """Writes a result, and the source of published model sizes, if --json is given."""
-        if self.args.json:
+        """Writes a result, and the source of published model sizes, to `json_file`."""
+        if self.json_file:
             result = result | {"published_sizes": self.sizes.note or None}
-            files.write_output(self.args.json, files.to_json(result))
-            self.console.print(f"written: {self.args.json}")
+            files.write_output(self.json_file, files.to_json(result))
+            self.console.print(f"written: {self.json_file}")
 
-    def draw(self, plans: Mapping[str, Plan], *, subject: str) -> None:
-        """Draws plans by their labels in the file of --plot."""
-        title = f"{self.model_name}, {subject}: planned, not measured"
-        plots.plot_plans(plans, self.args.plot, title=title)
-        self.console.print(f"drawn: {self.args.plot}")
+    def draw(self, plans: Mapping[str, Plan]) -> None:
+        """Draws plans by their labels, if there is a `plot_file`."""
+        if self.plot_file is None or not plans:
+            return
+        devices = f"{self.cluster.num_devices} x {self.cluster.device_type}"
+        title = f"{self.model_name} on {devices}: planned, not measured"
+        plots.plot_plans(plans, self.plot_file, title=title)
+        self.console.print(f"drawn: {self.plot_file}")
+
+    def draw_lengths(self, plans: Sequence[Plan]) -> None:
+        """Draws plans of rows of several lengths, the shortest at the top."""
+        ordered = sorted(plans, key=lambda plan: plan.row_tokens)
+        self.draw({f"{plan.row_tokens:,} tokens, {plan.remat}": plan for plan in ordered})
 
 
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
-    (row_tokens,) = request.row_lengths
+    (row_tokens,) = request.config.data.row_lengths
     config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
     plan = request.plan(config)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
-    _draw_lengths(request, config, plan, [plan], _PLOT_FACTORS)
+    request.draw_lengths([plan])
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     plans = []
     refusals = []
-    progress = Progress(len(clusters) * len(request.row_lengths))
+    row_lengths = request.config.data.row_lengths
+    progress = Progress(len(clusters) * len(row_lengths))
     for cluster in clusters:
         devices = f"{cluster.num_devices} x {cluster.device_type}"
         try:
@@ -151,7 +127,7 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
             continue
-        for row_tokens in request.row_lengths:
+        for row_tokens in row_lengths:
             label = f"{devices}, rows of {row_tokens:,} tokens"
             try:
                 plan = request.plan(config.with_row_tokens(row_tokens), cluster)
@@ -167,30 +143,8 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
-    totals = {} if request.data is None or refusals else _sum_epochs(request, plans, clusters)
-    request.write_json(
-        {"plans": [dataclasses.asdict(plan) for plan in plans], "tokens_per_s_of_epoch": totals}
-    )
-
-
-def _sum_epochs(
-    request: PlanRequest, plans: Sequence[Plan], clusters: Sequence[Cluster]
-) -> dict[str, float]:
-    """Prints the data, and the estimated tokens/s of an epoch on each kind of GPU."""
-    for plan in plans[: len(request.row_lengths)]:
-        request.console.print(report.format_row_counts(plan))
-    totals = {}
-    data = plans[0].data
-    period = "an epoch" if data is None else data.period
-    for cluster in clusters:
-        of_cluster = [plan for plan in plans if plan.device_type == cluster.device_type]
-        if all(plan.step_s_estimate for plan in of_cluster):
-            totals[cluster.device_type], _ = degree_sweep.sum_tokens_per_s(of_cluster)
-            request.console.print(
-                f"{period} on {cluster.num_devices} x {cluster.device_type}: "
-                f"{totals[cluster.device_type]:,.0f} tokens/s without padding, an estimate"
-            )
-    return totals
+    request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
+    request.draw_lengths(plans)
 
 
 def find_longest(request: PlanRequest) -> None:
@@ -220,54 +174,12 @@ def find_longest(request: PlanRequest) -> None:
         return
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan) | result)
-    plans = [length.plan for length in longest.tried if length.plan is not None]
-    config = request.config.with_row_tokens(request.config.data.max_row_tokens)
-    _draw_lengths(request, config, plan, plans, _LONGEST_PLOT_FACTORS)
-
-
-def _draw_lengths(
-    request: PlanRequest,
-    config: Config,
-    center: Plan,
-    plans: Sequence[Plan],
-    factors: Sequence[float],
-) -> None:
-    """Draws plans, and more of them for rows of other lengths, if --plot is given.
-
-    Args: config: the config of one row length.
-    """
-    if not request.args.plot:
-        return
-    unit = 128 * config.mesh.degree
-    by_length = {plan.row_tokens: plan for plan in plans}
-    lengths = {round(factor * center.row_tokens / unit) * unit for factor in factors} - {0}
-    missing = sorted(lengths - by_length.keys())
-    progress = Progress(len(missing))
-    for row_tokens in missing:
-        verdict = "planned"
-        try:
-            by_length[row_tokens] = request.plan(search.with_row_tokens(config, row_tokens))
-        except UserError:  # lengths that cuDNN cannot compute are left out
-            verdict = "refused, and left out"
-        request.console.print(
-            f"for the plot: {row_tokens:,} tokens {verdict} [{progress.advance()}]"
-        )
-    devices = f"{request.cluster.num_devices} x {request.cluster.device_type}"
-    request.draw(
-        {
-            f"{row_tokens:,} tokens, {plan.remat}": plan
-            for row_tokens, plan in sorted(by_length.items())
-        },
-        subject=f"{devices}, {report.format_mesh(center.mesh)}",
-    )
+    request.draw_lengths([length.plan for length in longest.tried if length.plan is not None])
 
 
 def plan_meshes(request: PlanRequest) -> None:
-    """Plans every mesh."""
-    (row_tokens,) = request.row_lengths
-    # each mesh replaces the degree
-    config = request.config.with_degrees(dict.fromkeys(request.config.data.row_lengths, 1))
-    config = config.with_row_tokens(row_tokens)
+    """Plans every mesh, for the longest rows."""
+    config = request.config
     model = request.sizes.model
     cluster = request.cluster
     console = request.console
@@ -282,71 +194,19 @@ def plan_meshes(request: PlanRequest) -> None:
         config,
         model=model,
         cluster=cluster,
-        document_tokens=request.args.document_tokens,
-        data=request.find_data(config),
+        document_tokens=request.document_tokens,
         on_result=print_mesh,
     )
     rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
-    workload = f"{rows} on {cluster.num_devices} x {cluster.device_type}"
-    console.print(workload)
+    if len(config.data.row_lengths) > 1:
+        rows += " (the longest rows decide what fits)"
+    console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
     console.print(tables.format_ranking(mesh_plans))
-    if request.args.plot:
-        plans = {
+    request.draw(
+        {
             f"{report.format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}": mesh_plan.plan
             for mesh_plan in mesh_plans
             if mesh_plan.plan is not None
         }
-        request.draw(plans, subject=workload)
+    )
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})
-
-
-def plan_meshes_per_length(request: PlanRequest) -> None:
-    """Plans every mesh for each row length, and compares one degree with one per length."""
-    config = request.config
-    cluster = request.cluster
-    console = request.console
-    lengths = request.row_lengths
-    count = itertools.count(1)
-
-    def print_result(result: LengthPlan) -> None:
-        label = f"{next(count)}: {result.row_tokens:,} tokens"
-        console.print(report.format_mesh_plan(result.mesh_plan, progress=label))
-
-    console.print(
-        "combinations of row length, mesh and attention strategy, the longest rows first:"
-    )
-    results = DegreeSweep(
-        config,
-        model=request.sizes.model,
-        cluster=cluster,
-        row_lengths=lengths,
-        document_tokens=request.args.document_tokens,
-        data=request.data,
-        on_result=print_result,
-    ).run()
-    ranked = {}
-    for row_tokens in lengths:
-        # different degrees of the longest rows may give the same step
-        of_length = {
-            id(result.mesh_plan): result.mesh_plan
-            for result in results
-            if result.row_tokens == row_tokens
-        }
-        ranked[row_tokens] = mesh_sweep.sort_by_rank(list(of_length.values()))
-        console.print(
-            f"{row_tokens:,} tokens per row on {cluster.num_devices} x {cluster.device_type}"
-        )
-        console.print(tables.format_ranking(ranked[row_tokens]))
-    one = degree_sweep.choose_one_degree(results, lengths)
-    several = degree_sweep.choose_degrees(results, lengths)
-    console.print(degree_report.format_choices(one, several, config=config, data=request.data))
-    request.write_json(
-        {
-            "meshes": {
-                row_tokens: [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]
-                for row_tokens, mesh_plans in ranked.items()
-            },
-            "one_degree": one and dataclasses.asdict(one),
-            "degree_per_length": several and dataclasses.asdict(several),
-        }
-    )

@@ -11,21 +11,30 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
 from jaxsp.model import decoder, flops
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import data_estimate
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.planner.data_estimate import DataEstimate
-from jaxsp.planner.data_rows import LengthData
 from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import available_memory, memory_fit, memory_formula, memory_options
+from jaxsp.training import (
+    available_memory,
+    memory_causes,
+    memory_compile,
+    memory_descriptions,
+    memory_fit,
+    memory_formula,
+    memory_problems,
+    memory_suggestions,
+)
 from jaxsp.training.memory_fit import CompiledStep
-from jaxsp.training.memory_formula import GIB
 from jaxsp.training.optimizers import param_groups
+
+RESERVED = "reserved"
+"""Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +54,8 @@ class Plan:
     rows_per_step: int
     rows_per_microbatch: int
     max_segments_per_row: int
-    document_tokens: int | None
-    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it.
-    None if `data` is known."""
+    document_tokens: int
+    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
     strategy: str
     """Description of the attention strategy, such as `Ulysses of 8`; empty for groups of one
     device."""
@@ -88,9 +96,11 @@ class Plan:
     """Size of XLA's pools of pinned host memory on a node. Each device has one pool. Its size is a
     power of two, up to a limit."""
     memory: Mapping[str, float]
-    """Peak device memory by category. All except `reserved` add up to device_gib."""
+    """Device memory by cause: see memory_causes. All except `reserved` add up to device_gib."""
     host_memory: Mapping[str, float]
-    """Peak host memory of a node by category. Adds up to host_gib."""
+    """Host memory of a node by cause. Adds up to host_gib."""
+    peak_phase: str
+    """Phase of the step that needs most device memory, by formula."""
     sent_bytes: float
     """Bytes that a device sends in a step, read from the compiled program."""
     formula_bytes: float
@@ -113,15 +123,12 @@ class Plan:
     the rates are for those. Measured steps are likely to take roofline.LIKELY_RANGE times as long.
     """
     tokens_per_s_estimate: float | None = None
-    """Tokens per second of all devices, without padding if `data` is known."""
+    """Tokens per second of all devices."""
     mfu_estimate: float | None = None
     seconds_estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Estimated seconds by cause."""
     time_bottleneck: str | None = None
     """Cause that takes most of the time."""
-    data: DataEstimate | None = None
-    """Rows of the config's own data, over which arithmetic and times are means; None: documents of
-    `document_tokens` fill the rows."""
 
     @property
     def is_mlp_tiled(self) -> bool:
@@ -136,13 +143,11 @@ def plan_step(
     model: ModelConfig,
     cluster: Cluster,
     document_tokens: int | None = None,
-    data: LengthData | None = None,
 ) -> Plan:
     """Plans the step of a config with one row length.
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
-        data: actual rows, instead of `document_tokens`.
     Raises: UserError if training would refuse the config before it compiles, or for several row
         lengths; RuntimeError if XLA ignores some of the requested offloading.
     """
@@ -162,7 +167,7 @@ def plan_step(
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
         measure=memory.measure_step,
     )
-    memory_options.check_offloads(fitted.program, fitted.memory_use)
+    memory_compile.check_offloads(fitted.program, fitted.memory_use)
     row_tokens = config.data.max_row_tokens
     document_tokens = min(document_tokens or row_tokens, row_tokens)
     return Plan(
@@ -174,12 +179,10 @@ def plan_step(
         rows_per_step=config.batch.rows_per_step,
         rows_per_microbatch=config.batch.rows_per_microbatch,
         max_segments_per_row=config.data.max_segments_per_row,
-        document_tokens=None if data else document_tokens,
+        document_tokens=document_tokens,
         **_option_fields(fitted.executable, config),
         **_memory_fields(fitted, config, cluster),
-        **_cost_fields(
-            fitted.executable, config, cluster, document_tokens=document_tokens, data=data
-        ),
+        **_cost_fields(fitted.executable, config, cluster, document_tokens=document_tokens),
         jax_version=jax.__version__,
         plan_s=time.perf_counter() - began,
     )
@@ -190,7 +193,7 @@ def _find_problems(
 ) -> list[str]:
     """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    problems = memory_options.find_problems(config, platform="gpu")
+    problems = memory_problems.find_problems(config, platform="gpu")
     problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     layout = None
     try:
@@ -230,7 +233,7 @@ def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
         "remat": program.remat_policy.remat,
         "mlp_tile_tokens": min(program.mlp_tile, program.tokens_per_device),
         "loss_tile_tokens": min(program.loss_tile, program.tokens_per_device),
-        "memory_options": memory_options.describe(program),
+        "memory_options": memory_descriptions.describe(program),
     }
 
 
@@ -238,17 +241,20 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
     """Fields of a plan: memory, its limits, and suggestions if it does not fit."""
     use = fitted.memory_use
     limit = fitted.memory_limit
-    breakdown = memory.break_down_peak(fitted.executable)
+    causes = memory_causes.find_causes(fitted)
+    phases = memory_formula.find_phases(
+        fitted.program, workspace_bytes=fitted.executable.choice.settings.workspace_bytes
+    )
     is_device_short = use.device_total > limit.device
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
     is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
     suggestions: Sequence[str] = []
     if fitted.shortage:
-        suggestions = memory_options.suggest_changes(
+        suggestions = memory_suggestions.suggest_changes(
             dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
         )
-    device_memory = {name: size / GIB for name, size in breakdown.device.items()}
-    device_memory[memory.RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
+    device_memory = {name: size / GIB for name, size in causes.device.items()}
+    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
     node_gib = cluster.node_devices / GIB
     return {
         "fits": not fitted.shortage,
@@ -261,7 +267,8 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
         "host_limit_gib": limit.host * node_gib,
         "host_pool_gib": _pinned_pool_bytes(fitted) * node_gib,
         "memory": device_memory,
-        "host_memory": {name: size * node_gib for name, size in breakdown.host.items() if size},
+        "host_memory": {name: size * node_gib for name, size in causes.host.items()},
+        "peak_phase": max(phases, key=lambda phase: phases[phase]),
     }
 
 
@@ -276,12 +283,7 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
 
 
 def _cost_fields(
-    step: PlannedStep,
-    config: Config,
-    cluster: Cluster,
-    *,
-    document_tokens: int,
-    data: LengthData | None,
+    step: PlannedStep, config: Config, cluster: Cluster, *, document_tokens: int
 ) -> dict[str, Any]:
     """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
@@ -289,25 +291,19 @@ def _cost_fields(
     node_devices = cluster.link_devices
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
-    estimator = roofline.make_estimator(
-        step, collectives, ceilings=ceilings, node_devices=node_devices
+    segment_lengths = roofline.make_segment_lengths(
+        rows=config.batch.rows_per_step,
+        row_tokens=config.data.max_row_tokens,
+        document_tokens=document_tokens,
     )
-    own_data = None
-    if data is not None:
-        own_data, model_flops, estimate = data_estimate.estimate_data(
-            step, collectives, data, estimator
-        )
-        tokens = data.packed.num_tokens / data.packed.num_steps
-    else:
-        segment_lengths = roofline.make_segment_lengths(
-            rows=config.batch.rows_per_step,
-            row_tokens=config.data.max_row_tokens,
-            document_tokens=document_tokens,
-        )
-        forward = flops.attention_flops(program.model, segment_lengths)
-        estimate = None if estimator is None else estimator.estimate(forward)
-        model_flops = flops.step_flops(program.model, segment_lengths, program.table)
-        tokens = config.batch.rows_per_step * config.data.max_row_tokens
+    estimate = roofline.estimate_step(
+        step,
+        collectives,
+        ceilings=ceilings,
+        node_devices=node_devices,
+        segment_lengths=segment_lengths,
+    )
+    model_flops = flops.step_flops(program.model, segment_lengths, program.table)
     model_flops /= program.mesh.size
     fields: dict[str, Any] = {
         "sent_bytes": comms.sum_bytes(collectives),
@@ -316,7 +312,6 @@ def _cost_fields(
             collectives, formula, program.mesh.shape, estimate, node_devices=node_devices
         ),
         "model_flops": model_flops,
-        "data": own_data,
     }
     if estimate is None:
         return fields
@@ -325,7 +320,7 @@ def _cost_fields(
         "hardware_flops": estimate.hardware_flops,
         "host_copy_bytes": estimate.host_copy_bytes,
         "step_s_estimate": step_s,
-        "tokens_per_s_estimate": tokens / step_s,
+        "tokens_per_s_estimate": config.batch.rows_per_step * config.data.max_row_tokens / step_s,
         "mfu_estimate": model_flops / step_s / ceilings.peak_tflops / 1e12,
         "seconds_estimate": estimate.seconds,
         "time_bottleneck": roofline.find_bottleneck(estimate.seconds),

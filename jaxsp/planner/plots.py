@@ -1,4 +1,4 @@
-"""Plots of plans: memory by category and estimated time, one bar for each plan."""
+"""Plots of plans: memory by cause and estimated time, one bar for each plan."""
 
 import importlib.util
 import pathlib
@@ -7,24 +7,19 @@ from typing import Any
 
 from jaxsp.core import durations, errors
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import memory
-from jaxsp.planner.planning import Plan
+from jaxsp.planner.planning import RESERVED, Plan
+from jaxsp.training import memory_causes
 
 _COLORS = {
-    memory.WEIGHTS: "#1b3a5c",
-    memory.OPTIMIZER: "#2f6690",
-    memory.GRADIENTS: "#5b8fb9",
-    memory.GATHERED_WEIGHTS: "#a3c4dc",
-    memory.SAVED_ACTIVATIONS: "#c8553d",
-    memory.ATTENTION: "#e08e45",
-    memory.SOFTMAX_STATISTICS: "#f2c078",
-    memory.CUDNN_WORKSPACE: "#f5dfa5",
-    memory.LAYER_TEMPORARIES: "#588157",
-    memory.LOGITS: "#a3b18a",
-    memory.OTHER: "#999999",
-    memory.RESERVED: "#dddddd",
+    memory_causes.WEIGHTS: "#1b3a5c",
+    memory_causes.OPTIMIZER: "#2f6690",
+    memory_causes.GRADIENTS: "#5b8fb9",
+    memory_causes.ACTIVATIONS: "#c8553d",
+    memory_causes.WORKSPACE: "#f5dfa5",
+    memory_causes.OTHER: "#e08e45",
+    RESERVED: "#dddddd",
 }
-"""Colors: constant categories in blue, attention and saved activations in warm colors."""
+"""Colors: causes that do not grow with the row in blue, the others in warm colors."""
 
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -64,7 +59,7 @@ def plot_plans(plans: Mapping[str, Plan], file: pathlib.Path, *, title: str) -> 
     _draw_memory(
         panels[0],
         {label: plan.memory for label, plan in labels.items()},
-        limit=last.device_limit_gib + last.memory[memory.RESERVED],
+        limit=last.device_limit_gib + last.memory[RESERVED],
         title=f"GiB of each {last.device_type} at its peak",
     )
     if has_host:
@@ -93,13 +88,13 @@ def plot_plans(plans: Mapping[str, Plan], file: pathlib.Path, *, title: str) -> 
 def _draw_memory(
     panel: Any, memories: Mapping[str, Mapping[str, float]], *, limit: float, title: str
 ) -> None:
-    """Draws bars of stacked categories, and a line at the limit."""
+    """Draws bars of stacked causes, and a line at the limit."""
     begins = [0.0] * len(memories)
-    for category, color in _COLORS.items():
-        sizes = [sizes.get(category, 0.0) for sizes in memories.values()]
+    for cause, color in _COLORS.items():
+        sizes = [sizes.get(cause, 0.0) for sizes in memories.values()]
         if max(sizes) < 0.005:
             continue
-        panel.barh(list(memories), sizes, left=begins, color=color, label=category)
+        panel.barh(list(memories), sizes, left=begins, color=color, label=cause)
         begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
     panel.axvline(limit, color="black", linewidth=1.5)
     # how much plans that do not fit exceed the memory does not matter

@@ -4,14 +4,20 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsp.core import axes, durations, errors
+from jaxsp.core import axes, durations, errors, units
 from jaxsp.planner import search, tables
-from jaxsp.planner.compile import gpus, memory
+from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
-from jaxsp.planner.planning import Plan
+from jaxsp.planner.planning import RESERVED, Plan
 from jaxsp.planner.search import LongestRow, TriedLength
+from jaxsp.training import memory_causes
+
+_MEMORY = dict(memory_causes.CAUSES) | {
+    RESERVED: "for CUDA's context, NCCL's buffers and fragmentation"
+}
+"""Causes of device memory, with what belongs to each."""
 
 _LABEL_WIDTH = 12
 """Width of the first column."""
@@ -47,7 +53,6 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         ("fits", format_fit(plan)),
         *_memory_lines(plan),
         *_traffic_lines(plan),
-        *_data_lines(plan),
         *_time_lines(plan, tokens),
     ]
     return "\n".join(_wrap(label, text) for label, text in lines)
@@ -72,20 +77,18 @@ def _format_attention(plan: Plan) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Memory by category, largest first."""
-    sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == memory.RESERVED, -pair[1]))
-    lines = [("memory", "GiB on each device at its peak, by category")]
+    """Memory by cause, largest first."""
+    sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1]))
+    lines = [("memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}")]
     lines += [
-        ("", f"{size:8.2f}  {name}: {memory.CATEGORIES[name]}")
-        for name, size in sizes
-        if size >= 0.005
+        ("", f"{size:8.2f}  {name}: {_MEMORY[name]}") for name, size in sizes if size >= 0.005
     ]
-    device_gib = gpus.GPUS[plan.device_type].memory_bytes / 2**30
+    device_gib = gpus.GPUS[plan.device_type].memory_bytes / units.GIB
     lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {device_gib:.2f}"))
     if plan.host_gib >= 0.005:
         sizes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
-        lines.append(("host", f"GiB of each node's memory, by category{pool}"))
+        lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
         lines += [("", f"{size:8.2f}  {name}") for name, size in sizes if size >= 0.005]
     return lines
 
@@ -125,44 +128,13 @@ def _format_collective(collective: Mapping[str, Any]) -> str:
     )
 
 
-def _data_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Rows of the data, balance of attention, and hops that a ring does not make."""
-    if plan.data is None:
-        return []
-    lines = [("data", format_row_counts(plan))]
-    if plan.data.made_hops is not None and plan.data.needed_hops is not None:
-        lines.append(
-            (
-                "",
-                f"{100 * plan.data.needed_hops:.0f} % of the hops of the ring are needed and "
-                f"{100 * plan.data.made_hops:.0f} % made: each device sends "
-                f"{plan.data.unsent_bytes / 1e9:,.3f} GB less than the program has",
-            )
-        )
-    return lines
-
-
-def format_row_counts(plan: Plan) -> str:
-    """Formats the rows of a plan's data, and their balance."""
-    data = plan.data
-    assert data is not None, "callers check for data"
-    return (
-        f"{data.num_tokens:,.0f} tokens in {data.num_rows:,} rows of {plan.row_tokens:,} and "
-        f"{data.num_steps:,} steps of {data.period}, {100 * data.padding_fraction:.2f} % padding, "
-        f"{data.segments_per_row:.1f} segments per row; attention of the slowest devices is "
-        f"{data.imbalance:.2f} times the mean (means over {data.num_sampled_steps} steps)"
-    )
-
-
 def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     """Arithmetic, and the estimate by cause."""
     executed = ""
     if plan.hardware_flops is not None:
         ratio = plan.hardware_flops / plan.model_flops
         executed = f", {_format_tflop(plan.hardware_flops)} executed ({ratio:.2f} times)"
-    documents = "means over steps of the data"
-    if plan.document_tokens is not None:
-        documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
+    documents = f"if documents of {plan.document_tokens:,} tokens fill the rows"
     lines = [
         (
             "arithmetic",

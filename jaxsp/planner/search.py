@@ -7,9 +7,10 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
-from jaxsp.planner.compile import compiled, memory
+from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan
+from jaxsp.training import memory_causes
 
 PRECISION = 0.01
 """Largest relative distance between the longest row that fits and the shortest that does not."""
@@ -27,8 +28,8 @@ _LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_segments_per_row", "atten
 _MAX_GROWTH = 16
 """Largest factor from a row that fits to the next one, while no longer row was tried."""
 
-CONSTANT_CATEGORIES = (memory.WEIGHTS, memory.OPTIMIZER, memory.GRADIENTS, memory.GATHERED_WEIGHTS)
-"""Categories of memory that do not grow with the row."""
+CONSTANT_CAUSES = (memory_causes.WEIGHTS, memory_causes.OPTIMIZER, memory_causes.GRADIENTS)
+"""Causes of memory that do not grow with the row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def with_row_tokens(config: Config, row_tokens: int) -> Config:
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:
     """Estimates the row length at which device or host memory is full.
 
-    Extrapolates on a line through two plans, or through one and the constant categories.
+    Extrapolates on a line through two plans, or through one and the constant causes.
 
     Args: below, above: the longest length that fits or 0, and the shortest longer one that does not
         or None.
@@ -198,12 +199,12 @@ def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None
     last = known[-1]
     first = known[0] if len(known) == 2 else None
     crossings = []
-    for total, limit, categories in (
+    for total, limit, causes in (
         ("device_gib", last.device_limit_gib, last.memory),
         ("host_gib", last.host_limit_gib, last.host_memory),
     ):
         start_tokens = 0
-        start_gib = sum(categories.get(name, 0.0) for name in CONSTANT_CATEGORIES)
+        start_gib = sum(causes.get(name, 0.0) for name in CONSTANT_CAUSES)
         if first is not None:
             start_tokens = first.row_tokens
             start_gib = getattr(first, total)

@@ -62,28 +62,20 @@ def _format_time_columns(plan: Plan) -> list[str]:
 
 
 def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
-    """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`.
-
-    Rows per microbatch have a column if they differ.
-    """
+    """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`."""
     ranks = mesh_sweep.compute_ranks(mesh_plans)
-    plans = [mesh_plan.plan for mesh_plan in mesh_plans if mesh_plan.plan is not None]
-    has_rows = len({plan.rows_per_microbatch for plan in plans}) > 1
-    head = ["replica", "data", "seq", *(["rows"] if has_rows else []), "attention", "fits"]
+    head = ["replica", "data", "seq", "attention", "fits"]
     head += ["device GiB", "host GiB", "remat", "kernel", "step*", "tokens/s*", "MFU* %", "rank"]
     rows = []
     for mesh_plan in mesh_plans:
         sizes = tuple(str(mesh_plan.mesh[axis]) for axis in axes.ALL)
         plan = mesh_plan.plan
         if plan is None:
-            rows.append(
-                (*sizes, *(["-"] if has_rows else []), mesh_plan.strategy, mesh_plan.problem)
-            )
+            rows.append((*sizes, mesh_plan.strategy, mesh_plan.problem))
             continue
         rows.append(
             (
                 *sizes,
-                *([str(plan.rows_per_microbatch)] if has_rows else []),
                 mesh_plan.strategy,
                 "yes" if plan.fits else f"no: {plan.memory_bottleneck}",
                 f"{plan.device_gib:.1f}",
@@ -98,7 +90,6 @@ def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
     return (
         f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Meshes within {percent:.0f} % have the "
         "same rank, the smallest seq first. Nothing was measured"
-        f"{'; rows: per microbatch' if has_rows else ''}"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes, durations, urls
+from jaxsp.core import axes, durations, units, urls
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
@@ -18,7 +18,7 @@ from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_paths
-from jaxsp.training import memory_fit, memory_options, optimizer, sharding
+from jaxsp.training import memory_descriptions, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.optimizers import param_groups, schedules
 from jaxsp.training.program import Program
@@ -80,7 +80,10 @@ def _describe_memory(program: Program) -> list[tuple[str, str]]:
     lengths = reversed(program.config.data.row_lengths)
     return _describe_by_length(
         "memory",
-        {length: memory_options.describe(program.with_row_tokens(length)) for length in lengths},
+        {
+            length: memory_descriptions.describe(program.with_row_tokens(length))
+            for length in lengths
+        },
     )
 
 
@@ -205,7 +208,7 @@ def _describe_optimizer(program: Program) -> str:
     params = jax.tree.leaves(program.table)
     state = sum(optimizer.state_bytes(config, param, num_shards).total for param in params)
     if state:
-        text += f", {memory_fit.format_bytes(state)} of state per device"
+        text += f", {units.format_bytes(state)} of state per device"
     groups = param_groups.describe(config, program.table)
     return "; ".join([text, *groups])
 

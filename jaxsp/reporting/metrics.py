@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxsp.core import units
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.runtime import jsonl
@@ -152,4 +153,4 @@ def peak_gib(devices: list[jax.Device]) -> float | None:
     stats = [device.memory_stats() or {} for device in devices]
     if not all("peak_bytes_in_use" in device_stats for device_stats in stats):
         return None
-    return max(device_stats["peak_bytes_in_use"] for device_stats in stats) / 2**30
+    return max(device_stats["peak_bytes_in_use"] for device_stats in stats) / units.GIB

@@ -11,14 +11,14 @@ import numpy as np
 
 from jaxsp.attention import AttentionChoice
 from jaxsp.config.schema import Config
-from jaxsp.core import axes
+from jaxsp.core import axes, units
 from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
-from jaxsp.training import memory_formula, memory_options, train_state
+from jaxsp.training import memory_compile, train_state
 from jaxsp.training.memory_fit import CompiledStep
 
 
@@ -64,10 +64,10 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         program, inputs = build.build_training(run_config, devices=jax.devices())
     (choice,) = inputs.attention_choices.values()
     began = time.perf_counter()
-    step = memory_options.compile_fitting_step(
+    step = memory_compile.compile_fitting_step(
         program, workspace_bytes=choice.settings.workspace_bytes
     )
-    memory_options.reserve_host_memory(program, step.memory_use.host)
+    memory_compile.reserve_host_memory(program, step.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_state.init_state(program, inputs.make_weights())
     loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.place_rows)
@@ -96,8 +96,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         step_s=step_s,
         tokens_per_s=statistics.mean(num_tokens) / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
-        device_gib=step.memory_use.device_total / memory_formula.GIB,
-        host_gib=step.memory_use.host * program.mesh.size / memory_formula.GIB,
+        device_gib=step.memory_use.device_total / units.GIB,
+        host_gib=step.memory_use.host * program.mesh.size / units.GIB,
         remat=step.program.remat_policy.remat,
         kernel=choice.kernel.name,
         step_s_estimate=_estimate_step_s(step, choice, segment_lengths),

@@ -26,7 +26,7 @@ from jaxsp.run.initial_weights import InitialWeights
 from jaxsp.run.stop_tokens import StopTokens
 from jaxsp.runtime import run_paths
 from jaxsp.storage import copies
-from jaxsp.training import memory_options, row_meshes
+from jaxsp.training import memory_problems, row_meshes
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.optimizers import param_groups
 from jaxsp.training.program import Program
@@ -276,8 +276,8 @@ def _check_step(
     """Checks meshes, memory options, batch and groups."""
     platform = devices[0].platform
     row_configs = map(config.with_row_tokens, config.data.row_lengths)
-    memory_problems = [memory_options.find_problems(c, platform=platform) for c in row_configs]
-    problems += dict.fromkeys(itertools.chain(*memory_problems))
+    of_lengths = [memory_problems.find_problems(c, platform=platform) for c in row_configs]
+    problems += dict.fromkeys(itertools.chain(*of_lengths))
     problems += row_meshes.find_division_problems(
         config, len(devices), choices, with_training=for_training
     )

@@ -18,7 +18,14 @@ from jaxsp.core.errors import UserError
 from jaxsp.reporting import console as output
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
-from jaxsp.training import evaluator, memory_causes, memory_options, selfcheck, train_state
+from jaxsp.training import (
+    evaluator,
+    memory_causes,
+    memory_compile,
+    memory_descriptions,
+    selfcheck,
+    train_state,
+)
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
@@ -177,7 +184,7 @@ def compile_steps(
             progress = f", {number} of {len(lengths)}"
         began = time.perf_counter()
         with console.status(f"compiling {name}{progress}") as status:
-            step = memory_options.compile_fitting_step(
+            step = memory_compile.compile_fitting_step(
                 program.with_row_tokens(row_tokens),
                 workspace_bytes=inputs.attention_choices[row_tokens].settings.workspace_bytes,
                 on_candidate=_CandidatePrinter(f"compiling {name}{progress}", console, status),
@@ -185,11 +192,12 @@ def compile_steps(
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))
         output.print_line(
-            console, f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}"
+            console,
+            f"{name} was compiled in {duration}; {memory_descriptions.describe_compiled(step)}",
         )
         functions[row_tokens] = step.executable
         memory.append(memory_causes.find_causes(step))
         seconds += compile_s
         host_bytes = max(host_bytes, step.memory_use.host)
-    memory_options.reserve_host_memory(program.for_longest_rows, host_bytes)
+    memory_compile.reserve_host_memory(program.for_longest_rows, host_bytes)
     return CompiledSteps(functions=functions, memory=tuple(memory), seconds=seconds)

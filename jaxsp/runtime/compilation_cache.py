@@ -7,11 +7,12 @@ import jax
 
 from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
 from jaxsp.runtime import distributed, hardware
 
 AUTO = "auto"
 
-MAX_BYTES = 5 * 2**30
+MAX_BYTES = 5 * GIB
 """Size of the folder from which on JAX deletes the programs that were not used for longest."""
 
 MIN_CPU_RELEASE = (0, 12, 0)

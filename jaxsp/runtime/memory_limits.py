@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, MutableMapping
 
+from jaxsp.core.units import GIB
 from jaxsp.runtime import hardware
 
 GPU_MEMORY_FRACTION = 0.92
@@ -15,11 +16,11 @@ JAX's default is 0.75. The remaining 6 GiB of an H100's 79 are for CUDA and NCCL
 DEVICES_PER_NODE = 8
 """GPUs per node, unless the user gives another number."""
 
-PROCESS_OVERHEAD_BYTES = 6 * 2**30
+PROCESS_OVERHEAD_BYTES = 6 * GIB
 """Host memory of a process in addition to its arrays: Python, CUDA, NCCL, staging buffers of
 copies, and autotuning."""
 
-OS_RESERVED_BYTES = 8 * 2**30
+OS_RESERVED_BYTES = 8 * GIB
 """Host memory of a node for the operating system."""
 
 MIN_FRACTION = 0.5
@@ -52,9 +53,9 @@ def raise_limits(
             num_processes=num_local_processes,
             num_devices=max(1, num_gpus // num_local_processes),
         )
-        limit = int(available / 2**30)
+        limit = int(available / GIB)
         if max_pool_bytes is not None:
-            limit = min(limit, math.ceil(max_pool_bytes / 2**30))
+            limit = min(limit, math.ceil(max_pool_bytes / GIB))
         environ[_PINNED_LIMIT_VARIABLE] = str(max(1, limit))
     # Otherwise JAX preallocates its staging buffers for copies, which need as much memory again
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
@@ -80,8 +81,8 @@ def find_fraction_warning(environ: Mapping[str, str], outside_bytes: int | float
     if memory is None or fraction <= (most := choose_fraction(memory, outside_bytes)):
         return ""
     return (
-        f"XLA_CLIENT_MEM_FRACTION = {fraction:g}: leaves {(1 - fraction) * memory / 2**30:.1f} GiB "
-        f"of a GPU, and CUDA and NCCL need about {outside_bytes / 2**30:.1f}. If NCCL runs out of "
+        f"XLA_CLIENT_MEM_FRACTION = {fraction:g}: leaves {(1 - fraction) * memory / GIB:.1f} GiB "
+        f"of a GPU, and CUDA and NCCL need about {outside_bytes / GIB:.1f}. If NCCL runs out of "
         f"memory, leave it unset, or use {most:.2f}."
     )
 
@@ -93,7 +94,7 @@ def _find_user_fraction(environ: Mapping[str, str]) -> str | None:
 def pinned_pool_limit(environ: Mapping[str, str]) -> float:
     """Bytes that XLA's pool of pinned host memory may hold per device; infinite without a limit."""
     limit_gib = environ.get(_PINNED_LIMIT_VARIABLE)
-    return float(limit_gib) * 2**30 if limit_gib else math.inf
+    return float(limit_gib) * GIB if limit_gib else math.inf
 
 
 def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:

@@ -10,6 +10,7 @@ import filelock
 
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import MIB
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.storage import checkpoint_names, session_lock
 from jaxsp.storage.object_store import ObjectInfo, ObjectStore
@@ -129,7 +130,7 @@ def fetch(checkpoint: pathlib.Path) -> None:
         }
         if not missing:
             return
-        mib = sum(listing[name].size for name in missing.values()) / 2**20
+        mib = sum(listing[name].size for name in missing.values()) / MIB
         distributed.log(f"{show(checkpoint)}: downloading {mib:,.0f} MiB")
         partial = folder.with_name(f"{folder.name}.download")
         _download(store, partial, missing, listing)

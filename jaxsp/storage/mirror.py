@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from jaxsp.core import durations, files
 from jaxsp.core.errors import NeedsAttentionError
+from jaxsp.core.units import MIB
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.storage import checkpoint_names, object_store
 from jaxsp.storage.object_store import ObjectStore
@@ -266,7 +267,7 @@ class Mirror:
             return
         for future in concurrent.futures.as_completed(futures):
             future.result()
-        mib = sum(path.stat().st_size for path in paths) / 2**20
+        mib = sum(path.stat().st_size for path in paths) / MIB
         seconds = durations.describe(round(time.monotonic() - self._began, 1))
         distributed.log(f"checkpoint {step}: {mib:,.0f} MiB uploaded in {seconds}")
 

@@ -31,9 +31,11 @@ class SessionLock:
     """
 
     def __init__(self, store: ObjectStore, holder: dict[str, Any], *, heartbeat: pathlib.Path):
-        """Args:
-        holder: description of this process, with a unique `session`.
-        heartbeat: local file of the watchdog, whose fields become part of the heartbeat.
+        """Prepares a lock.
+
+        Args:
+            holder: description of this process, with a unique `session`.
+            heartbeat: local file of the watchdog, whose fields become part of the heartbeat.
         """
         self._store = store
         self._hasty_store = store.without_retries()

@@ -14,9 +14,9 @@ from jaxsp import attention
 from jaxsp.attention import HasHeads, Strategy
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, nodes
+from jaxsp.core.units import GIB
 from jaxsp.runtime import cluster, distributed, memory_limits
 from jaxsp.training import memory_formula
-from jaxsp.training.memory_formula import GIB
 from jaxsp.training.program import Program
 
 FRAGMENTATION_FRACTION = 0.022

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.config import yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import jax_platform
@@ -140,7 +141,7 @@ def choose_options(
     elif is_deterministic:
         parts.append("run.deterministic has no effect: CPUs are always deterministic")
     if requested:
-        values = (f"{name}={_format_value(value)}" for name, value in requested.items())
+        values = (f"{name}={yaml_io.format_value(value)}" for name, value in requested.items())
         parts.append(f"run.xla_options: {', '.join(values)}")
     if flags:
         parts.append(f"XLA_FLAGS: {', '.join(flags)}")
@@ -165,9 +166,10 @@ def _check_contradictions(requested: XlaOptions, fixed: XlaOptions) -> None:
     """Raises: UserError if run.xla_options contradicts the options of run.deterministic."""
     for name in fixed.keys() & requested.keys():
         if requested[name] != fixed[name]:
+            actual = yaml_io.format_value(requested[name])
             raise UserError(
-                f"run.xla_options.{name} = {_format_value(requested[name])}: run.deterministic = "
-                f"true sets it to {_format_value(fixed[name])}. Leave one of them out."
+                f"run.xla_options.{name} = {actual}: run.deterministic = true sets it to "
+                f"{yaml_io.format_value(fixed[name])}. Leave one of them out."
             )
 
 
@@ -186,9 +188,7 @@ def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax
         if match is None:
             raise
         name = match[2]
-        value = options.options.get(name)
-        text = repr(value) if isinstance(value, str) else _format_value(value)
-        field = f"run.xla_options.{name} = {text}"
+        field = f"run.xla_options.{name} = {yaml_io.format_value(options.options.get(name))}"
         if match[1].startswith("No such"):
             raise UserError(
                 f"{field}: XLA of jaxlib {jaxlib.__version__} has no such option. Leave it out."
@@ -245,7 +245,3 @@ def parse_version(version: str) -> tuple[int, ...]:
     """Leading numbers of a version. Example: 0.12.1.dev3 and 0.12.1rc1 are (0, 12, 1)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

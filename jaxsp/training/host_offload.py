@@ -1,7 +1,4 @@
-"""Arrays in host memory that are copied to their device one layer at a time, inside jit.
-
-The memory of an array is part of its type: `jax.typeof(x).memory_space`.
-"""
+"""Arrays in host memory that are copied to their device one layer at a time, inside jit."""
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
@@ -11,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.core import host_memory
+from jaxsp.core.units import MIB
 from jaxsp.model.layers import Parameter
 
 MIN_OFFLOAD_SIZE = 64 * 1024
@@ -18,9 +17,6 @@ MIN_OFFLOAD_SIZE = 64 * 1024
 
 MIN_RELEASE = (0, 11, 1)
 """First jax release that supports arrays in host memory inside shard_map and loops."""
-
-MEMORY_KIND = "pinned_host"
-"""Memory kind of a sharding whose arrays are in host memory."""
 
 
 def reserve_pool(devices: Sequence[jax.Device], num_bytes: int) -> None:
@@ -48,9 +44,11 @@ def build_allocator(device: jax.Device, num_bytes: int) -> jax.stages.Wrapped:
 
     It uses no memory of the device.
     """
-    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=MEMORY_KIND)
-    shape = (-(-num_bytes // 2**20), 2**20)
-    return jax.jit(lambda: to_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=sharding)
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=host_memory.MEMORY_KIND)
+    shape = (-(-num_bytes // MIB), MIB)
+    return jax.jit(
+        lambda: host_memory.to_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=sharding
+    )
 
 
 def should_offload(param: Parameter) -> bool:
@@ -65,23 +63,6 @@ def should_offload_gradient(param: Parameter) -> bool:
     the device.
     """
     return param.num_layers is not None and should_offload(param)
-
-
-def is_on_host(x: Array) -> bool:
-    """True if an array is in host memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def to_device(tree: Any) -> Any:
-    """Copies arrays to the device, unless they are there."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree
-    )
-
-
-def to_host(tree: Any) -> Any:
-    """Copies arrays to host memory."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
 
 def update_each_layer(
@@ -102,10 +83,10 @@ def update_each_layer(
     """
 
     def move_back(new: Array, old: Array) -> Array:
-        return to_host(new) if is_on_host(old) else new
+        return host_memory.to_host(new) if host_memory.is_on_host(old) else new
 
     if param.num_layers is None:
-        return jax.tree.map(move_back, function(*to_device((target, *inputs))), target)
+        return jax.tree.map(move_back, function(*host_memory.to_device((target, *inputs))), target)
 
     def update_layers(first: Any, target: Any, num_layers: int) -> Any:
         def read(x: Array) -> Array:
@@ -117,7 +98,7 @@ def update_each_layer(
             layers = new[None] if group_size is None else new
             return jax.lax.dynamic_update_slice_in_dim(old, layers, first, 0)
 
-        layer_inputs = to_device(jax.tree.map(read, (target, *inputs)))
+        layer_inputs = host_memory.to_device(jax.tree.map(read, (target, *inputs)))
         return jax.tree.map(write, target, function(*layer_inputs))
 
     size = group_size or 1
@@ -136,6 +117,6 @@ def sum_layers(param: Parameter, function: Callable[[Array], Array], x: Array) -
 
     Layers in host memory are copied to the device one at a time.
     """
-    if param.num_layers is None or not is_on_host(x):
-        return function(to_device(x))
-    return jax.lax.map(lambda layer: function(to_device(layer)), x).sum()
+    if param.num_layers is None or not host_memory.is_on_host(x):
+        return function(host_memory.to_device(x))
+    return jax.lax.map(lambda layer: function(host_memory.to_device(layer)), x).sum()

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
 from jaxsp.model import tiling
 from jaxsp.model.layers import Gather, Parameter
 
@@ -33,7 +34,7 @@ TransformLogits = Callable[[Array], Array]
 """Elementwise function from products of hidden states and head to logits, float32: see
 `decoder.transform_logits`."""
 
-MAX_LOGIT_BYTES = (2**30, 2**28)
+MAX_LOGIT_BYTES = (GIB, GIB // 4)
 """Maximum bytes of a tile's float32 logits.
 
 Tried in this order if the logits of all tokens do not fit.

@@ -1,4 +1,4 @@
-"""Memory of a compiled step by cause, from what the run itself knows."""
+"""Memory of a compiled step by cause, from the formulas that chose its memory options."""
 
 import dataclasses
 import math
@@ -13,6 +13,18 @@ GRADIENTS = "gradients"
 ACTIVATIONS = "saved activations"
 WORKSPACE = "cuDNN workspace"
 OTHER = "other temporaries"
+
+CAUSES: Mapping[str, str] = {
+    WEIGHTS: "float32 master weights, copies in the compute dtype if they are on the host, and "
+    "frozen weights",
+    OPTIMIZER: "such as moments",
+    WORKSPACE: "of attention's backward pass",
+    GRADIENTS: "summed over the step, one shard on each device",
+    ACTIVATIONS: "saved for the backward pass by all layers: their inputs, attention's outputs, "
+    "and the matrix products that memory.remat keeps",
+    OTHER: "all else: attention's arrays, tiles of the MLP and of logits, gathered weights",
+}
+"""Causes of memory, with what belongs to each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +51,9 @@ def find_causes(step: CompiledStep) -> StepMemory:
     resident = memory_formula.resident_bytes(step.program)
     offloaded = memory_formula.program_offloaded_bytes(step.program)
     use = step.memory_use
+    workspace = use.workspace
+    if use.uncounted_workspace:  # a plan adds only what does not fit into free memory
+        workspace = use.estimated_workspace
     available = step.memory_limit.device
     return StepMemory(
         row_tokens=step.program.config.data.max_row_tokens,
@@ -48,7 +63,7 @@ def find_causes(step: CompiledStep) -> StepMemory:
             {
                 WEIGHTS: resident.weights,
                 OPTIMIZER: resident.moments,
-                WORKSPACE: use.workspace or use.uncounted_workspace,
+                WORKSPACE: workspace,
                 GRADIENTS: resident.gradients,
                 ACTIVATIONS: resident.activations,
             },

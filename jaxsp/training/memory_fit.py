@@ -16,10 +16,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.core import units
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import host_offload, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_formula import GIB
 from jaxsp.training.program import Program
 
 MAX_PREDICTED_RATIO = 1.15
@@ -88,7 +88,7 @@ def fit(
         saves_attention = candidate.remat_policy.is_attention_saved
         if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:
             if saves_attention:
-                size = format_bytes(predicted)
+                size = units.format_bytes(predicted)
                 reason = f"keeping attention's output needs about {size} on each device"
             continue
         executable = compile_step(candidate)
@@ -202,9 +202,9 @@ def max_over_processes(memory_use: MemoryUse) -> MemoryUse:
     Each process compiles for its own devices, and all must choose the same options.
     """
     # JAX has no 64-bit integers by default
-    parts = np.array([divmod(num_bytes, 2**20) for num_bytes in memory_use], np.int32)
+    parts = np.array([divmod(num_bytes, units.MIB) for num_bytes in memory_use], np.int32)
     gathered = multihost_utils.process_allgather(parts).astype(np.int64)
-    sizes = gathered.reshape(-1, len(memory_use), 2) @ [2**20, 1]
+    sizes = gathered.reshape(-1, len(memory_use), 2) @ [units.MIB, 1]
     return MemoryUse(*map(int, sizes.max(0)))
 
 
@@ -213,18 +213,13 @@ def describe_shortage(memory_use: MemoryUse, limit: MemoryLimit) -> str:
     if memory_use.device_total > limit.device:
         cudnn = ""
         if memory_use.uncounted_workspace:
-            cudnn = f" (about {format_bytes(memory_use.uncounted_workspace)} of it for cuDNN)"
-        needed = f"{format_bytes(memory_use.device_total)} on each device{cudnn}"
-        return f"{needed}, but only {format_bytes(limit.device)} is available"
+            cudnn = f" (about {units.format_bytes(memory_use.uncounted_workspace)} of it for cuDNN)"
+        needed = f"{units.format_bytes(memory_use.device_total)} on each device{cudnn}"
+        return f"{needed}, but only {units.format_bytes(limit.device)} is available"
     if limit.host < 0:
-        missing = format_bytes(memory_use.host - limit.host)
+        missing = units.format_bytes(memory_use.host - limit.host)
         return f"{missing} more host memory per device than is available, with a checkpoint's copy"
     if memory_use.host > limit.pinned:
-        needed = f"{format_bytes(memory_use.host)} of host memory per device"
-        return f"{needed}, but only {format_bytes(limit.pinned)} is available"
+        needed = f"{units.format_bytes(memory_use.host)} of host memory per device"
+        return f"{needed}, but only {units.format_bytes(limit.pinned)} is available"
     return ""
-
-
-def format_bytes(num_bytes: int | float) -> str:
-    """Formats a number of bytes. Example: `1.5 GiB`."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.config.schema import Config
+from jaxsp.core.units import GIB
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
@@ -15,8 +16,6 @@ from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, optimizer, sharding, trainable
 from jaxsp.training.program import Program
 from jaxsp.training.trainable import Predicate
-
-GIB = 2**30
 
 
 def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
@@ -29,6 +28,13 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     Args:
         workspace_bytes: estimate of the attention kernel's workspace.
     """
+    resident = resident_bytes(program)
+    phases = find_phases(program, workspace_bytes=workspace_bytes)
+    return int(resident.weights + resident.moments + max(phases.values()))
+
+
+def find_phases(program: Program, *, workspace_bytes: int = 0) -> dict[str, int]:
+    """Finds the bytes of each phase of a step beside its arguments, by the phase's name."""
     model = program.model
     resident = resident_bytes(program)
     gradients = resident.gradients
@@ -43,13 +49,12 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     embedding = 0
     if program.table["embedding"].is_trainable:
         embedding = 4 * model.vocab_size * model.hidden_size
-    phases = (
-        in_layer + _mlp_bytes(program),
-        in_layer + _attention_bytes(program) + workspace_bytes,
-        saved + loss_gradients + _loss_bytes(program),
-        gradients + embedding + 2 * stream,
-    )
-    return int(resident.weights + resident.moments + max(phases))
+    return {
+        "the backward pass of an MLP": in_layer + _mlp_bytes(program),
+        "the backward pass of attention": in_layer + _attention_bytes(program) + workspace_bytes,
+        "the loss": saved + loss_gradients + _loss_bytes(program),
+        "the gradient of the embedding": gradients + embedding + 2 * stream,
+    }
 
 
 class ResidentBytes(NamedTuple):

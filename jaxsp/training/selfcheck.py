@@ -33,6 +33,7 @@ from jaxsp.attention import (
 from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import GIB
 from jaxsp.model import remat
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
 from jaxsp.model.remat import RematPolicy
@@ -51,7 +52,7 @@ OFFLOAD_TOLERANCE = 1e-4
 _NO_AUTOTUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """Compile option without autotuning, which would take longer than the rest of the check."""
 
-MAX_FILL_BYTES = 2 * 2**30
+MAX_FILL_BYTES = 2 * GIB
 """Maximum memory that is filled with NaN before a kernel runs.
 
 Arrays and workspaces of the check take a few hundred MiB. The device's peak memory, a metric,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxsp.core import axes
+from jaxsp.core import axes, host_memory
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
@@ -87,7 +87,7 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
 def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
     """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
     sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    return sharding.with_memory_kind(host_offload.MEMORY_KIND) if is_on_host else sharding
+    return sharding.with_memory_kind(host_memory.MEMORY_KIND) if is_on_host else sharding
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -174,10 +174,10 @@ class Gather:
         """
 
         def cast(value: Array) -> Array:
-            return host_offload.to_device(value).astype(self.compute_dtype)
+            return host_memory.to_device(value).astype(self.compute_dtype)
 
         def copy(param: Parameter, value: Any) -> Any:
-            if not param.is_trainable or not host_offload.is_on_host(value):
+            if not param.is_trainable or not host_memory.is_on_host(value):
                 return value
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
@@ -191,7 +191,7 @@ class Gather:
 
         Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
-        stored = host_offload.to_device(shard.value)
+        stored = host_memory.to_device(shard.value)
         if not isinstance(stored, QuantizedMatrix):
             stored = stored.astype(self.compute_dtype)
         else:  # `param` may be the model's, without the format
@@ -258,7 +258,7 @@ class Gather:
         return self.gradients_on_host and can_offload
 
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
-        return host_offload.to_host(gradient) if self.is_gradient_on_host(param) else gradient
+        return host_memory.to_host(gradient) if self.is_gradient_on_host(param) else gradient
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
@@ -279,7 +279,7 @@ class Gather:
                 with jax.named_scope(WEIGHTS_SCOPE):
                     return jax.lax.psum(gradient, other_axes) / divisor
 
-            if host_offload.is_on_host(gradient):
+            if host_memory.is_on_host(gradient):
                 return host_offload.update_each_layer(param, sum_and_divide, gradient)
             return sum_and_divide(gradient)
 

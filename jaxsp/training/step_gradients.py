@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxsp.core import axes
+from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
 from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
@@ -88,7 +88,7 @@ def _local_gradients(
         """Sums of losses and correct tokens, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(program, batch, step, index)
         inputs = [
-            slot if host_offload.is_on_host(slot) else totals.get(number, slot)
+            slot if host_memory.is_on_host(slot) else totals.get(number, slot)
             for number, slot in enumerate(slots)
         ]
 
@@ -104,7 +104,7 @@ def _local_gradients(
         sums, totals = carry
         microbatch_sums, gradients = run_microbatch(*inputs, totals)
         for number, total in totals.items():
-            if host_offload.is_on_host(total):  # in place: devices hold one layer at a time
+            if host_memory.is_on_host(total):  # in place: devices hold one layer at a time
                 gradients[number] = host_offload.update_each_layer(
                     params[number], jnp.add, total, gradients[number]
                 )
@@ -139,7 +139,7 @@ def _select_returned(
     return {
         number: slot
         for number, (param, slot) in enumerate(zip(params, slots, strict=True))
-        if host_offload.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
+        if host_memory.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
     }
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsp import attention
-from jaxsp.core import axes
+from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import Batch, Leaf
 from jaxsp.model.layers import Parameter
 from jaxsp.training import (
@@ -121,8 +121,8 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
     def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         if not program.is_on_host(param):
             return weight, opt_state
-        return host_offload.to_host(weight), jax.tree.map(
-            lambda x: host_offload.to_host(x) if x.shape == weight.shape else x, opt_state
+        return host_memory.to_host(weight), jax.tree.map(
+            lambda x: host_memory.to_host(x) if x.shape == weight.shape else x, opt_state
         )
 
     master, opt_state = optimizer.map_weights_and_state(

@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxsp.core import host_memory
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, quantization, sharding
+from jaxsp.training import quantization, sharding
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.
@@ -141,7 +142,7 @@ def _row_norms(matrix: Parameter, magnitude: Parameter, mesh: Mesh) -> Callable[
     """Jitted function that computes the norms of a matrix's rows, stored as `magnitude`."""
 
     def compute(stored: Any) -> Array:
-        whole = quantization.decode(matrix, host_offload.to_device(stored), jnp.dtype("float32"))
+        whole = quantization.decode(matrix, host_memory.to_device(stored), jnp.dtype("float32"))
         weight = sharding.remove_padding(matrix, whole)
         norms = jnp.sqrt(jnp.sum(jnp.square(weight), axis=-1))
         widths = sharding.padding(magnitude, norms.ndim, device_mesh.num_shards(mesh))

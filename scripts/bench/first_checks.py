@@ -19,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxsp.checkpoint import array_writer, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.core import host_memory
+from jaxsp.core.units import GIB
 from jaxsp.model.remat import RematPolicy
 from jaxsp.run import benchmark, jax_limits
 from jaxsp.runtime import hardware, memory_limits, run_paths
 from jaxsp.training import available_memory, compile_options, host_offload, selfcheck
-from jaxsp.training.memory_formula import GIB
 from scripts.bench import cases, kernel_trace, machine, report, workspace
 from scripts.bench.cases import Case
 
@@ -79,9 +80,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
     """
     os.environ.update({_POOL_VARIABLE: "1", "XLA_CLIENT_MEM_FRACTION": "0.5"})
     device = jax.devices()[0]
-    kinds = {"device": 8, host_offload.MEMORY_KIND: 1}
+    kinds = {"device": 8, host_memory.MEMORY_KIND: 1}
     if jax.__version_info__ < host_offload.MIN_RELEASE and device.platform == "cpu":
-        del kinds[host_offload.MEMORY_KIND]
+        del kinds[host_memory.MEMORY_KIND]
     num_rows = mib * 2**20 // (4 * 1024)
     state = {}
     for kind, count in kinds.items():
@@ -94,9 +95,9 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
 
     def update(arrays: Any) -> Any:
         def add(x: Any) -> Any:
-            is_on_host = host_offload.is_on_host(x)
-            x = host_offload.to_device(x) + 1
-            return host_offload.to_host(x) if is_on_host else x
+            is_on_host = host_memory.is_on_host(x)
+            x = host_memory.to_device(x) + 1
+            return host_memory.to_host(x) if is_on_host else x
 
         return jax.tree.map(add, arrays)
 

@@ -18,7 +18,7 @@ import jax
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import gpus
-from jaxsp.planner.compile.memory import CUDNN_WORKSPACE
+from jaxsp.training import memory_causes
 from scripts.bench import configs, isolation, machine, report, results
 
 MODULE = "scripts.bench.memory"
@@ -82,9 +82,9 @@ class Result:
     head_chunks: int | None = None
     compile_s: float | None = None
     device_memory: dict[str, float] | None = None
-    """GiB by category of a device at its peak."""
+    """GiB by cause of a device at its peak."""
     host_memory: dict[str, float] | None = None
-    """GiB by category of a node's host memory at its peak."""
+    """GiB by cause of a node's host memory at its peak."""
 
 
 def main(arguments: list[str]) -> int:
@@ -186,7 +186,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         status=report.OK,
         device_gib=plan.device_gib,
         room_gib=plan.device_limit_gib,
-        cudnn_gib=plan.memory[CUDNN_WORKSPACE],
+        cudnn_gib=plan.memory.get(memory_causes.WORKSPACE, 0.0),
         host_gib=plan.host_gib,
         fits=plan.fits,
         remat=plan.remat,

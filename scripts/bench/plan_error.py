@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import gpus, memory
+from jaxsp.planner.compile import gpus
 from jaxsp.planner.planning import Plan
+from jaxsp.training import memory_causes
 from scripts.bench import cases, configs, report, results
 from scripts.bench.cases import Case
 
@@ -123,7 +124,7 @@ def make_plan(case: Case, gpu: str) -> Plan:
 
 def compare(record: dict[str, Any], plan: Plan) -> PlanError:
     """Compares a plan with a measured case."""
-    allowance = plan.memory[memory.CUDNN_WORKSPACE]
+    allowance = plan.memory.get(memory_causes.WORKSPACE, 0.0)
     peak = record["peak_gib"]
     estimate = plan.step_s_estimate
     seconds = record["step_s"]

@@ -20,11 +20,12 @@ import jax
 
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.registry import KERNELS
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.reporting import metrics
 from jaxsp.run import build
 from jaxsp.runtime import jax_platform
-from jaxsp.training import memory_formula, memory_options, train_state
+from jaxsp.training import memory_compile, memory_descriptions, train_state
 from scripts.bench import cases, isolation, report, results, timing
 from scripts.bench.cases import Case
 from scripts.bench.timing import TimedResult
@@ -119,12 +120,12 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_options.compile_fitting_step(
+        fitted = memory_compile.compile_fitting_step(
             program, workspace_bytes=choice.settings.workspace_bytes
         )
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_options.reserve_host_memory(program, fitted.memory_use.host)
+        memory_compile.reserve_host_memory(program, fitted.memory_use.host)
         state = train_state.init_state(program, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
@@ -141,7 +142,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         **fields,
         **timing.make_figures(case, seconds, float(step_metrics.loss), device.device_kind),
         peak_gib=metrics.peak_gib([device]),
-        memory_limit_gib=None if limit is None else limit / memory_formula.GIB,
+        memory_limit_gib=None if limit is None else limit / units.GIB,
     )
 
 
@@ -165,11 +166,11 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
     workspace = cudnn_calls.read_workspace_bytes(text)
     return {
         "kernel_used": find_kernel(text, kernel),
-        "workspace_gib": None if workspace is None else workspace / memory_formula.GIB,
+        "workspace_gib": None if workspace is None else workspace / units.GIB,
         "remat_used": fitted.program.remat_policy.remat,
-        "memory_used": memory_options.describe(fitted.program),
-        "planned_gib": fitted.memory_use.device_total / memory_formula.GIB,
-        "host_gib": fitted.memory_use.host / memory_formula.GIB,
+        "memory_used": memory_descriptions.describe(fitted.program),
+        "planned_gib": fitted.memory_use.device_total / units.GIB,
+        "host_gib": fitted.memory_use.host / units.GIB,
     }
 
 

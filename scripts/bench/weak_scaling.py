@@ -20,7 +20,7 @@ import jax
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import memory
+from jaxsp.training import memory_causes
 from scripts.bench import configs, isolation, machine, report, results
 
 MODULE = "scripts.bench.weak_scaling"
@@ -34,8 +34,8 @@ SERIES = ("document", "packed", "groups")
 DOCUMENT_TOKENS = 262144
 """Length of documents in the series `packed` and `groups`."""
 
-MODEL_STATE = (memory.WEIGHTS, memory.OPTIMIZER, memory.GRADIENTS)
-"""Categories of memory that more shards make smaller."""
+MODEL_STATE = (memory_causes.WEIGHTS, memory_causes.OPTIMIZER, memory_causes.GRADIENTS)
+"""Causes of memory that more shards make smaller."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Result:
     state_gib: float | None = None
     """Part of device_gib: weights, optimizer state and gradients, which are sharded."""
     memory: dict[str, float] | None = None
-    """GiB by category at the peak."""
+    """GiB by cause at the peak."""
     collectives: list[dict[str, Any]] | None = None
     """Bytes of the program, bytes by formula, bytes that leave a node, and estimated seconds, by
     operation."""
@@ -182,7 +182,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         strategy=plan.strategy,
         row_tokens=plan.row_tokens,
         device_gib=plan.device_gib,
-        state_gib=sum(plan.memory[name] for name in MODEL_STATE),
+        state_gib=sum(plan.memory.get(name, 0.0) for name in MODEL_STATE),
         memory=dict(plan.memory),
         collectives=[dict(collective) for collective in plan.collectives],
         ratio=plan.sent_bytes / plan.formula_bytes,

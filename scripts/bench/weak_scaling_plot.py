@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxsp.planner.compile import memory
+from jaxsp.training import memory_causes
 from scripts.bench import weak_scaling
 
 BLUE = "#0072b2"
@@ -53,7 +53,7 @@ def draw(cases: Sequence[Mapping[str, Any]], file: pathlib.Path) -> None:
 def _draw_memory(panel: Any, series: Cases) -> None:
     """Draws bars of memory: sharded model state, layer inputs, and the rest."""
     cases = series["document"]
-    inputs = [case["memory"][memory.SAVED_ACTIVATIONS] for case in cases]
+    inputs = [case["memory"][memory_causes.ACTIVATIONS] for case in cases]
     state = [case["state_gib"] for case in cases]
     rest = [case["device_gib"] - a - b for case, a, b in zip(cases, inputs, state, strict=True)]
     bottoms = [0.0] * len(cases)

@@ -9,8 +9,8 @@ from orbax.checkpoint._src.serialization import replica_slices
 
 from jaxsp.checkpoint import array_writer, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
+from jaxsp.core.host_memory import MEMORY_KIND
 from jaxsp.runtime import run_paths
-from jaxsp.training.host_offload import MEMORY_KIND
 
 
 @pytest.mark.parametrize("memory_kind", ["device", MEMORY_KIND])

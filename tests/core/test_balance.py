@@ -46,19 +46,6 @@ def test_the_work_is_the_number_of_pairs_of_tokens(name, layout):
     assert work.sum() == sum(length**2 for _, length in ROWS[name])
 
 
-def test_only_hops_between_devices_with_work_are_needed():
-    layout = Layout(degree=4, chunks_per_device=4)
-
-    def needed(row):
-        work = balance.count_row_work(*arrays(row), row_tokens=96, layout=layout)
-        return balance.count_needed_hops(work)
-
-    assert needed(ROWS["documents of a chunk"]) == 0
-    assert needed([(6, 12)]) == 1  # chunks 1 and 2
-    assert needed([(18, 12)]) == 0  # chunks 3 and 4, of the last device
-    assert needed([(0, 24), (24, 24)]) == 3
-
-
 def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
     for layout in LAYOUTS:
         work = balance.count_row_work(*arrays([(0, 96)]), row_tokens=96, layout=layout)

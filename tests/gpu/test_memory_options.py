@@ -22,7 +22,8 @@ from jaxsp.runtime import device_mesh
 from jaxsp.training import (
     compile_options,
     host_offload,
-    memory_options,
+    memory_compile,
+    memory_problems,
     selfcheck,
     train_state,
     train_step,
@@ -108,7 +109,7 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := memory_options.find_problems(config, platform=gpu.platform):
+    if problems := memory_problems.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
     choice = attention.choose(config, MODEL, devices=[gpu])
     attend = attention.make_chosen_attend(choice)
@@ -130,7 +131,7 @@ class TrainingResult:
 def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
     program, choice = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
-    step = memory_options.compile_fitting_step(
+    step = memory_compile.compile_fitting_step(
         program, workspace_bytes=choice.settings.workspace_bytes
     )
     start = weight_init.random_weights(

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.model import layer_stack
+from jaxsp.core import host_memory
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
-from jaxsp.training import memory_options
+from jaxsp.training import host_offload
 
 NUM_LAYERS = 7
 GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]
@@ -17,11 +17,11 @@ GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]
 
 
 @pytest.fixture(autouse=True)
-def host_memory(monkeypatch):
+def device_memory(monkeypatch):
     """Older releases have no arrays in host memory inside loops; the arithmetic is the same."""
-    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+    if jax.__version_info__ < host_offload.MIN_RELEASE:
         for name in ("to_host", "to_device"):
-            monkeypatch.setattr(layer_stack, name, lambda x: x)
+            monkeypatch.setattr(host_memory, name, lambda x: x)
 
 
 def make_parts(on_attend=lambda: None):

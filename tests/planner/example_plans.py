@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from jaxsp.planner.compile import memory
+from jaxsp.planner import planning
 from jaxsp.planner.cost import roofline
-from jaxsp.planner.data_estimate import DataEstimate
 from jaxsp.planner.planning import Plan
+from jaxsp.training import memory_causes
 
 _ALL_TO_ALL = {
     "kind": "all-to-all",
@@ -50,8 +50,9 @@ def make_plan(**changes):
         "host_gib": 0.0,
         "host_limit_gib": 1960.0,
         "host_pool_gib": 0.0,
-        "memory": {memory.WEIGHTS: 10.0, memory.ATTENTION: 20.0, memory.RESERVED: 6.3},
+        "memory": {memory_causes.WEIGHTS: 10.0, memory_causes.OTHER: 20.0, planning.RESERVED: 6.3},
         "host_memory": {},
+        "peak_phase": "the loss",
         "sent_bytes": 2.0e9,
         "formula_bytes": 2.0e9,
         "collectives": [_ALL_TO_ALL],
@@ -69,27 +70,6 @@ def make_plan(**changes):
         "time_bottleneck": roofline.MATMULS,
         "jax_version": "0.12.0",
         "plan_s": 8.0,
-        "data": None,
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(Plan)}
     return Plan(**fields | changes)
-
-
-def make_data(**changes):
-    """Makes the estimate of data whose rows are half padding. Args: changes: other fields."""
-    fields = {
-        "num_rows": 800,
-        "num_steps": 100,
-        "num_tokens": 52428800.0,
-        "padding_fraction": 0.5,
-        "segments_per_row": 7.0,
-        "num_sampled_steps": 64,
-        "imbalance": 1.25,
-        "needed_hops": None,
-        "made_hops": None,
-        "unsent_bytes": 0.0,
-        "unpacked_steps": 400,
-        "unpacked_tokens": 52428800.0,
-        "unpacked_step_s": 4.0,
-    }
-    return DataEstimate(**fields | changes)

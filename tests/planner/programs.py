@@ -20,8 +20,7 @@ LLAMA = {
     "head_dim": 128,
     "intermediate_size": 25600,
 }
-"""Four layers, because XLA unrolls loops over two. No two categories of memory have arrays of the
-same size."""
+"""Four layers, because XLA unrolls loops over two."""
 
 DEVICE_TOKENS = 65536
 """Tokens per device on every mesh."""
@@ -47,7 +46,7 @@ def step(config, devices):
     """The compiled step of such a config on these devices."""
     model = model_config.parse_model_config(config.model.config, field="model.config")
     model = adapters.add_adapter(model, config.adapter)
-    return compiled.compile_config(config, model=model, devices=devices)
+    return compiled.compile_program(*compiled.build_program(config, model=model, devices=devices))
 
 
 @functools.cache

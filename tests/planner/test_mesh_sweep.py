@@ -47,7 +47,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     reported = []
     tried = []
 
-    def plan_step(config, *, model, cluster, document_tokens, data):
+    def plan_step(config, *, model, cluster, document_tokens):
         seq = config.mesh.seq
         tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:
@@ -83,6 +83,24 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     ]
     assert mesh_plans[-1].plan is None
     assert mesh_plans[-1].problem == "too many"
+
+
+def test_of_several_row_lengths_the_longest_are_planned(monkeypatch):
+    planned = []
+
+    def plan_step(config, *, model, cluster, document_tokens):
+        planned.append((config.data.row_lengths, config.batch.rows_per_step, config.mesh.seq))
+        return example_plans.make_plan()
+
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    mesh_sweep.plan_meshes(
+        programs.settings(
+            "data.row_tokens=[8192, 16384]", "mesh.seq=[1, 2]", "attention.strategy=ring"
+        ),
+        model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
+        cluster=compiled.make_cluster("h100-80gb", 2),
+    )
+    assert planned == [((16384,), 1, 2), ((16384,), 1, 1), ((16384,), 1, 1)]
 
 
 def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxsp.planner import plots
-from jaxsp.planner.compile import memory
+from jaxsp.planner import planning, plots
+from jaxsp.training import memory_causes
 from tests.planner import example_plans
 
 figure = pytest.importorskip("matplotlib.figure", reason="plots need the plan extra")
@@ -31,7 +31,7 @@ def draw(monkeypatch, tmp_path):
 
 
 def widths(panel):
-    """Widths of a panel's bars by category or `_`, from top to bottom."""
+    """Widths of a panel's bars by cause or `_`, from top to bottom."""
     return {bars.get_label(): [bar.get_width() for bar in bars] for bars in panel.containers}
 
 
@@ -46,12 +46,10 @@ def test_memory_and_time_are_bars_in_the_order_of_the_plans(draw, tmp_path):
         "long (does not fit)",
     ]
     assert device.yaxis_inverted(), "the first plan is at the top"
-    sizes = {memory.WEIGHTS: 10.0, memory.ATTENTION: 20.0, memory.RESERVED: 6.3}
-    assert widths(device) == {
-        category: pytest.approx([size] * 2) for category, size in sizes.items()
-    }
+    sizes = {memory_causes.WEIGHTS: 10.0, memory_causes.OTHER: 20.0, planning.RESERVED: 6.3}
+    assert widths(device) == {cause: pytest.approx([size] * 2) for cause, size in sizes.items()}
     ends = [bars[0].get_x() + bars[0].get_width() for bars in device.containers]
-    assert max(ends) == pytest.approx(sum(sizes.values())), "categories are stacked"
+    assert max(ends) == pytest.approx(sum(sizes.values())), "causes are stacked"
     (limit,) = device.lines
     assert limit.get_xdata()[0] == pytest.approx(72.8 + 6.3)
     assert [*widths(times).values()] == [[5.0, 7.0]]
@@ -62,10 +60,10 @@ def test_memory_and_time_are_bars_in_the_order_of_the_plans(draw, tmp_path):
 
 
 def test_host_memory_gets_a_panel_and_a_missing_estimate_none(draw, tmp_path):
-    host_memory = {memory.SAVED_ACTIVATIONS: 9.0}
+    host_memory = {memory_causes.ACTIVATIONS: 9.0}
     plan = example_plans.make_plan(host_gib=9.0, host_memory=host_memory, step_s_estimate=None)
     _, host = draw({"a plan": plan}, "a.svg")
-    assert widths(host) == {memory.SAVED_ACTIVATIONS: [9.0]}
+    assert widths(host) == {memory_causes.ACTIVATIONS: [9.0]}
     assert host.lines[0].get_xdata()[0] == 1960.0
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
 

@@ -7,7 +7,8 @@ import pytest
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planner import planning, search
-from jaxsp.planner.compile import compiled, memory
+from jaxsp.planner.compile import compiled
+from jaxsp.training import memory_causes
 from tests.planner import example_plans, programs
 
 MODEL = model_config.parse_model_config(programs.LLAMA, field="model.config")
@@ -44,7 +45,11 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
         memory_bottleneck="device" if device / 72.8 > host / 1960 else "host",
         device_gib=device,
         host_gib=host,
-        memory={memory.WEIGHTS: fixed, memory.ATTENTION: device - fixed, memory.RESERVED: 6.3},
+        memory={
+            memory_causes.WEIGHTS: fixed,
+            memory_causes.OTHER: device - fixed,
+            planning.RESERVED: 6.3,
+        },
     )
 
 

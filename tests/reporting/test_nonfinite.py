@@ -18,7 +18,7 @@ from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_paths
-from jaxsp.training import memory_options, train_state
+from jaxsp.training import host_offload, train_state
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
@@ -210,7 +210,7 @@ MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "sta
 @pytest.mark.usefixtures("small_shards")
 def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
     sizes, offload = MESHES[name]
-    if offload != "none" and jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+    if offload != "none" and jax.__version_info__ < host_offload.MIN_RELEASE:
         pytest.skip(
             "arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12"
         )

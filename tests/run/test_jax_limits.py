@@ -4,12 +4,12 @@ import ctypes
 
 import pytest
 
+from jaxsp.core.units import GIB
 from jaxsp.run import jax_limits
 from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
 from jaxsp.training import available_memory, host_offload, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_formula import GIB
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("small_shards")

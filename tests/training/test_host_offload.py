@@ -11,9 +11,10 @@ import pytest
 import rich.console
 
 from jaxsp.config import config_file
+from jaxsp.core import host_memory
 from jaxsp.planner.compile import compiled
 from jaxsp.run import build, trainer
-from jaxsp.training import host_offload, memory_fit, memory_options, train_step
+from jaxsp.training import host_offload, memory_compile, memory_fit, train_step
 from jaxsp.training.memory_fit import MemoryUse
 from tests import batches
 
@@ -33,7 +34,7 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
+    jax.__version_info__ < host_offload.MIN_RELEASE,
     reason="on CPUs, arrays in host memory need jax 0.11.1",
 )
 def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_pools(monkeypatch):
@@ -53,7 +54,7 @@ def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_p
     places = [array.sharding.device_set for array in results]
     assert len(places) == 2
     assert set().union(*places) == set(devices)
-    assert {array.sharding.memory_kind for array in results} == {host_offload.MEMORY_KIND}
+    assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in results)
 
@@ -95,7 +96,7 @@ def order(tmp_path, monkeypatch):
         program, material = build.build_training(
             config_file.parse(fields), devices=jax.devices()[:2]
         )
-        monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
+        monkeypatch.setattr(memory_compile, "is_gpu", lambda program: is_gpu)
         monkeypatch.setattr(
             train_step, "compile", lambda program: events.append("compile") or EMPTY
         )

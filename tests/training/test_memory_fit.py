@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from jaxsp.core import axes
+from jaxsp.core import axes, host_memory, units
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
@@ -17,7 +17,7 @@ from jaxsp.training import (
     host_offload,
     memory_fit,
     memory_formula,
-    memory_options,
+    memory_problems,
     sharding,
     train_state,
 )
@@ -29,7 +29,7 @@ from tests.attention.strategies import make_strategy
 from tests.planner import programs
 from tests.training import runs
 
-GIB = memory_formula.GIB
+GIB = units.GIB
 
 LARGE = batches.model(
     vocab_size=128_256,
@@ -252,8 +252,8 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
         == [decided(actual.program)]
     )
     sizes = [
-        memory_fit.format_bytes(actual.memory_use.device_total),
-        memory_fit.format_bytes(20 * GIB),
+        units.format_bytes(actual.memory_use.device_total),
+        units.format_bytes(20 * GIB),
     ]
     assert gib_in(actual.shortage) == sizes
 
@@ -375,7 +375,7 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
 def on_kind(program):
     """Bytes of a device's weights and optimizer state by memory kind."""
     state = train_state.abstract_inputs(program)[0]
-    actual = {"device": 0, host_offload.MEMORY_KIND: 0}
+    actual = {"device": 0, host_memory.MEMORY_KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt_state)):
         kind = leaf.sharding.memory_kind or "device"
         actual[kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -392,9 +392,9 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(
     actual = on_kind(program)
     assert memory_formula.checkpoint_bytes(program) == 2 * actual["device"], "a copy and its buffer"
     offloaded = memory_formula.program_offloaded_bytes(program)
-    assert offloaded.weights + offloaded.moments == actual[host_offload.MEMORY_KIND]
+    assert offloaded.weights + offloaded.moments == actual[host_memory.MEMORY_KIND]
     assert actual["device"] > 0
-    assert (actual[host_offload.MEMORY_KIND] > 0) == (offload == "state")
+    assert (actual[host_memory.MEMORY_KIND] > 0) == (offload == "state")
     room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
     assert room.host == 200 * GIB - 2 * actual["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
@@ -545,6 +545,6 @@ def test_the_formula_is_close_for_all_options(row_tokens, memory):
         f"data.row_tokens={row_tokens}",
         *(f"memory.{k}={v}" for k, v in memory.items()),
     )
-    if found := memory_options.find_problems(messages, platform="gpu"):
+    if found := memory_problems.find_problems(messages, platform="gpu"):
         pytest.skip(found[0])
     check_formula(programs.step(messages, compiled.make_devices("h100-80gb", 4)))

@@ -14,6 +14,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.config.schema import AttentionConfig, MemoryConfig
+from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths
@@ -22,9 +23,12 @@ from jaxsp.training import (
     host_offload,
     loss,
     memory_causes,
+    memory_compile,
+    memory_descriptions,
     memory_fit,
     memory_formula,
-    memory_options,
+    memory_problems,
+    memory_suggestions,
     sharding,
     step_gradients,
     train_state,
@@ -45,7 +49,7 @@ STACK = {"remat": "full", "offload_activations": "layer_inputs"}
 """Options with which the layers may have their own backward pass (model/layer_stack.py)."""
 
 NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
+    jax.__version_info__ < host_offload.MIN_RELEASE,
     reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
 )
 
@@ -104,7 +108,7 @@ def model_of(name):
 
 
 def works_here(memory):
-    return not memory_options.find_problems(batches.make_config(memory=memory), platform="cpu")
+    return not memory_problems.find_problems(batches.make_config(memory=memory), platform="cpu")
 
 
 each_case = pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
         for leaf in jax.tree.leaves(state.master)
         if leaf.size > 100 * model_of(name).num_layers
     }
-    assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
+    assert kinds == {host_memory.MEMORY_KIND if run.program.has_offloaded_state else "device"}
 
 
 @pytest.mark.e2e
@@ -215,7 +219,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     averages = [
         leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
     ]
-    assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.MEMORY_KIND}
+    assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
     meta = CheckpointMeta(
         config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0
     )
@@ -352,7 +356,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 
 def problems(version, platform, **memory):
-    return memory_options.find_problems(
+    return memory_problems.find_problems(
         batches.make_config(memory=memory), platform=platform, version=version
     )
 
@@ -477,33 +481,29 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     monkeypatch.setattr(
         available_memory,
         "subtract_reserves",
-        lambda program, limits: MemoryLimit(
-            node.room * memory_formula.GIB, limits.host, limits.pool
-        ),
+        lambda program, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
         memory_formula,
         "predict_bytes",
         lambda program, *, workspace_bytes: (
-            int(TAKES[program.remat_policy.remat] * memory_formula.GIB) + workspace_bytes
+            int(TAKES[program.remat_policy.remat] * units.GIB) + workspace_bytes
         ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
     def measured(run, *, kernel, workspace_bytes):
-        return MemoryUse(int(TAKES[compiled[-1]] * memory_formula.GIB), node.host, workspace_bytes)
+        return MemoryUse(int(TAKES[compiled[-1]] * units.GIB), node.host, workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
-    return memory_options.compile_fitting_step(
+    return memory_compile.compile_fitting_step(
         runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted
     )
 
 
 def gpus(device_gib, **changes):
     """A node whose devices have this memory, without margins."""
-    limits = MemoryLimit(
-        changes.pop("limit", device_gib) * memory_formula.GIB, 100 * memory_formula.GIB
-    )
+    limits = MemoryLimit(changes.pop("limit", device_gib) * units.GIB, 100 * units.GIB)
     return Node(limits=limits, room=device_gib, **changes)
 
 
@@ -521,13 +521,13 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
     resident = memory_formula.resident_bytes(actual.program)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
-        use = MemoryUse(device=size - 10**6, host=0, uncounted_workspace=10**6)
+        use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
         causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
         assert sum(causes.device.values()) == size
         assert causes.device["weights"] == resident.weights
         assert causes.device["cuDNN workspace"] == 10**6
         assert causes.host == {}
-        assert causes.device_available == 2.5 * memory_formula.GIB
+        assert causes.device_available == 2.5 * units.GIB
     assert causes.device["gradients"] == 5
 
 
@@ -541,14 +541,12 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
 )
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
-    actual = ready(
-        monkeypatch, gpus(size, uncounted=int(uncounted * memory_formula.GIB)), memory={}
-    )
+    actual = ready(monkeypatch, gpus(size, uncounted=int(uncounted * units.GIB)), memory={})
     assert actual.program.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
         messages.containing("full", actual.full_remat_reason),
-        memory_options.describe_compiled(actual),
+        memory_descriptions.describe_compiled(actual),
     )
 
 
@@ -566,10 +564,8 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
     ]
     with pytest.raises(UserError, match=messages.containing("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
-    limits = MemoryLimit(
-        80 * memory_formula.GIB, 100 * memory_formula.GIB, 3 * memory_formula.GIB
-    )  # the pool's limit
-    node = Node(limits=limits, room=80, host=4 * memory_formula.GIB)
+    limits = MemoryLimit(80 * units.GIB, 100 * units.GIB, 3 * units.GIB)  # the pool's limit
+    node = Node(limits=limits, room=80, host=4 * units.GIB)
     says = messages.containing("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
@@ -584,19 +580,17 @@ def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
 
 @pytest.mark.parametrize(
     "node",
-    [gpus(1.2, uncounted=memory_formula.GIB // 2), gpus(0.9, limit=1.2)],
+    [gpus(1.2, uncounted=units.GIB // 2), gpus(0.9, limit=1.2)],
     ids=["estimate", "margin"],
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     actual = ready(monkeypatch, node, memory={"remat": "full"})
-    assert actual.memory_use.device == memory_formula.GIB
+    assert actual.memory_use.device == units.GIB
     without_shortage = dataclasses.replace(actual, shortage="")
-    assert memory_options.describe_compiled(actual) != memory_options.describe_compiled(
+    assert memory_descriptions.describe_compiled(actual) != memory_descriptions.describe_compiled(
         without_shortage
     )
-    fits = ready(
-        monkeypatch, gpus(1.6, uncounted=memory_formula.GIB // 2), memory={"remat": "full"}
-    )
+    fits = ready(monkeypatch, gpus(1.6, uncounted=units.GIB // 2), memory={"remat": "full"})
     assert fits.shortage == ""
 
 
@@ -617,7 +611,7 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("memory", "nouns"), DESCRIBED, ids=str)
 def test_the_banner_names_the_memory_options(memory, nouns):
-    lines = memory_options.describe(runs.program(memory))
+    lines = memory_descriptions.describe(runs.program(memory))
     assert [noun for noun in NOUNS if noun in lines] == nouns
 
 
@@ -633,7 +627,7 @@ def test_the_banner_names_the_memory_options(memory, nouns):
 def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
     """Tiles that are `auto` are not decided yet. A tile of all tokens is not a tile."""
     actual = {"remat": "full"} | memory
-    assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(actual))) == tokens
+    assert re.findall(r"\b[\d,]+\b", memory_descriptions.describe(runs.program(actual))) == tokens
 
 
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
@@ -646,7 +640,7 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
         row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))
     ]
     gib = sum(sizes) / 4 / 2**30
-    sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(actual))
+    sizes = re.findall(r"([\d.]+) GiB", memory_descriptions.describe(actual))
     assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
 
 
@@ -659,17 +653,17 @@ def test_memory_options_are_parsed():
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there, fails):
     actual = runs.program({"offload_activations": "layer_inputs"})
-    monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
+    monkeypatch.setattr(memory_compile, "is_gpu", lambda program: True)
     needs = MemoryUse(0, there)
     if not fails:
-        memory_options.check_offloads(actual, needs)
+        memory_compile.check_offloads(actual, needs)
         return
     with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
-        memory_options.check_offloads(actual, needs)
+        memory_compile.check_offloads(actual, needs)
 
 
 def short_of(device_is_short, **memory):
-    return memory_options.suggest_changes(
+    return memory_suggestions.suggest_changes(
         runs.program(memory, row_tokens=65_536), is_device_short=device_is_short
     )
 
@@ -698,7 +692,7 @@ def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
     )
     deep = runs.program({"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16))
     if works_here({"offload_activations": "layer_inputs", "offload_every": 2}):
-        ways = memory_options.suggest_changes(deep, is_device_short=False)
+        ways = memory_suggestions.suggest_changes(deep, is_device_short=False)
         assert ways[0] == "memory.offload_every=2"
         kept = {"offload_activations": "layer_inputs", "offload_during_attention": "never"}
         assert "memory.offload_during_attention=auto" in short_of(True, **kept, remat="full")
@@ -724,11 +718,11 @@ def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
 
 def test_more_devices_are_not_suggested_if_heads_cannot_be_shared():
     odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
-    assert "mesh.seq=8" in changes(memory_options.suggest_changes(odd, is_device_short=True)), (
+    assert "mesh.seq=8" in changes(memory_suggestions.suggest_changes(odd, is_device_short=True)), (
         "by a ring"
     )
     by_heads = odd.config.model_copy(update={"attention": AttentionConfig(strategy="ulysses")})
-    ways = memory_options.suggest_changes(
+    ways = memory_suggestions.suggest_changes(
         dataclasses.replace(odd, config=by_heads), is_device_short=True
     )
     assert not any(way.startswith("mesh.seq") for way in ways)
@@ -738,7 +732,7 @@ def test_more_devices_are_not_suggested_if_rows_cannot_be_divided():
     odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
     assert not any(
         way.startswith("mesh.seq")
-        for way in memory_options.suggest_changes(odd, is_device_short=True)
+        for way in memory_suggestions.suggest_changes(odd, is_device_short=True)
     )
 
 
@@ -749,6 +743,6 @@ def test_more_devices_are_not_suggested_if_chunks_cannot_be_divided():
         actual = runs.program({}, row_tokens=1000)
         result = actual.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
         actual = dataclasses.replace(actual, config=result)
-        ways[kind] = changes(memory_options.suggest_changes(actual, is_device_short=True))
+        ways[kind] = changes(memory_suggestions.suggest_changes(actual, is_device_short=True))
     assert "mesh.seq=8" in ways["ulysses"]
     assert "mesh.seq=8" not in ways["ring"]

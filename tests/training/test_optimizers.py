@@ -12,9 +12,10 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
+from jaxsp.core import host_memory
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.cost import comms
-from jaxsp.training import host_offload, matrix_exchange, memory_options, optimizer
+from jaxsp.training import host_offload, matrix_exchange, optimizer
 from jaxsp.training.optimizers import adamw8bit, muon
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
@@ -27,7 +28,7 @@ QUICK = (("muon", (1, 2, 4)), ("adafactor", (1, 2, 4)))
 """Cases of the default tier: the optimizers that are not elementwise."""
 
 NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
+    jax.__version_info__ < host_offload.MIN_RELEASE,
     reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
 )
 
@@ -221,7 +222,7 @@ def test_a_state_in_host_memory_gives_the_same_weights(name, monkeypatch):
     config = optimizer_cases.make_config(name)
     master, state = optimizer_cases.run_on_mesh(config, (1, 2, 4), offload=True)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves((master, state)) if x.size > 50_000}
-    assert kinds == {host_offload.MEMORY_KIND}
+    assert kinds == {host_memory.MEMORY_KIND}
     assert (
         largest_error(optimizer_cases.unpad(master), optimizer_cases.unpad(run(name, (1, 2, 4))[0]))
         < tolerances.OPTAX

@@ -42,8 +42,7 @@ def clip_to_chunk(
     token.
 
     Example: for starts [0, 3, 9], lengths [3, 5, 2] and the chunk of 6 tokens that begins at token
-    4,
-        starts are [0, 5, 0] and lengths [4, 1, 0].
+        4, starts are [0, 5, 0] and lengths [4, 1, 0].
     """
     ends_BM = jnp.clip(starts_BM + lengths_BM - first_token, 0, num_tokens)
     starts_BM = jnp.clip(starts_BM - first_token, 0, num_tokens)
@@ -104,8 +103,7 @@ def find_off_diagonal_block(
 
     Queries and keys are counted within their chunks together.
     Example: for a segment of tokens 3 to 11, queries 8 to 15 and keys 0 to 7, the block has the
-    first
-        4 queries and the 5 keys from key 3.
+        first 4 queries and the 5 keys from key 3.
     """
     ends_BM = starts_BM + lengths_BM
     end_of_keys = keys.first_tokens_n[-1] + keys.tokens_per_chunk

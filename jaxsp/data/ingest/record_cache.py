@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import errors, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.units import MIB
 from jaxsp.data.ingest import columnar
 from jaxsp.runtime import distributed
 
@@ -194,7 +195,7 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
         free = shutil.disk_usage(cached.parent).free
         raise UserError(
             f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk or your quota is full "
-            f"({free / 2**20:,.0f} MiB of the disk are free). Free some space, or set "
+            f"({free / MIB:,.0f} MiB of the disk are free). Free some space, or set "
             "HF_DATASETS_CACHE to a folder on a larger disk."
         ) from error
 

@@ -228,8 +228,8 @@ def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: in
 
     Rows count as filled at FULL_FRACTION, or if they are as full as without a limit. The limit is
     found by packing a sample of the segments, about a hundred thousand of them or a hundred rows.
-    Their mean length is not enough: where 117 documents make a row, a limit of 128 leaves 1 %
-    of the rows empty for the spread of chats (lognormal, sigma 1), and 4 % for sigma 1.5.
+    Their mean length is not enough: where 117 documents make a row, a limit of 128 leaves 1 % of
+    the rows empty for the spread of chats (lognormal, sigma 1), and 4 % for sigma 1.5.
     """
     fullness = int(plan.length.sum()) / (max(len(plan), 1) * row_tokens)
     is_limit_reached = np.diff(plan.row_starts).max(initial=0) >= max_segments

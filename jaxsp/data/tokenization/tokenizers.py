@@ -36,8 +36,8 @@ _MEMORY_PER_CHAR = 800
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """Creates a tokenizer without files: token ids are byte values, and 256 ends a document.
 
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character
-        for each byte.
+    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character for
+        each byte.
     """
     import tokenizers
     import transformers

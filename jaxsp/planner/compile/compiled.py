@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 
 from jaxsp.attention import AttentionChoice
 from jaxsp.config.schema import Config
-from jaxsp.core import errors
+from jaxsp.core import errors, host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
@@ -25,8 +25,6 @@ from jaxsp.planner.compile.gpus import Gpu
 from jaxsp.runtime import memory_limits
 from jaxsp.training import (
     compile_options,
-    host_offload,
-    memory_formula,
     optimizer,
     row_meshes,
     train_state,
@@ -92,7 +90,7 @@ class Cluster:
         """Device memory that JAX may use, and a device's part of its node's memory, with one
         process per device."""
         host_bytes = memory_limits.usable_host_bytes(
-            self.node_host_gib * memory_formula.GIB, num_processes=self.node_devices
+            self.node_host_gib * units.GIB, num_processes=self.node_devices
         )
         return MemoryLimit(
             memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
@@ -173,20 +171,6 @@ def build_program(
     (row_tokens,) = config.data.row_lengths
     choices = row_meshes.choose_attention(config, model, devices=devices, device_bytes=device_bytes)
     return row_meshes.make_program(config, model, choices, devices=devices), choices[row_tokens]
-
-
-def compile_config(
-    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
-) -> PlannedStep:
-    """Compiles the training step of a config for these devices.
-
-    `auto` in its section `memory` means values that always work.
-
-    Raises: what `build_program` and `compile_program` raise.
-    """
-    return compile_program(
-        *build_program(config, model=model, devices=devices, device_bytes=device_bytes)
-    )
 
 
 def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
@@ -281,7 +265,7 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, program: Program) -> None:
         ]
         for argument, is_on_host in zip(arguments, on_host, strict=True):
             if is_on_host:
-                argument["mhlo.memory_kind"] = ir.StringAttr.get(host_offload.MEMORY_KIND)
+                argument["mhlo.memory_kind"] = ir.StringAttr.get(host_memory.MEMORY_KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
 
 

@@ -8,6 +8,7 @@ and L2 cache of the H200, which come from torch, and those of the GH200, which a
 import dataclasses
 from collections.abc import Mapping
 
+from jaxsp.core.units import GIB, MIB
 from jaxsp.model import flops
 
 
@@ -261,7 +262,7 @@ GPUS = {
     "h200-141gb": Gpu(
         name="NVIDIA H200",
         # 139.80 GiB
-        memory_bytes=143156 * 2**20,
+        memory_bytes=143156 * MIB,
         ceilings=_H200,
         compute_capability=9,
         cores=132,
@@ -285,7 +286,7 @@ GPUS = {
     "b200-180gb": Gpu(
         name="NVIDIA B200",
         # 178.35 GiB, torch's with newer drivers
-        memory_bytes=182631 * 2**20,
+        memory_bytes=182631 * MIB,
         ceilings=_B200,
         compute_capability=10,
         cores=148,
@@ -311,7 +312,7 @@ GPUS = {
     "gh200-96gb": Gpu(
         name="NVIDIA GH200 480GB",
         # Assumed: 95 GiB
-        memory_bytes=95 * 2**30,
+        memory_bytes=95 * GIB,
         ceilings=_GH200,
         node_devices=1,
         link_devices=1,

@@ -135,26 +135,23 @@ def _split_tuple_shape(shape: str) -> list[str]:
     return [element.strip() for element in elements]
 
 
-def find_kind_fractions(line: Instruction, *, hops_fraction: float = 1.0) -> dict[str, float]:
+def find_kind_fractions(line: Instruction) -> dict[str, float]:
     """Finds the fraction of the runs of an instruction in which each of its computations runs.
 
     It is empty unless the instruction is one of two conditionals: the one that selects the
     attention of a layer's kind, whose scope has the number of layers of each kind; or the one that
     selects the hops of a ring, which counts as if it made all hops, as for one document per row.
-
-    Args: hops_fraction: fraction of a ring's hops that are made, as if it made all or none.
     """
     if line.opcode != "conditional":
         return {}
     if _RING_HOPS.search(line.attributes):
-        no_hops, *others, all_hops = line.called_computations
-        fractions: dict[str, float] = dict.fromkeys(others, 0.0)
-        return fractions | {no_hops: 1.0 - hops_fraction, all_hops: hops_fraction}
+        *others, all_hops = line.called_computations
+        return dict.fromkeys(others, 0.0) | {all_hops: 1.0}
     match = _KIND_SWITCH.search(line.attributes)
     if match is None:
         return {}
     num_layers = [int(number) for number in match[1].split("_")]
-    fractions = {}
+    fractions: dict[str, float] = {}
     for name, number in zip(line.called_computations, num_layers, strict=True):
         fractions[name] = fractions.get(name, 0.0) + number / sum(num_layers)
     return fractions
@@ -165,7 +162,6 @@ def count_runs(
     is_counted: Callable[[Instruction], bool],
     *,
     include_branches: bool = False,
-    makes_hops: bool = True,
 ) -> list[tuple[Instruction, int]]:
     """Counts the runs of some instructions, which are returned in the order of the text.
 
@@ -174,7 +170,6 @@ def count_runs(
     Args:
         is_counted: selects the instructions.
         include_branches: counts instructions of other branches as if each branch were taken.
-        makes_hops: counts a ring as if it made all hops; False: none.
     Raises: ValueError for a loop around an instruction whose trip count is unknown; and, unless
         `include_branches`, for an instruction in another branch.
     """
@@ -201,7 +196,7 @@ def count_runs(
             # async-update and async-done name the computation that async-start runs
             if not busy or line.opcode in ("async-update", "async-done"):
                 continue
-            fractions = find_kind_fractions(line, hops_fraction=float(makes_hops))
+            fractions = find_kind_fractions(line)
             if line.opcode not in callers and not fractions:
                 raise ValueError(f"{line.name} is a {line.opcode}: its computations may not run")
             trip_count = find_trip_count(line, program) if line.opcode == "while" else 1

@@ -5,12 +5,11 @@ A kernel takes the longer of two times: its matrix products at the rate of large
 reads and writes at the rate of the memory. Attention takes its arithmetic at the rate of flash
 attention. Collectives and host copies overlap as XLA has scheduled them (`timeline`). Left out:
 kernel launches, waiting for data, the slowdown of kernels that overlap collectives, and unequal
-work of devices unless the data is known.
+attention of devices, which training logs as `attention_imbalance`.
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from jaxsp.model import flops
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.compiled import PlannedStep
 from jaxsp.planner.compile.gpus import Ceilings
-from jaxsp.planner.compile.hlo import HloModule, Instruction
+from jaxsp.planner.compile.hlo import HloModule
 from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
@@ -31,8 +30,7 @@ MEMORY_BANDWIDTH = "memory bandwidth"
 ATTENTION = "attention"
 EXPOSED_COLLECTIVES = "waiting for collectives"
 EXPOSED_HOST_COPIES = "waiting for copies from and to the host"
-IMBALANCE = "waiting for devices with more attention"
-CAUSES = (MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES, IMBALANCE)
+CAUSES = (MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES)
 """Causes of a step's time; their seconds add up to it."""
 
 HIDDEN_COLLECTIVES = "collectives that overlap kernels"
@@ -87,131 +85,51 @@ def estimate_step(
 
     None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
     """
-    estimator = make_estimator(step, collectives, ceilings=ceilings, node_devices=node_devices)
-    if estimator is None:
+    program = step.program
+    prefix = step.choice.kernel.custom_call_prefix
+    if not prefix or program.dtype != jnp.bfloat16:
         return None
-    return estimator.estimate(flops.attention_flops(step.program.model, segment_lengths))
-
-
-def make_estimator(
-    step: PlannedStep, collectives: list[Collective], *, ceilings: Ceilings, node_devices: int
-) -> "StepEstimator | None":
-    """Reads the text of a step, to estimate it for several data; None as for `estimate_step`."""
-    if not step.choice.kernel.custom_call_prefix or step.program.dtype != jnp.bfloat16:
-        return None
-    return StepEstimator(step, collectives, ceilings=ceilings, node_devices=node_devices)
-
-
-class StepEstimator:
-    """Estimates of one compiled step, for data with different amounts of attention."""
-
-    def __init__(
-        self,
-        step: PlannedStep,
-        collectives: list[Collective],
-        *,
-        ceilings: Ceilings,
-        node_devices: int,
-    ):
-        self._step = step
-        self._ceilings = ceilings
-        self._module = hlo.parse_module(step.dump.hlo_text)
-        self._kernels = hlo_cost.read_kernel_costs(step.dump.hlo_text)
-        self._sends = {
-            collective.begin_line: _schedule_collective(collective, ceilings, node_devices)
-            for collective in collectives
-        }
-        self._copies = {
-            kernel.begin_line: _schedule_host_copy(kernel, ceilings)
-            for kernel in self._kernels
-            if kernel.bytes_from_host or kernel.bytes_to_host
-        }
-
-    def estimate(
-        self, forward_flops: float, *, imbalance: float = 1.0, hops_fraction: float = 1.0
-    ) -> TimeEstimate:
-        """Estimates the step, in seconds.
-
-        Args:
-            forward_flops: operations of one forward pass of attention, of all devices.
-            imbalance: attention work of the slowest devices over the mean.
-            hops_fraction: fraction of the hops of a ring that are made.
-        """
-        estimate = self._estimate_balanced(forward_flops, hops_fraction)
-        if imbalance == 1:
-            return estimate
-        slowest = self._estimate_balanced(imbalance * forward_flops, hops_fraction)
-        wait_s = slowest.step_s - estimate.step_s
-        return dataclasses.replace(
-            estimate,
-            step_s=slowest.step_s,
-            seconds=dict(estimate.seconds) | {IMBALANCE: wait_s},
-        )
-
-    def _estimate_balanced(self, forward_flops: float, hops_fraction: float) -> TimeEstimate:
-        sends = self._sends
-        copies = self._copies
-        prefix = self._step.choice.kernel.custom_call_prefix
-        operations = _attention_flops(self._step.program, forward_flops)
-        on_device = [kernel for kernel in self._kernels if kernel.begin_line not in copies]
-        kernel_s = {
-            kernel.line_number: _estimate_kernel_s(kernel, self._ceilings) for kernel in on_device
-        }
-        attention_s = _estimate_attention_s(
-            self._module, prefix, operations, self._ceilings, hops_fraction=hops_fraction
-        )
-        simulated = timeline.simulate(
-            self._module, kernel_s | attention_s, sends | copies, hops_fraction=hops_fraction
-        )
-        transfer_seconds = {
-            line: (transfer.seconds * simulated.num_runs[line], simulated.exposed_s[line])
-            for line, transfer in (sends | copies).items()
-        }
-        matmul_lines = [kernel.line_number for kernel in on_device if kernel.flops]
-        other_lines = [kernel.line_number for kernel in on_device if not kernel.flops]
-        collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
-        copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
-        return TimeEstimate(
-            hardware_flops=_sum_runs(self._kernels, "flops") + sum(operations),
-            host_copy_bytes=(
-                _sum_runs(self._kernels, "bytes_from_host"),
-                _sum_runs(self._kernels, "bytes_to_host"),
-            ),
-            seconds={
-                MATMULS: _sum_kernels(simulated, matmul_lines),
-                MEMORY_BANDWIDTH: _sum_kernels(simulated, other_lines),
-                ATTENTION: _sum_kernels(simulated, attention_s),
-                EXPOSED_COLLECTIVES: exposed_collectives_s,
-                EXPOSED_HOST_COPIES: exposed_copies_s,
-                HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
-                HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
-            },
-            step_s=simulated.seconds,
-            transfer_seconds=transfer_seconds,
-        )
-
-
-def average_estimates(estimates: Sequence[TimeEstimate], weights: Sequence[int]) -> TimeEstimate:
-    """Averages estimates of a step. Args: weights: number of steps that each stands for."""
-    factors = [weight / sum(weights) for weight in weights]
-    pairs = list(zip(factors, estimates, strict=True))
-    causes = list(dict.fromkeys(cause for estimate in estimates for cause in estimate.seconds))
-    first = estimates[0]
+    module = hlo.parse_module(step.dump.hlo_text)
+    kernels = hlo_cost.read_kernel_costs(step.dump.hlo_text)
+    sends = {
+        collective.begin_line: _schedule_collective(collective, ceilings, node_devices)
+        for collective in collectives
+    }
+    copies = {
+        kernel.begin_line: _schedule_host_copy(kernel, ceilings)
+        for kernel in kernels
+        if kernel.bytes_from_host or kernel.bytes_to_host
+    }
+    on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
+    kernel_s = {kernel.line_number: _estimate_kernel_s(kernel, ceilings) for kernel in on_device}
+    operations = _attention_flops(program, flops.attention_flops(program.model, segment_lengths))
+    attention_s = _estimate_attention_s(module, prefix, operations, ceilings)
+    simulated = timeline.simulate(module, kernel_s | attention_s, sends | copies)
+    transfer_seconds = {
+        line: (transfer.seconds * simulated.num_runs[line], simulated.exposed_s[line])
+        for line, transfer in (sends | copies).items()
+    }
+    matmul_lines = [kernel.line_number for kernel in on_device if kernel.flops]
+    other_lines = [kernel.line_number for kernel in on_device if not kernel.flops]
+    collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
+    copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
     return TimeEstimate(
-        hardware_flops=sum(factor * estimate.hardware_flops for factor, estimate in pairs),
-        host_copy_bytes=first.host_copy_bytes,
+        hardware_flops=_sum_runs(kernels, "flops") + sum(operations),
+        host_copy_bytes=(
+            _sum_runs(kernels, "bytes_from_host"),
+            _sum_runs(kernels, "bytes_to_host"),
+        ),
         seconds={
-            cause: sum(factor * estimate.seconds.get(cause, 0.0) for factor, estimate in pairs)
-            for cause in causes
+            MATMULS: _sum_kernels(simulated, matmul_lines),
+            MEMORY_BANDWIDTH: _sum_kernels(simulated, other_lines),
+            ATTENTION: _sum_kernels(simulated, attention_s),
+            EXPOSED_COLLECTIVES: exposed_collectives_s,
+            EXPOSED_HOST_COPIES: exposed_copies_s,
+            HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
+            HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
         },
-        step_s=sum(factor * estimate.step_s for factor, estimate in pairs),
-        transfer_seconds={
-            line: (
-                sum(factor * estimate.transfer_seconds[line][0] for factor, estimate in pairs),
-                sum(factor * estimate.transfer_seconds[line][1] for factor, estimate in pairs),
-            )
-            for line in first.transfer_seconds
-        },
+        step_s=simulated.seconds,
+        transfer_seconds=transfer_seconds,
     )
 
 
@@ -263,24 +181,17 @@ def _estimate_attention_s(
     call_prefix: str,
     forward_and_backward: tuple[float, float],
     ceilings: Ceilings,
-    *,
-    hops_fraction: float,
 ) -> dict[int, float]:
     """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
     a direction.
 
     Args: forward_and_backward: operations of all calls.
     """
-    runs: collections.defaultdict[Instruction, float] = collections.defaultdict(float)
-    for makes_hops, fraction in ((True, hops_fraction), (False, 1 - hops_fraction)):
-        counts = hlo.count_runs(
-            module,
-            lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
-            include_branches=True,
-            makes_hops=makes_hops,
-        )
-        for line, num_runs in counts:
-            runs[line] += fraction * num_runs
+    runs = hlo.count_runs(
+        module,
+        lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
+        include_branches=True,
+    )
     seconds: dict[int, float] = {}
     rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
     for is_backward, operations, rate in zip(
@@ -288,7 +199,7 @@ def _estimate_attention_s(
     ):
         calls = {
             line.line_number: num_runs
-            for line, num_runs in runs.items()
+            for line, num_runs in runs
             if ("Backward" in line.attributes) == is_backward
         }
         seconds |= {line: operations / (rate * _TERA) / sum(calls.values()) for line in calls}

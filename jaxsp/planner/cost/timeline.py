@@ -41,17 +41,14 @@ def simulate(
     program: HloModule,
     kernel_seconds: Mapping[int, float],
     transfers: Mapping[int, ScheduledTransfer],
-    *,
-    hops_fraction: float = 1.0,
 ) -> "Timeline":
     """Simulates a program.
 
     Args:
         kernel_seconds: seconds of one run of each kernel, by line number.
         transfers: collectives and host copies, by the line number where they begin.
-        hops_fraction: fraction of a ring's hops that are made.
     """
-    timeline = Timeline(program, kernel_seconds, transfers, hops_fraction=hops_fraction)
+    timeline = Timeline(program, kernel_seconds, transfers)
     timeline.run(program.entry, runs=1)
     return timeline
 
@@ -74,11 +71,8 @@ class Timeline:
         program: HloModule,
         kernels: Mapping[int, float],
         transfers: Mapping[int, ScheduledTransfer],
-        *,
-        hops_fraction: float = 1.0,
     ):
         self._program = program
-        self._hops_fraction = hops_fraction
         self._kernels = kernels
         self._transfers = transfers
         self._transfers_by_end_line: dict[int, list[ScheduledTransfer]] = {}
@@ -122,7 +116,7 @@ class Timeline:
                 self.kernel_seconds[line.line_number] += seconds * fraction * runs
             if line.opcode == "while":
                 self._run_loop(line, runs, fraction)
-            elif kinds := hlo.find_kind_fractions(line, hops_fraction=self._hops_fraction):
+            elif kinds := hlo.find_kind_fractions(line):
                 for called, part in kinds.items():
                     if part:
                         self.run(called, runs=runs, fraction=fraction * part)
@@ -178,8 +172,6 @@ class Timeline:
 
     def _simulate_branch(self, computation: str) -> float:
         """Seconds of the compute stream in a computation that starts with idle streams."""
-        branch = Timeline(
-            self._program, self._kernels, self._transfers, hops_fraction=self._hops_fraction
-        )
+        branch = Timeline(self._program, self._kernels, self._transfers)
         branch.run(computation, runs=1)
         return branch._compute_free_s

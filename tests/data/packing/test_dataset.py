@@ -13,7 +13,6 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
-from jaxsp.planner import data_rows
 from tests.data.packing import test_loader
 from tests.messages import assert_names, numbers
 
@@ -274,9 +273,6 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens
     assert sum(int(each.segment_lengths.sum()) for _, each in steps) == source.num_tokens
     num_labels = sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
     assert num_labels == source.num_loss_tokens > 0
-    planned = data_rows.read_rows(data, config).values()
-    assert sum(rows.packed.num_tokens for rows in planned) == source.num_tokens
-    assert sum(rows.unpacked.num_segments for rows in planned) == len(expected)
     lines = dict(summary.describe_data(data, config, data.make_schedule(config, epochs=1)))
     assert numbers(lines["data"])[:3] == [
         source.num_documents,

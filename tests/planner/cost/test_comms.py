@@ -7,7 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, matrix_exchange, memory_options, sharding
+from jaxsp.training import available_memory, matrix_exchange, memory_problems, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -101,7 +101,7 @@ def test_layers_in_groups_send_the_bytes_of_their_extra_forward_pass():
         "memory.offload_every=2",
         "memory.offload_during_attention=always",
     )
-    if found := memory_options.find_problems(config, platform="gpu"):
+    if found := memory_problems.find_problems(config, platform="gpu"):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 4))
     check(step, dtype="bf16", remat="full")

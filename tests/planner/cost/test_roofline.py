@@ -6,16 +6,12 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.attention import RING_HOPS_SCOPE, registry
-from jaxsp.data.packing.packing import PackedRow
+from jaxsp.attention import registry
 from jaxsp.model import flops
-from jaxsp.planner import data_estimate
 from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, hlo_cost, roofline
 from jaxsp.planner.cost.comms import Collective
-from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.planner.data_rows import DataRows, LengthData
 from tests.planner import programs
 
 ROUND = Ceilings(
@@ -227,117 +223,6 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
     for sent in of_layers:
         total, exposed = estimated.transfer_seconds[sent.begin_line]
         assert exposed <= 0.1 * total, sent
-
-
-def test_an_average_of_estimates_has_the_mean_of_each_number():
-    def estimate_of(seconds, step_s, **causes):
-        return TimeEstimate(
-            hardware_flops=step_s,
-            host_copy_bytes=(1.0, 2.0),
-            seconds={roofline.ATTENTION: seconds} | causes,
-            step_s=step_s,
-            transfer_seconds={7: (seconds, 0.0)},
-        )
-
-    slow = estimate_of(8.0, 20.0, **{roofline.IMBALANCE: 4.0})
-    mean = roofline.average_estimates([estimate_of(4.0, 10.0), slow], [3, 1])
-    assert (mean.step_s, mean.hardware_flops, mean.host_copy_bytes) == (12.5, 12.5, (1.0, 2.0))
-    assert mean.seconds == {roofline.ATTENTION: 5.0, roofline.IMBALANCE: 1.0}
-    assert mean.transfer_seconds == {7: (5.0, 0.0)}
-
-
-@pytest.mark.e2e
-def test_unequal_work_adds_the_attention_of_the_slowest_devices(step):
-    collectives = comms.parse_collectives(step.dump.hlo_text)
-    estimator = roofline.make_estimator(step, collectives, ceilings=ROUND, node_devices=8)
-    forward = flops.attention_flops(step.program.model, programs.segment_lengths(step))
-    equal = estimator.estimate(forward)
-    unequal = estimator.estimate(forward, imbalance=1.5)
-    attention_s = equal.seconds[roofline.ATTENTION]
-    assert unequal.seconds[roofline.ATTENTION] == attention_s
-    assert unequal.seconds[roofline.IMBALANCE] == pytest.approx(0.5 * attention_s, rel=0.05)
-    assert sum(unequal.seconds.get(cause, 0) for cause in roofline.CAUSES) == pytest.approx(
-        unequal.step_s
-    )
-
-
-def make_rows(step, *steps_of_rows):
-    """Makes the rows of an epoch with these steps. Args: steps_of_rows: lengths of each row."""
-    steps = tuple(
-        tuple(
-            PackedRow(document=np.zeros(1), offset=np.zeros(1), length=np.array(lengths))
-            for lengths in rows
-        )
-        for rows in steps_of_rows
-    )
-    lengths = [length for rows in steps_of_rows for row in rows for length in row]
-    return DataRows(
-        row_tokens=step.program.config.data.max_row_tokens,
-        num_rows=sum(map(len, steps)),
-        num_steps=len(steps),
-        num_tokens=float(sum(lengths)),
-        num_segments=float(len(lengths)),
-        steps=steps,
-    )
-
-
-@pytest.mark.e2e
-def test_the_time_of_data_is_the_mean_of_its_steps_and_of_their_waits(step):
-    row = step.program.config.data.max_row_tokens
-    whole = [[row], [row]]
-    halves = [[row // 2, row // 2]] * 2
-    one_sided = [[row], [1] * 8]
-    data = LengthData(
-        packed=make_rows(step, whole, halves, one_sided),
-        unpacked=make_rows(step, [[row // 2]] * 2),
-    )
-    collectives = comms.parse_collectives(step.dump.hlo_text)
-    estimator = roofline.make_estimator(step, collectives, ceilings=ROUND, node_devices=8)
-    own, needed_flops, time = data_estimate.estimate_data(step, collectives, data, estimator)
-    lengths = [np.concatenate(rows) for rows in (whole, halves, one_sided)]
-    single = [estimate(step, segment_lengths=each) for each in lengths]
-    # the group with the row has twice the mean work, so its attention takes as long as that of
-    # two rows
-    seconds = [single[0].step_s, single[1].step_s, single[0].step_s]
-    assert time.step_s == pytest.approx(np.mean(seconds), rel=1e-3)
-    assert time.seconds[roofline.IMBALANCE] == pytest.approx(
-        (single[0].step_s - single[2].step_s) / 3, rel=1e-3
-    )
-    assert needed_flops == pytest.approx(
-        np.mean([flops.step_flops(step.program.model, each) for each in lengths])
-    )
-    assert own.imbalance == pytest.approx((1 + 1 + 2) / 3, rel=1e-3)
-    assert (own.made_hops, own.unsent_bytes) == (None, 0), "whole rows need no ring"
-    alone = estimate(step, segment_lengths=np.full(2, row // 2))
-    assert own.unpacked_step_s == pytest.approx(alone.step_s)
-
-
-@pytest.mark.e2e
-def test_hops_that_a_ring_does_not_make_take_no_time():
-    """Segments within chunks: the no-hops branch has no transfer and no remote call."""
-    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    words = ["mesh.seq=4", "data.row_tokens=32768", "attention.strategy=ring"]
-    ring = programs.step(
-        programs.settings(*words, "attention.chunks_per_device=2", num_hidden_layers=3),
-        compiled.make_devices("h100-80gb", 4),
-    )
-    collectives = comms.parse_collectives(ring.dump.hlo_text)
-    ceilings = dataclasses.replace(ROUND, link_gb_s=1.0)
-    estimator = roofline.make_estimator(ring, collectives, ceilings=ceilings, node_devices=8)
-    forward = flops.attention_flops(ring.program.model, programs.segment_lengths(ring))
-    all_hops, half, none = (
-        estimator.estimate(forward, hops_fraction=fraction) for fraction in (1.0, 0.5, 0.0)
-    )
-    hops = [sent.begin_line for sent in collectives if RING_HOPS_SCOPE in sent.op_name]
-    sent_bytes = comms.sum_bytes(collectives, scope=RING_HOPS_SCOPE)
-    assert hops
-    for estimated, fraction in ((all_hops, 1.0), (half, 0.5), (none, 0.0)):
-        seconds, _ = roofline.sum_transfers(estimated.transfer_seconds, hops)
-        assert seconds == pytest.approx(fraction * sent_bytes / 1e9)
-        assert estimated.seconds[roofline.ATTENTION] == pytest.approx(
-            all_hops.seconds[roofline.ATTENTION]
-        )
-    assert none.step_s < half.step_s < all_hops.step_s
 
 
 @pytest.mark.e2e
