@@ -314,7 +314,7 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         (["--plot", "picture"], ["picture", ".png"]),
         (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
         (["batch.rows_per_step=7"], ["batch.rows_per_step = 7", 2]),
-        (["attention.ulysses_degree=2"], ["attention.ulysses_degree = 2", "hybrid"]),
+        (["attention.ulysses_degree=3"], ["attention.ulysses_degree = 3", "null"]),
         (
             ["model.config=null", "model.source=no/such-folder/here"],
             ["model.source = no/such-folder/here"],

@@ -14,7 +14,7 @@ summed in float32.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxsp.attention import chunk_calls, partial_attention
 from jaxsp.attention.chunk_calls import Call, ChunkTokens
 from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
 from jaxsp.attention.partial_attention import LocalSegments
+from jaxsp.attention.token_exchange import TokenExchange
 from jaxsp.attention.workload import LayerWorkload
 from jaxsp.attention.zigzag import Zigzag, choose_chunks_per_device
 from jaxsp.config.schema import AttentionConfig
@@ -44,7 +45,7 @@ class AllGather(Zigzag):
     @classmethod
     def from_config(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
-    ) -> Self:
+    ) -> TokenExchange:
         return cls(
             degree=degree,
             chunks_per_device=choose_chunks_per_device(requested, workload, degree=degree),

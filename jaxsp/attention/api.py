@@ -131,7 +131,8 @@ class Attend:
         if self.kernel.masks_padding:
             return lambda x: x
         inside_BL = self.strategy.tokens.segment_mask(starts_BM, lengths_BM, num_tokens)
-        return lambda x: jnp.where(inside_BL[..., None, None], x, jnp.zeros((), x.dtype))
+        inside_BL11 = inside_BL[..., None, None]
+        return lambda x: jnp.where(inside_BL11, x, jnp.zeros((), x.dtype))
 
 
 def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:

@@ -6,7 +6,7 @@ To add one, write a subclass of `TokenExchange` in a file of its own and add it 
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Int32
 
@@ -48,7 +48,7 @@ class TokenExchange(abc.ABC):
     @classmethod
     def from_config(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
-    ) -> Self:
+    ) -> "TokenExchange":
         """Makes the exchange that a config requests among `degree` devices."""
         return cls(degree=degree)
 

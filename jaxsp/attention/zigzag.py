@@ -7,7 +7,7 @@ in parts (partial_attention.py), except in layers with a sliding window: see hal
 import abc
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -75,7 +75,7 @@ class Zigzag(ChunkGroup):
     @classmethod
     def from_config(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
-    ) -> Self:
+    ) -> TokenExchange:
         chunks = choose_chunks_per_device(requested, workload, degree=degree)
         return cls(degree=degree, chunks_per_device=chunks)
 

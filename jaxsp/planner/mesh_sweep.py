@@ -22,7 +22,7 @@ class MeshPlan:
 
     mesh: dict[str, int]
     strategy: str
-    """Name of the strategy in tables, such as `hybrid 4`."""
+    """Name of the strategy in tables, such as `ulysses 4 x ring`."""
     attention_fields: dict[str, Any]
     """Changed fields of the config's attention."""
     plan: Plan | None

@@ -34,7 +34,7 @@ class MeshBenchmark:
 
     mesh: dict[str, int]
     strategy: str
-    """Name of the strategy in tables, such as `hybrid 4`."""
+    """Name of the strategy in tables, such as `ulysses 4 x ring`."""
     attention_fields: dict[str, Any]
     """Changed fields of the config's attention section."""
     result: BenchmarkResult | None

@@ -103,16 +103,14 @@ def main(arguments: list[str]) -> int:
 
 
 def list_cases(series: Sequence[str], devices: Sequence[int]) -> list[Case]:
-    """Lists the cases. Where Ulysses spans nodes, the hybrid with a ring is a case too."""
+    """Lists the cases. Where Ulysses spans nodes, a ring between nodes is a case too."""
     cases = []
     for name in series:
         for num_devices in devices:
             cases.append(Case(series=name, num_devices=num_devices))
             heads = configs.LLAMA_8B["num_attention_heads"]
             if name != "groups" and NODE_DEVICES < num_devices <= heads:
-                cases.append(
-                    Case(series=name, num_devices=num_devices, requested_strategy="hybrid")
-                )
+                cases.append(Case(series=name, num_devices=num_devices, requested_strategy="ring"))
     return cases
 
 
@@ -144,7 +142,7 @@ def make_config(case: Case) -> Config:
     seq = NODE_DEVICES if has_groups else case.num_devices
     row_tokens = TOKENS_PER_DEVICE * seq
     attention = {"strategy": case.requested_strategy}
-    if case.requested_strategy == "hybrid":
+    if case.requested_strategy == "ring":
         attention |= {"ulysses_degree": NODE_DEVICES}
     return configs.make_config(
         configs.LLAMA_8B,

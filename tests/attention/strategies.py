@@ -1,20 +1,19 @@
 """Strategies by their degrees, for tests of all of them."""
 
-from jaxsp.attention.hybrid import OUTER_STRATEGIES, Hybrid
-from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.ulysses import Ulysses
+from jaxsp import attention
+from jaxsp.attention import Strategy, registry
 
 
 def make_strategy(
-    *, seq: int, ulysses_degree: int, outer_strategy: str = "ring", **options: int
+    *, seq: int, ulysses_degree: int | None = None, tokens: str = "ring", **options: int
 ) -> Strategy:
-    """Ulysses among `ulysses_degree` neighbors, another strategy between them, or only one of both.
+    """Ulysses among neighbors, default all of them, and an exchange of tokens between their sets.
 
-    Args: options: fields of the outer strategy.
+    Args: options: fields of the exchange of tokens.
     """
+    ulysses_degree = ulysses_degree or seq
     if ulysses_degree == seq:
-        return Ulysses(seq=seq)
-    outer = OUTER_STRATEGIES[outer_strategy](seq=seq // ulysses_degree, **options)
-    if ulysses_degree == 1:
-        return outer
-    return Hybrid.combine(Ulysses(seq=ulysses_degree), outer)
+        return attention.combine(seq)
+    degree = seq // ulysses_degree
+    exchange = registry.TOKEN_EXCHANGES[tokens](degree=degree, **options)
+    return attention.combine(ulysses_degree, exchange)

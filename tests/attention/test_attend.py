@@ -12,7 +12,6 @@ from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import oracle
@@ -30,14 +29,14 @@ def small_blocks():
 
 
 RING = make_strategy(seq=4, ulysses_degree=1)
-GATHER = make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2)
-HYBRID = make_strategy(seq=4, ulysses_degree=2)
-HYBRID_GATHER = make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather")
+GATHER = make_strategy(seq=4, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=2)
+ULYSSES_RING = make_strategy(seq=4, ulysses_degree=2)
+ULYSSES_GATHER = make_strategy(seq=4, ulysses_degree=2, tokens="all_gather")
 
 
 def make_attend(devices, kernel="blockwise", window=None):
     """Attention over whole rows. Args: devices: a strategy, or the number of Ulysses' devices."""
-    strategy = devices if isinstance(devices, Strategy) else Ulysses(seq=devices)
+    strategy = devices if isinstance(devices, Strategy) else attention.combine(devices)
     if kernel is oracle.attention:
         kernel = functools.partial(kernel, score=ScoreConfig(window=window))
     attend = attention.make_attend(
@@ -160,10 +159,10 @@ EACH = pytest.mark.parametrize(
     ("devices", "kernel"),
     [
         *WHOLE,
-        *((strategy, "blockwise") for strategy in (RING, HYBRID_GATHER)),
+        *((strategy, "blockwise") for strategy in (RING, ULYSSES_GATHER)),
         *(
             pytest.param(strategy, "blockwise", marks=pytest.mark.slow)
-            for strategy in (GATHER, HYBRID)
+            for strategy in (GATHER, ULYSSES_RING)
         ),
     ],
     ids=lambda value: getattr(value, "description", None),

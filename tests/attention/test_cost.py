@@ -101,12 +101,12 @@ CASES = [
     (make_strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
     (make_strategy(seq=4, ulysses_degree=1), 6, 3),
     (
-        make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+        make_strategy(seq=4, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=2),
         8,
         4,
     ),
     (make_strategy(seq=6, ulysses_degree=3), 6, 2),
-    (make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3),
+    (make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 6, 3),
     (make_strategy(seq=3, ulysses_degree=1, chunks_per_device=4), 6, 3),
 ]
 
@@ -115,7 +115,8 @@ TIERS = {
     ("ulysses", "full"): (),
     ("ulysses", "none"): (),
     ("ring", "none"): pytest.mark.e2e,
-    ("hybrid", "none"): pytest.mark.e2e,
+    ("ulysses 3 x ring", "none"): pytest.mark.e2e,
+    ("ulysses 2 x all_gather", "none"): pytest.mark.e2e,
 }
 
 
@@ -124,14 +125,18 @@ WINDOWED_CASES = [
     (make_strategy(seq=4, ulysses_degree=1), 6, 3, 14),  # 2 hops of a chunk, and one of a token
     (make_strategy(seq=2, ulysses_degree=1), 6, 3, 13),
     (make_strategy(seq=2, ulysses_degree=1, chunks_per_device=4), 6, 3, 13),
-    (make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather"), 8, 4, WINDOW),
+    (make_strategy(seq=4, ulysses_degree=1, tokens="all_gather"), 8, 4, WINDOW),
     (make_strategy(seq=6, ulysses_degree=3), 6, 2, WINDOW),
-    (make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3, WINDOW),
+    (make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 6, 3, WINDOW),
 ]
 """With sliding windows, in tokens."""
 
-WINDOWED_TIERS = {("ring", "full"): (), ("hybrid", "save_attention"): pytest.mark.e2e}
-MIXED_TIERS = {("all_gather", "none"): (), ("hybrid", "save_attention"): pytest.mark.e2e}
+PRODUCT_TIERS = {
+    ("ulysses 3 x ring", "save_attention"): pytest.mark.e2e,
+    ("ulysses 2 x all_gather", "save_attention"): pytest.mark.e2e,
+}
+WINDOWED_TIERS = {("ring", "full"): (), **PRODUCT_TIERS}
+MIXED_TIERS = {("all_gather", "none"): (), **PRODUCT_TIERS}
 
 
 def check_cost(strategy, H, G, remat, windows):
@@ -153,7 +158,7 @@ def check_cost(strategy, H, G, remat, windows):
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "remat"),
     [
-        pytest.param(*case, remat, marks=TIERS.get((case[0].name, remat), pytest.mark.slow))
+        pytest.param(*case, remat, marks=TIERS.get((case[0].label, remat), pytest.mark.slow))
         for case in CASES
         for remat in POLICIES
     ],
@@ -167,7 +172,7 @@ def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
     ("strategy", "H", "G", "window", "remat"),
     [
         pytest.param(
-            *case, remat, marks=WINDOWED_TIERS.get((case[0].name, remat), pytest.mark.slow)
+            *case, remat, marks=WINDOWED_TIERS.get((case[0].label, remat), pytest.mark.slow)
         )
         for case in WINDOWED_CASES
         for remat in POLICIES
@@ -181,7 +186,7 @@ def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, wi
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "window", "remat"),
     [
-        pytest.param(*case, remat, marks=MIXED_TIERS.get((case[0].name, remat), pytest.mark.slow))
+        pytest.param(*case, remat, marks=MIXED_TIERS.get((case[0].label, remat), pytest.mark.slow))
         for case in WINDOWED_CASES
         for remat in POLICIES
     ],

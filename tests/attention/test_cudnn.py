@@ -146,7 +146,7 @@ STRATEGIES = [
     ("one", make_strategy(seq=2, ulysses_degree=1), 3, 3, 1),
     pytest.param(
         "many",
-        make_strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"),
+        make_strategy(seq=2, ulysses_degree=1, tokens="all_gather"),
         4,
         2,
         1,
@@ -154,7 +154,7 @@ STRATEGIES = [
     ),
     (
         "one",
-        make_strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+        make_strategy(seq=2, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=2),
         4,
         2,
         2,
@@ -183,7 +183,9 @@ def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
 
 
 @pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn has the same chunks
-@pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
+@pytest.mark.parametrize(
+    "strategy", [attention.combine(1, Ring(degree=1)), attention.combine(1, AllGather(degree=1))]
+)
 @pytest.mark.parametrize("kind", SEGMENTS)
 def test_two_chunks_of_a_row_equal_the_whole_row(kind, strategy):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]

@@ -19,14 +19,14 @@ from tests.attention.strategies import make_strategy
 L = test_strategies.L
 
 STRATEGIES = [
-    *(Ring(seq=seq) for seq in (1, 2, 3, 4, 6, 8)),
-    *(Ring(seq=seq, chunks_per_device=4) for seq in (1, 2, 4)),
-    *(AllGather(seq=seq) for seq in (1, 4)),
-    AllGather(seq=3, chunks_per_device=8),
+    *(attention.combine(1, Ring(degree=seq)) for seq in (1, 2, 3, 4, 6, 8)),
+    *(attention.combine(1, Ring(degree=seq, chunks_per_device=4)) for seq in (1, 2, 4)),
+    *(attention.combine(1, AllGather(degree=seq)) for seq in (1, 4)),
+    attention.combine(1, AllGather(degree=3, chunks_per_device=8)),
     *(
-        make_strategy(seq=seq, ulysses_degree=degree, outer_strategy=outer)
+        make_strategy(seq=seq, ulysses_degree=degree, tokens=tokens)
         for seq, degree in ((8, 2), (4, 2), (6, 3))
-        for outer in ("ring", "all_gather")
+        for tokens in ("ring", "all_gather")
     ),
 ]
 
@@ -110,7 +110,7 @@ def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
     """Gradients of single tokens, at edges of chunks of 12 tokens, of segments and of the row."""
     window = 17
     q, k, v, dout, starts, lengths = test_strategies.inputs(2, 1)
-    attend = make_attend(Ring(seq=4), "blockwise", window)
+    attend = make_attend(attention.combine(1, Ring(degree=4)), "blockwise", window)
     segment = np.full((len(q), L), -1)
     for row, places in enumerate(test_strategies.ROWS):
         for number, (start, length) in enumerate(places):
@@ -136,11 +136,12 @@ def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
 
 
 CUDNN_CASES = [
-    ("many", Ring(seq=2), 100),
-    ("one", Ring(seq=2), 200),  # a halo of more tokens than are before the second chunk
-    ("two", Ring(seq=1), 300),
-    ("many", make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 129),
-    ("one", AllGather(seq=1), 511),
+    ("many", attention.combine(1, Ring(degree=2)), 100),
+    # a halo of more tokens than are before the second chunk
+    ("one", attention.combine(1, Ring(degree=2)), 200),
+    ("two", attention.combine(1, Ring(degree=1)), 300),
+    ("many", make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 129),
+    ("one", attention.combine(1, AllGather(degree=1)), 511),
 ]
 
 

@@ -13,12 +13,9 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
-from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.ring import Ring
-from jaxsp.attention.strategy import mask_padding
-from jaxsp.attention.ulysses import Ulysses
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_strategies
 from tests.attention.strategies import make_strategy
@@ -68,8 +65,14 @@ def compile_results(attend):
 
 def oracle_attend(score):
     """The oracle with output and gradients of 0 at padding."""
-    attend = functools.partial(oracle.attention, score=score)
-    return mask_padding(BlockwiseKernel(), attend, segments.segment_mask)
+
+    def attend(q, k, v, starts, lengths, **options):
+        inside_BL11 = segments.segment_mask(starts, lengths, q.shape[1])[..., None, None]
+        qkv = [jnp.where(inside_BL11, x, 0) for x in (q, k, v)]
+        out = oracle.attention(*qkv, starts, lengths, score=score, **options)
+        return jnp.where(inside_BL11, out, 0)
+
+    return attend
 
 
 @functools.cache
@@ -109,11 +112,11 @@ CUDNN_L = 256
 @pytest.mark.parametrize(
     ("strategy", "max_segments"),
     [
-        (Ulysses(seq=2), 9),
-        (Ulysses(seq=1), 1),
-        pytest.param(Ring(seq=2), 9, marks=pytest.mark.e2e),
+        (attention.combine(2), 9),
+        (attention.combine(1), 1),
+        pytest.param(attention.combine(1, Ring(degree=2)), 9, marks=pytest.mark.e2e),
         pytest.param(
-            make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"),
+            make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"),
             1,
             marks=pytest.mark.slow,
         ),

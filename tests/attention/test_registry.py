@@ -14,7 +14,7 @@ from jaxsp.attention import registry
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.strategy import Strategy, mask_padding
+from jaxsp.attention.token_exchange import TokenExchange
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 from jaxsp.hf import model_config
@@ -28,42 +28,42 @@ from tests.training import runs
 SEQ = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherAll(Strategy):
-    """Every device computes all queries of the row, and keeps its shard of the output."""
+class GatherAll(TokenExchange):
+    """Every device computes all queries of the row, and keeps its tokens of the results."""
 
     name = "gather_all"
-
-    seq: int
-
-    @classmethod
-    def candidates(cls, requested, workload, *, seq):
-        return [cls(seq=seq)]
 
     def kernel_workload(self, workload):
         return workload.to_kernel_workload()
 
     def sent_bytes(self, workload):
-        return {"all-gather": (self.seq - 1) * sum(workload.qkv_bytes)}
+        return {"all-gather": (self.degree - 1) * sum(workload.qkv_bytes)}
 
     def backward_bytes(self, workload, settings):
-        return 4 * self.seq * sum(workload.qkv_bytes)
+        return 4 * self.degree * sum(workload.qkv_bytes)
 
-    def build(self, kernel, settings, *, kinds):
-        rows = kernel.make_row_kernel(settings, kinds=kinds)
+    def make_functions(self, kernel, settings, score):
+        rows = kernel.make_row_functions(settings, score)
 
-        def attend(q, k, v, starts, lengths, **options):
-            gather = functools.partial(jax.lax.all_gather, axis_name=axes.SEQ, axis=1, tiled=True)
-            out = rows(gather(q), gather(k), gather(v), starts, lengths, **options)
-            first = jax.lax.axis_index(axes.SEQ) * q.shape[1]
-            return jax.lax.dynamic_slice_in_dim(out, first, q.shape[1], axis=1)
+        def gather(x, axis=1):
+            return jax.lax.all_gather(x, axes.SEQ, axis=axis, tiled=True)
 
-        def segment_mask(starts, lengths, num_tokens):
-            mask = segments.segment_mask(starts, lengths, num_tokens * self.seq)
-            first = jax.lax.axis_index(axes.SEQ) * num_tokens
-            return jax.lax.dynamic_slice_in_dim(mask, first, num_tokens, axis=1)
+        def forward(q, k, v, *segments):
+            out, lse = rows.forward(*map(gather, (q, k, v)), *segments)
+            return self.keep(out), self.keep(lse, axis=2)
 
-        return mask_padding(kernel, attend, segment_mask)
+        def backward(q, k, v, out, lse, dout, *segments):
+            arrays = *map(gather, (q, k, v, out)), gather(lse, axis=2), gather(dout)
+            return tuple(map(self.keep, rows.backward(*arrays, *segments)))
+
+        return AttentionFunctions(forward, backward)
+
+    def segment_mask(self, starts, lengths, num_tokens):
+        return self.keep(segments.segment_mask(starts, lengths, num_tokens * self.degree))
+
+    def keep(self, x, axis=1):
+        size = x.shape[axis] // self.degree
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes.SEQ) * size, size, axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ class WholeMatrix(Kernel):
 @pytest.fixture
 def toys(monkeypatch):
     """Registers both, each as the first candidate of `auto`."""
-    strategies = {GatherAll.name: GatherAll} | registry.STRATEGIES
-    monkeypatch.setattr(registry, "STRATEGIES", strategies)
+    exchanges = {GatherAll.name: GatherAll} | registry.TOKEN_EXCHANGES
+    monkeypatch.setattr(registry, "TOKEN_EXCHANGES", exchanges)
     monkeypatch.setattr(registry, "KERNELS", {WholeMatrix.name: WholeMatrix()} | registry.KERNELS)
 
 
@@ -99,15 +99,17 @@ def test_registries_and_config_have_the_same_names():
     def values(field):
         return set(typing.get_args(AttentionConfig.model_fields[field].annotation)) - {"auto"}
 
-    assert values("strategy") == registry.STRATEGIES.keys()
-    assert values("outer_strategy") == registry.OUTER_STRATEGIES.keys()
+    assert values("strategy") == registry.TOKEN_EXCHANGES.keys() | {"ulysses"}
     assert values("kernel") == registry.KERNELS.keys()
 
 
 def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
     config = settings(strategy="gather_all", kernel="whole_matrix")
     choice = attention.choose(config, runs.MODEL, devices=jax.devices()[:SEQ])
-    assert (choice.strategy, choice.kernel) == (GatherAll(seq=SEQ), WholeMatrix())
+    assert (choice.strategy, choice.kernel) == (
+        attention.combine(1, GatherAll(degree=SEQ)),
+        WholeMatrix(),
+    )
     attend = attention.make_chosen_attend(choice)
     starts = jnp.int32([[0, 9], [4, 0]])
     lengths = jnp.int32([[9, 20], [20, 0]])
@@ -143,7 +145,13 @@ def test_the_planner_sweeps_over_a_toy_strategy(toys):
     model = model_config.parse_model_config(programs.LLAMA, field="model.config")
     combinations = mesh_sweep.list_combinations(config, model, num_devices=SEQ)
     labels = [option.label for mesh, option in combinations if mesh[axes.SEQ] == SEQ]
-    assert labels == ["gather_all", "ulysses", "ring", "all_gather"]
+    assert labels == ["ulysses", "gather_all", "ring", "all_gather"]
+
+
+def test_an_incomplete_strategy_or_kernel_cannot_be_made():
+    for base in (TokenExchange, Kernel):
+        with pytest.raises(TypeError, match="abstract"):
+            type("Incomplete", (base,), {"name": "incomplete"})()
 
 
 def test_a_toy_kernel_without_chunks_is_not_chosen_for_a_ring(toys):

@@ -75,7 +75,7 @@ QUICK = {"none", "one, in one group", "two of seven", "a far one", "one of one"}
 def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
     """Transfers are NaN if none is needed."""
     (data, seq), chunks, places, extent = EXTENTS[name]
-    strategy = Ring(seq=seq, chunks_per_device=chunks)
+    strategy = attention.combine(1, Ring(degree=seq, chunks_per_device=chunks))
     attend = attention.make_attend(strategy=strategy, kernel="blockwise")
     if extent == ring_hops.NO_HOPS:
         monkeypatch.setattr(

@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention import LayerWorkload, ScoreConfig
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.hybrid import Hybrid
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.ring import Ring
-from jaxsp.attention.strategy import LayerWorkload
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
@@ -79,22 +76,24 @@ def chosen(seq, H, G, *, window=None, **attention_fields):
 def cases():
     """Every strategy for these heads and numbers of devices, by description."""
     heads = [(H, G) for H, G in itertools.product((8, 6, 7, 28, 5), (8, 4, 3, 2, 1)) if H % G == 0]
-    hybrids = {(2, 4), (4, 2), (2, 2), (3, 2)}
+    products = {(2, 4), (4, 2), (2, 2), (3, 2)}
     by_name = {}
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
-        strategies = [Ring(seq=seq), chosen(seq, H, G)]
+        strategies = [attention.combine(1, Ring(degree=seq)), chosen(seq, H, G)]
         for chunks in (4, 8, 16):
             if L % (chunks * seq) == 0 and (H, G) in ((6, 2), (5, 1)):
-                strategies.append(Ring(seq=seq, chunks_per_device=chunks))
-                strategies.append(AllGather(seq=seq, chunks_per_device=chunks))
+                strategies.append(attention.combine(1, Ring(degree=seq, chunks_per_device=chunks)))
+                strategies.append(
+                    attention.combine(1, AllGather(degree=seq, chunks_per_device=chunks))
+                )
         strategies += [
-            AllGather(seq=seq, kv_heads_per_gather=number)
+            attention.combine(1, AllGather(degree=seq, kv_heads_per_gather=number))
             for number in sorted({1, 2, G})
             if G % number == 0
         ]
         if H % seq == 0:
-            strategies.append(Ulysses(seq=seq))
-        for inner, degree in hybrids:
+            strategies.append(attention.combine(seq))
+        for inner, degree in products:
             if inner * degree == seq and H % inner == 0:
                 outers = [
                     outer_class(seq=degree, chunks_per_device=chunks)
@@ -102,7 +101,7 @@ def cases():
                     for chunks in (2, 8)
                     if chunks == 2 or (H, G) == (6, 2)
                 ]
-                strategies += [Hybrid.combine(Ulysses(seq=inner), outer) for outer in outers]
+                strategies += [attention.combine(inner, outer) for outer in outers]
         for strategy in strategies:
             by_name[f"{H} and {G} heads: {strategy.description}"] = (strategy, H, G)
     return by_name
@@ -188,52 +187,46 @@ def test_all_quick_cases_exist():
 def test_auto_is_ulysses_if_possible_else_what_sends_least(seq, H, G, inner):
     strategy = chosen(seq, H, G)
     if inner is not None:
-        assert strategy.all_to_all_size == inner
+        assert strategy.heads.degree == inner
     if H % seq == 0:
-        assert strategy == Ulysses(seq=seq)
+        assert strategy == attention.combine(seq)
         return
     degrees = [n for n in range(2, seq) if seq % n == 0 and H % n == 0]
     others = [
-        Ring(seq=seq),
-        *(Hybrid.combine(Ulysses(seq=n), Ring(seq=seq // n)) for n in degrees),
+        attention.combine(1, Ring(degree=seq)),
+        *(attention.combine(n, Ring(degree=seq // n)) for n in degrees),
     ]
     assert strategy in others
     assert send_bytes(strategy, H, G) == min(send_bytes(other, H, G) for other in others)
 
 
-def test_of_hybrids_that_send_equally_much_the_one_with_more_neighbors_is_chosen():
-    strategy = chosen(12, 6, 3, strategy="hybrid", outer_strategy="all_gather")
-    other = Hybrid.combine(Ulysses(seq=3), AllGather(seq=4))
+def test_of_degrees_that_send_equally_much_the_largest_is_chosen():
+    strategy = chosen(12, 6, 3, strategy="all_gather")
+    other = attention.combine(3, AllGather(degree=4))
     assert send_bytes(other, 6, 3) == send_bytes(strategy, 6, 3)
-    assert strategy == Hybrid.combine(Ulysses(seq=6), AllGather(seq=2))
+    assert strategy == attention.combine(6, AllGather(degree=2))
 
 
-def test_the_number_of_neighbors_fits_the_heads_per_gather():
-    gather = {"outer_strategy": "all_gather"}
-    assert chosen(8, 28, 4, strategy="hybrid", **gather).all_to_all_size == 4
-    two = chosen(8, 28, 4, strategy="hybrid", kv_heads_per_gather=2, **gather)
-    assert two == Hybrid.combine(Ulysses(seq=2), AllGather(seq=4, kv_heads_per_gather=2))
+def test_the_degree_fits_the_heads_per_gather():
+    gather = {"strategy": "all_gather"}
+    assert chosen(8, 28, 4, **gather).heads.degree == 4
+    two = chosen(8, 28, 4, kv_heads_per_gather=2, **gather)
+    assert two == attention.combine(2, AllGather(degree=4, kv_heads_per_gather=2))
     four = chosen(8, 28, 4, kv_heads_per_gather=4, **gather)
-    assert four == AllGather(seq=8, kv_heads_per_gather=4)
+    assert four == attention.combine(1, AllGather(degree=8, kv_heads_per_gather=4))
 
 
-def test_outer_strategy_decides_what_auto_and_hybrid_do_between_neighborhoods():
-    auto = chosen(8, 28, 4, outer_strategy="all_gather")
-    assert auto == Hybrid.combine(Ulysses(seq=4), AllGather(seq=2))
-    strategy = chosen(
-        8,
-        28,
-        4,
-        strategy="hybrid",
-        outer_strategy="all_gather",
-        ulysses_degree=2,
-        kv_heads_per_gather=2,
-    )
-    assert strategy == Hybrid.combine(Ulysses(seq=2), AllGather(seq=4, kv_heads_per_gather=2))
-    assert (strategy.seq, strategy.layout.degree, strategy.name) == (8, 4, "hybrid")
-    ring = chosen(8, 28, 4, strategy="hybrid", ulysses_degree=2)
-    assert ring == Hybrid.combine(Ulysses(seq=2), Ring(seq=4))
-    assert chosen(1, 7, 7, strategy="ring") == Ulysses(seq=1)
+def test_a_requested_degree_is_that_of_ulysses_in_every_strategy():
+    gather = chosen(8, 28, 4, strategy="all_gather", ulysses_degree=2, kv_heads_per_gather=2)
+    assert gather == attention.combine(2, AllGather(degree=4, kv_heads_per_gather=2))
+    assert (gather.seq, gather.layout.degree, gather.label) == (8, 4, "ulysses 2 x all_gather")
+    for strategy in ("ring", "auto"):
+        options = {"strategy": strategy}
+        assert chosen(8, 28, 4, ulysses_degree=1, **options) == attention.combine(1, Ring(degree=8))
+        assert chosen(8, 28, 4, ulysses_degree=2, **options) == attention.combine(2, Ring(degree=4))
+        assert chosen(4, 28, 4, ulysses_degree=4, **options) == attention.combine(4)
+    assert chosen(4, 28, 4, strategy="ulysses", ulysses_degree=4) == attention.combine(4)
+    assert chosen(1, 7, 7, strategy="ring", ulysses_degree=2) == attention.combine(1)
 
 
 PER_GATHER = "attention.kv_heads_per_gather"
@@ -247,22 +240,18 @@ PER_GATHER = "attention.kv_heads_per_gather"
         (8, 28, 4, {"strategy": "all_gather", "kv_heads_per_gather": 3},
          f"{PER_GATHER} = 3: ", ["1, 2 or 4"]),
         (8, 28, 4, {"strategy": "ring", "kv_heads_per_gather": 2},
-         f"{PER_GATHER} = 2: ", ["ring of 8", f"{PER_GATHER}=null"]),
+         f"{PER_GATHER} = 2: ", ["Ulysses of 4 x ring of 2", f"{PER_GATHER}=null"]),
         (4, 28, 4, {"kv_heads_per_gather": 2},
          f"{PER_GATHER} = 2: ", ["Ulysses of 4", "attention.strategy=all_gather"]),
-        (8, 28, 4, {"strategy": "hybrid", "kv_heads_per_gather": 1},
-         f"{PER_GATHER} = 1: ",
-         ["Ulysses of 4 x ring of 2", "attention.outer_strategy=all_gather"]),
-        (8, 28, 4, {"strategy": "ring", "outer_strategy": "all_gather"},
-         "attention.outer_strategy = all_gather: ",
-         ["attention.outer_strategy=ring", "attention.strategy=hybrid or all_gather"]),
-        (8, 28, 4, {"strategy": "hybrid", "ulysses_degree": 8},
-         "attention.ulysses_degree = 8: ", ["mesh.seq = 8", "28", "2 or 4", "null"]),
-        (8, 7, 7, {"strategy": "hybrid"},
-         "attention.strategy = hybrid: ", ["mesh.seq = 8", "7", "attention.strategy=auto"]),
-        (8, 28, 4, {"ulysses_degree": 4},
-         "attention.ulysses_degree = 4: ",
-         ["attention.ulysses_degree=null", "attention.strategy=hybrid"]),
+        (4, 28, 4, {"chunks_per_device": 4},
+         "attention.chunks_per_device = 4: ", ["chunks_per_device=auto", "ring or all_gather"]),
+        (8, 28, 4, {"strategy": "ring", "ulysses_degree": 8},
+         "attention.ulysses_degree = 8: ", ["mesh.seq = 8", "28", "1, 2 or 4", "null"]),
+        (8, 7, 7, {"ulysses_degree": 7},
+         "attention.ulysses_degree = 7: ", ["mesh.seq = 8", "7", "Use 1, or null"]),
+        (4, 28, 4, {"strategy": "ulysses", "ulysses_degree": 2},
+         "attention.ulysses_degree = 2: ",
+         ["attention.ulysses_degree=null", "attention.strategy=ring"]),
     ],
 )  # fmt: skip
 def test_impossible_strategies_are_refused_with_possible_ones(seq, H, G, options, start, parts):
@@ -272,8 +261,8 @@ def test_impossible_strategies_are_refused_with_possible_ones(seq, H, G, options
 
 
 def test_windows_do_not_limit_the_strategies():
-    assert chosen(4, 28, 4, window=100) == Ulysses(seq=4)
-    assert chosen(8, 28, 4, strategy="ring", window=100) == Ring(seq=8)
+    assert chosen(4, 28, 4, window=100) == attention.combine(4)
+    assert chosen(8, 28, 4, ulysses_degree=1, window=100) == attention.combine(1, Ring(degree=8))
     # 1,023 of 32,768 tokens: halos are less than what Ulysses sends; each neighbor sends those of a
     # quarter of the heads between nodes
     best = chosen(32, 28, 4, window=1024)
@@ -282,7 +271,7 @@ def test_windows_do_not_limit_the_strategies():
 
 def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
     with pytest.raises(UserError) as caught:
-        attention.make_attend(strategy=Ring(seq=4), kernel=lambda *_: None)
+        attention.make_attend(strategy=attention.combine(1, Ring(degree=4)), kernel=lambda *_: None)
     assert_names(
         caught.value,
         "ring of 4",
@@ -295,7 +284,7 @@ def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
 def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
     """JAX would compute what depends only on the segments in a loop of 6 ring steps before it."""
     attend = batches.attend_on_shards(
-        attention.make_attend(strategy=Ring(seq=8), kernel="blockwise")
+        attention.make_attend(strategy=attention.combine(1, Ring(degree=8)), kernel="blockwise")
     )
     starts = jnp.zeros((1, 1), jnp.int32)
     lengths = jnp.full((1, 1), 160, jnp.int32)
@@ -321,7 +310,9 @@ def merge_errors(kernel, degree=8, tokens=512):
     ]
     starts = np.int32([[0, 0], [0, 100]])
     lengths = np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.attend_on_shards(attention.make_attend(strategy=Ring(seq=degree), kernel=kernel))
+    ring = batches.attend_on_shards(
+        attention.make_attend(strategy=attention.combine(1, Ring(degree=degree)), kernel=kernel)
+    )
     single = attention.make_attend(kernel=kernel)
     exact = attention.make_attend(kernel=oracle.attention)
     right = results(exact, [*(np.asarray(x, np.float32) for x in inputs), starts, lengths])

@@ -11,7 +11,7 @@ def find(operation, groups, node_devices=4, **options):
     return nodes.find_load(operation, groups, node_devices=node_devices, **options)
 
 
-def test_a_hybrid_keeps_its_all_to_alls_inside_nodes_and_its_ring_between_them():
+def test_a_product_keeps_its_all_to_alls_inside_nodes_and_its_ring_between_them():
     """Ulysses of 4 x ring of 2, on two nodes of 4."""
     inner = find("all-to-all", [range(4), range(4, 8)])
     assert inner == Load(link=1.0, link_hops=1)

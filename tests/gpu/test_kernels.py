@@ -9,9 +9,9 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import Attend, KernelSettings, ScoreConfig
-from jaxsp.attention.hybrid import OUTER_STRATEGIES
 from jaxsp.attention.kernels import cudnn, cudnn_limits, cudnn_slots, segments
 from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.registry import TOKEN_EXCHANGES
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -142,21 +142,21 @@ def test_cudnn_differs_from_the_oracle_by_bfloat16_rounding_only(
 
 
 in_two_chunks = functools.cache(
-    lambda head_chunks, outer: attention.make_attend(
+    lambda head_chunks, tokens: attention.make_attend(
         kernel="cudnn",
-        strategy=OUTER_STRATEGIES[outer](seq=1),
+        strategy=attention.combine(1, TOKEN_EXCHANGES[tokens](degree=1)),
         settings=KernelSettings(head_chunks=head_chunks),
     )
 )
 
 
-@pytest.mark.parametrize("outer", ["ring", "all_gather"])
+@pytest.mark.parametrize("tokens", ["ring", "all_gather"])
 @pytest.mark.parametrize(
     ("slots", "which", "h", "g", "K", "head_chunks", "window"),
     [case for case in CASES if case[-1] is None],
 )
 def test_two_chunks_of_rows_differ_by_bfloat16_rounding_only(
-    slots, which, h, g, K, head_chunks, window, require_support, outer
+    slots, which, h, g, K, head_chunks, window, require_support, tokens
 ):
     """Tests ring and all-gather: chunks and the blocks between them, merged by their
     log-sum-exps."""
@@ -164,7 +164,9 @@ def test_two_chunks_of_rows_differ_by_bfloat16_rounding_only(
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
         expected = run(oracle.attention, jnp.float32, *inputs)
-    actual = run(in_two_chunks(head_chunks if outer == "ring" else 1, outer), jnp.bfloat16, *inputs)
+    actual = run(
+        in_two_chunks(head_chunks if tokens == "ring" else 1, tokens), jnp.bfloat16, *inputs
+    )
     for name in expected:
         assert batches.relative_error(actual[name], expected[name]) < tolerances.KERNEL_BF16, name
 

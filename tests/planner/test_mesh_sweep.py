@@ -65,7 +65,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
         cluster=compiled.make_cluster("h100-80gb", 8),
         on_result=reported.append,
     )
-    num_strategies = {1: 1, 2: 3, 4: 4, 8: 5}
+    num_strategies = {1: 1, 2: 3, 4: 5, 8: 7}
     num_meshes = {1: 4, 2: 3, 4: 2, 8: 1}
     assert (
         len(reported)
@@ -73,13 +73,15 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
         == sum(num_meshes[seq] * num_strategies[seq] for seq in num_meshes)
     )
     seqs = [mesh_plan.mesh["seq"] for mesh_plan in mesh_plans]
-    assert seqs == [1] * 4 + [2] * 9 + [4] * 8 + [8] * 5
+    assert seqs == [1] * 4 + [2] * 9 + [4] * 10 + [8] * 7
     assert [attention for seq, *attention in tried if seq == 8] == [
         ["ulysses", None],
-        ["hybrid", 4],
-        ["hybrid", 2],
-        ["ring", None],
-        ["all_gather", None],
+        ["ring", 4],
+        ["ring", 2],
+        ["ring", 1],
+        ["all_gather", 4],
+        ["all_gather", 2],
+        ["all_gather", 1],
     ]
     assert mesh_plans[-1].plan is None
     assert mesh_plans[-1].problem == "too many"
@@ -160,13 +162,19 @@ def test_an_explicit_strategy_is_the_only_option():
 
 def test_heads_that_do_not_divide_leave_ulysses_out():
     options = list_options(programs.settings(), seq=8, num_heads=28)
-    assert [option.label for option in options] == ["hybrid 4", "hybrid 2", "ring", "all_gather"]
+    assert [option.label for option in options] == [
+        "ulysses 4 x ring",
+        "ulysses 2 x ring",
+        "ring",
+        "ulysses 4 x all_gather",
+        "ulysses 2 x all_gather",
+        "all_gather",
+    ]
 
 
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     """A mesh that training accepts is not refused because of a field of another strategy."""
     config = programs.settings(
-        "attention.outer_strategy=all_gather",
         "attention.kv_heads_per_gather=2",
         "attention.chunks_per_device=4",
     )
@@ -176,9 +184,11 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     options = attention.list_options(config, model, seq=8)
     assert [option.label for option in options] == [
         "ulysses",
-        "hybrid 4 all_gather",
-        "hybrid 2 all_gather",
+        "ulysses 4 x ring",
+        "ulysses 2 x ring",
         "ring",
+        "ulysses 4 x all_gather",
+        "ulysses 2 x all_gather",
         "all_gather",
     ]
     chosen = [
@@ -187,8 +197,10 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     ]
     assert [strategy.description for strategy in chosen] == [
         "Ulysses of 8",
+        "Ulysses of 4 x ring of 2 (4 chunks each)",
+        "Ulysses of 2 x ring of 4 (4 chunks each)",
+        "ring of 8 (4 chunks each)",
         "Ulysses of 4 x all_gather of 2 by 2 (4 chunks each)",
         "Ulysses of 2 x all_gather of 4 by 2 (4 chunks each)",
-        "ring of 8 (4 chunks each)",
         "all_gather of 8 by 2 (4 chunks each)",
     ]

@@ -258,8 +258,8 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
         ),
         MeshPlan(
             mesh=mesh,
-            strategy="hybrid 4",
-            attention_fields={"strategy": "hybrid", "ulysses_degree": 4},
+            strategy="ulysses 4 x ring",
+            attention_fields={"strategy": "ring", "ulysses_degree": 4},
             plan=None,
             problem="28 query heads cannot be shared",
         ),
@@ -281,7 +281,7 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     ]
     assert rows[1]["fits"] == "no: host"
     assert rows[1]["rank"] == "-"
-    assert list(rows[2].values()) == [*"118", "hybrid 4", "28 query heads cannot be shared"]
+    assert list(rows[2].values()) == [*"118", "ulysses 4 x ring", "28 query heads cannot be shared"]
     head, first, *_ = text.splitlines()
     assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
     assert_names(note, "5 %", "seq")

@@ -16,7 +16,6 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import AttentionChoice, KernelSettings
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.runtime import jsonl
@@ -215,7 +214,7 @@ def test_a_result_of_which_only_a_part_fits_on_the_disk_is_an_error(tmp_path):
 )
 def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq, heads):
     choice = AttentionChoice(
-        strategy=Ulysses(seq=seq),
+        strategy=attention.combine(seq),
         alternatives=(),
         sent_bytes=0,
         kernel=BlockwiseKernel(),

@@ -77,18 +77,18 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
         return result(), ""
 
     monkeypatch.setattr(mesh_benchmark, "_run_process", run_process)
-    overrides = ["attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=1"]
-    overrides.append("mesh.virtual_cpu_devices=4")
+    overrides = ["attention.kv_heads_per_gather=1", "mesh.virtual_cpu_devices=4"]
     mesh_benchmark.benchmark_meshes(
         "configs/quickstart.yaml", overrides, num_steps=2, model=MODEL, print_line=lambda line: None
     )
-    fields = ("strategy", "ulysses_degree", "outer_strategy", "kv_heads_per_gather")
+    fields = ("strategy", "ulysses_degree", "kv_heads_per_gather")
     assert {tuple(getattr(attention, field) for field in fields) for attention in requested} == {
-        ("auto", None, "all_gather", 1),
-        ("ulysses", None, "ring", None),
-        ("hybrid", 2, "all_gather", 1),
-        ("ring", None, "ring", None),
-        ("all_gather", None, "all_gather", 1),
+        ("auto", None, 1),
+        ("ulysses", None, None),
+        ("ring", 2, None),
+        ("ring", 1, None),
+        ("all_gather", 2, 1),
+        ("all_gather", 1, 1),
     }
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.registry import STRATEGIES
 from jaxsp.attention.ring import Ring
 from jaxsp.model import dropout
 from jaxsp.model.config import Lora
 from jaxsp.training import host_offload, quantization, trainable
 from tests import batches, tolerances
+from tests.attention.strategies import make_strategy
 from tests.training import runs
 from tests.training.test_memory_options import NEEDS_HOST, works_here
 
@@ -92,7 +92,7 @@ def run_of(small_waits):
         model = batches.model(**case.model)
         strategy = None
         if case.strategy != "auto":
-            strategy = STRATEGIES[case.strategy](seq=case.sizes[-1])
+            strategy = make_strategy(seq=case.sizes[-1], ulysses_degree=1, tokens=case.strategy)
         return runs.compile_in_thread(
             case.sizes,
             config=batches.make_config(memory=case.memory, adapter=case.adapter),
@@ -149,7 +149,9 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
             model=model,
             rows_per_microbatch=case.rows,
             functions=("step",),
-            strategy=None if case.strategy == "auto" else Ring(seq=case.sizes[-1]),
+            strategy=None
+            if case.strategy == "auto"
+            else attention.combine(1, Ring(degree=case.sizes[-1])),
         )
         for case in DROPOUT_MESHES.values()
     ]

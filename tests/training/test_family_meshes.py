@@ -21,22 +21,22 @@ SEGMENTS = [
 
 MESHES = {
     "2x4 Ulysses": (2, make_strategy(seq=4, ulysses_degree=4)),
-    "2x4 hybrid of 2 and a ring of 2": (2, make_strategy(seq=4, ulysses_degree=2)),
+    "2x4 Ulysses of 2 x ring of 2": (2, make_strategy(seq=4, ulysses_degree=2)),
     "1x3 ring": (1, make_strategy(seq=3, ulysses_degree=1)),
     "1x5 all-gather": (
         1,
-        make_strategy(seq=5, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=1),
+        make_strategy(seq=5, ulysses_degree=1, tokens="all_gather", kv_heads_per_gather=1),
     ),
 }
 """Size of the data axis, and strategy."""
 
 E2E = {
-    ("gemma3", "2x4 hybrid of 2 and a ring of 2"),
+    ("gemma3", "2x4 Ulysses of 2 x ring of 2"),
     ("phi3", "2x4 Ulysses"),
     ("cohere2", "1x3 ring"),
     ("olmo3", "1x5 all-gather"),
     ("mixed", "1x3 ring"),
-    ("mixed", "2x4 hybrid of 2 and a ring of 2"),
+    ("mixed", "2x4 Ulysses of 2 x ring of 2"),
 }
 """Each compiles for about 15 s; the others are slow."""
 

@@ -130,7 +130,10 @@ def test_a_kernel_without_the_window_is_refused():
 
 
 def test_windows_over_chunks_are_checked(monkeypatch):
-    changes = {"score": ScoreConfig(window=4096), "strategy": AllGather(seq=1)}
+    changes = {
+        "score": ScoreConfig(window=4096),
+        "strategy": attention.combine(1, AllGather(degree=1)),
+    }
     actual = differences("blockwise", **changes)
     assert max(actual.values()) < selfcheck.ATTENTION_TOLERANCE / 2
 
@@ -199,7 +202,9 @@ def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
 
 
 @pytest.mark.slow  # attention/test_cudnn.py tests each strategy
-@pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
+@pytest.mark.parametrize(
+    "strategy", [attention.combine(1, Ring(degree=1)), attention.combine(1, AllGather(degree=1))]
+)
 def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatch, strategy):
     cudnn_contract.on_cpu()
     assert (

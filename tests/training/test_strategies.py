@@ -12,11 +12,11 @@ from tests.training import runs
 ROWS = batches.make_ragged_rows(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
-def of(inner, degree, outer="ring", kv_heads=1, chunks=2):
+def of(inner, degree, tokens="ring", kv_heads=1, chunks=2):
     options = {"chunks_per_device": chunks}
-    if outer == "all_gather":
+    if tokens == "all_gather":
         options["kv_heads_per_gather"] = kv_heads
-    return make_strategy(seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, **options)
+    return make_strategy(seq=inner * degree, ulysses_degree=inner, tokens=tokens, **options)
 
 
 CASES = {
@@ -26,16 +26,16 @@ CASES = {
     "gather, 8 and 4 heads on 4, two groups": (8, 4, (1, 2), of(1, 4, "all_gather")),
     "gather of both heads, 8 and 2 on 8": (8, 2, (1, 1), of(1, 8, "all_gather", 2)),
     "gather, 6 and 3 heads on 6": (6, 3, (1, 1), of(1, 6, "all_gather")),
-    "hybrid 4 x 2, 28 and 4 heads on 8": (28, 4, (1, 1), of(4, 2)),
-    "hybrid 2 x 4, 6 and 2 heads on 8": (6, 2, (1, 1), of(2, 4)),
-    "hybrid 2 x 2 with gather, 8 and 4 heads on 4, replicas": (
+    "Ulysses 4 x 2, 28 and 4 heads on 8": (28, 4, (1, 1), of(4, 2)),
+    "Ulysses 2 x 4, 6 and 2 heads on 8": (6, 2, (1, 1), of(2, 4)),
+    "Ulysses 2 x 2 with gather, 8 and 4 heads on 4, replicas": (
         8,
         4,
         (2, 1),
         of(2, 2, "all_gather"),
     ),
-    "hybrid 3 x 2, 6 and 3 heads on 6": (6, 3, (1, 1), of(3, 2)),
-    "hybrid 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "all_gather")),
+    "Ulysses 3 x 2, 6 and 3 heads on 6": (6, 3, (1, 1), of(3, 2)),
+    "Ulysses 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "all_gather")),
     "Ulysses, 6 and 2 heads on 6": (6, 2, (1, 1), of(6, 1)),
     "ring, 8 and 8 heads on 2, four groups": (8, 8, (1, 4), of(1, 2)),
     "ring, 28 and 2 heads on 6": (28, 2, (1, 1), of(1, 6)),
@@ -43,10 +43,10 @@ CASES = {
     "gather of all heads, 8 and 4 on 8": (8, 4, (1, 1), of(1, 8, "all_gather", 4)),
     "gather, 7 and 1 heads on 8": (7, 1, (1, 1), of(1, 8, "all_gather")),
     "gather, 5 and 5 heads on 2, four groups": (5, 5, (1, 4), of(1, 2, "all_gather")),
-    "hybrid 4 x 2 with gather, 8 and 8 heads on 8": (8, 8, (1, 1), of(4, 2, "all_gather", 2)),
-    "hybrid 2 x 4 with gather, 8 and 1 heads on 8": (8, 1, (1, 1), of(2, 4, "all_gather")),
-    "hybrid 2 x 2, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(2, 2)),
-    "hybrid 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "all_gather", 2)),
+    "Ulysses 4 x 2 with gather, 8 and 8 heads on 8": (8, 8, (1, 1), of(4, 2, "all_gather", 2)),
+    "Ulysses 2 x 4 with gather, 8 and 1 heads on 8": (8, 1, (1, 1), of(2, 4, "all_gather")),
+    "Ulysses 2 x 2, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(2, 2)),
+    "Ulysses 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "all_gather", 2)),
     "Ulysses, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(4, 1)),
     "ring, 7 and 7 heads on 8": (7, 7, (1, 1), of(1, 8)),
     "ring of 4 chunks each, 7 and 1 heads on 4, two groups": (
@@ -55,7 +55,7 @@ CASES = {
         (1, 2),
         of(1, 4, chunks=4),
     ),
-    "hybrid 2 x 2 with gather of 8 chunks each, 6 and 2 heads on 4": (
+    "Ulysses 2 x 2 with gather of 8 chunks each, 6 and 2 heads on 4": (
         6,
         2,
         (1, 1),
@@ -67,7 +67,7 @@ CASES = {
 E2E = (
     "Ulysses, 6 and 2 heads on 6",
     "ring of 4 chunks each, 7 and 1 heads on 4, two groups",
-    "hybrid 2 x 4, 6 and 2 heads on 8",
+    "Ulysses 2 x 4, 6 and 2 heads on 8",
 )
 """Each compiles for 15 s. `attention/test_strategies.py` tests attention in more cases."""
 

@@ -11,7 +11,6 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.ring import Ring
-from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, train_step
@@ -173,7 +172,12 @@ def without_collectives():
 
 @pytest.mark.parametrize(
     ("strategy", "window"),
-    [(Ulysses(seq=1), None), (Ulysses(seq=4), 1), (Ring(seq=4), 2), (Ring(seq=4), None)],
+    [
+        (attention.combine(1), None),
+        (attention.combine(4), 1),
+        (attention.combine(1, Ring(degree=4)), 2),
+        (attention.combine(1, Ring(degree=4)), None),
+    ],
 )
 def test_a_step_whose_attention_must_communicate_but_does_not_is_refused(
     without_collectives, strategy, window
@@ -183,7 +187,11 @@ def test_a_step_whose_attention_must_communicate_but_does_not_is_refused(
 
 
 def test_tokens_that_see_only_themselves_need_no_communication(without_collectives):
-    for strategy in (Ring(seq=4), AllGather(seq=4), AllGather(seq=4, chunks_per_device=4)):
+    for strategy in (
+        attention.combine(1, Ring(degree=4)),
+        attention.combine(1, AllGather(degree=4)),
+        attention.combine(1, AllGather(degree=4, chunks_per_device=4)),
+    ):
         program = make_windowed(strategy, 1)
         assert train_step.check_collectives(program, without_collectives) is without_collectives
 

@@ -455,7 +455,7 @@ def test_bytes_between_nodes_are_those_of_the_ring_of_a_hybrid():
     inside = []
     for num_devices in (8, 16):
         words = [f"mesh.seq={num_devices}", f"data.row_tokens={num_devices * device_tokens}"]
-        words += ["attention.strategy=hybrid", "attention.ulysses_degree=4"]
+        words += ["attention.strategy=ring", "attention.ulysses_degree=4"]
         config = programs.settings(*words)
         step = programs.step(config, compiled.make_devices("h100-80gb", num_devices))
         sent = comms.parse_collectives(step.dump.hlo_text)
