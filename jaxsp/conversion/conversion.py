@@ -1,6 +1,7 @@
 """Converts configs and scripts of other training systems to the text of a jaxsp config."""
 
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,14 @@ from jaxsp.core.errors import UserError
 _OTHER_TRAINING = ("rl", "rlhf_type", "reward_model", "process_reward_model", "diffusion")
 """Options that select another training than supervised."""
 
-_SECRETS = ("token", "key", "password", "secret", "webhook_url")
-"""Last words of options whose value is never printed."""
+_OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
+"""Values of LLaMA-Factory's `stage` that are not supervised."""
+
+_SECRET = re.compile(r"(hub|hf|access|auth|swanlab)_token$|key$|password|secret|webhook")
+"""Names of options whose value is never printed."""
+
+_ALWAYS_ON = ("shuffle", "average_tokens")
+"""Parts of the names of options that cannot be turned off."""
 
 
 def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
@@ -40,6 +47,7 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
     data_sources.convert(options, draft)
     training_rules.convert_batch(options, draft, num_gpus)
     training_rules.convert_length(options, draft)
+    options.take("config_file")
     training_rules.convert_schedule(options, draft)
     training_rules.convert_intervals(options, draft)
     model_rules.convert_adapter(options, draft)
@@ -54,6 +62,10 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
     training_rules.round_row_tokens(draft)
     for name, expression in options.expressions.items():
         draft.add_task(f"{name} = {expression}: its value is known when the script runs")
+    if file := options.taken.get("config_file"):
+        draft.add_task(f"{file}: convert that file together with this one")
+    for conflict in options.conflicts:
+        draft.add_task(conflict)
     for remark in options.remarks:
         draft.add_task(f"data.train: {remark}; write the changed records to a file, and name it")
     draft.complete()
@@ -128,6 +140,8 @@ def _check_training(options: Options) -> None:
         if is_on(value):
             text = yaml_io.format_value(value)
             raise UserError(f"{name} = {text}: jaxsp has supervised training only.")
+    if options.values.get("stage") in _OTHER_STAGES:
+        raise UserError(f"stage = {options.values['stage']}: jaxsp has supervised training only.")
 
 
 def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> None:
@@ -136,6 +150,10 @@ def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> Non
     option = f"{name} = {_format(name, value)}"
     if counterpart is None:
         draft.not_converted[option] = "unknown"
+    elif value is False and any(part in name for part in _ALWAYS_ON):
+        draft.not_converted[option] = counterpart.note
+    elif value == 0 and counterpart.field == "optimizer.max_grad_norm":
+        draft.set(counterpart.field, None, name)
     elif counterpart.is_not_needed or counterpart.field in _AUTOMATIC:
         draft.not_needed.append(name)
     elif counterpart.field is None:
@@ -157,6 +175,6 @@ def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> Non
 
 def _format(name: str, value: Any) -> str:
     """Formats a value, except for secrets."""
-    if name.lower().endswith(_SECRETS):
+    if _SECRET.search(name.lower()):
         return "(a secret)"
     return yaml_io.format_value(value)

@@ -165,7 +165,8 @@ def _convert_trl(options: Options, draft: Draft) -> tuple[list[Any], list[Any]]:
     elif options.values.get("completion_only_loss") is True:
         base = {"format": "prompt_completion"}
     elif options.values.get("assistant_only_loss") is not True:
-        draft.add_task(f"data.train.0.format: {_GUESS.format(options.title)}")
+        guess = _GUESS.format(options.title)
+        draft.add_task(f"data.train.0.format: {guess}. With prompt_completion, remove train_on")
     name = options.take("dataset_name")
     subset = options.take("dataset_config")
     split = options.take("dataset_train_split")

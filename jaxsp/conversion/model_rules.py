@@ -7,12 +7,16 @@ from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.conversion.draft import Draft
 from jaxsp.conversion.options import Options, is_on, is_set
 
+_KINDS = ("adapter", "tuner_type", "train_type", "finetuning_type")
+
+_BITS = ("load_in_4bit", "load_in_8bit", "quant_bits", "quantization_bit", "adapter")
+
 _TARGETS = ("lora_target_modules", "target_modules")
 
 
 def convert_adapter(options: Options, draft: Draft) -> None:
     """Converts LoRA and the quantization of frozen weights."""
-    kind = options.take("adapter", "tuner_type", "train_type")
+    kind = options.take(*_KINDS)
     if kind is None and options.system == "ms-swift":
         kind = "lora"
     uses_peft = is_on(options.take("use_peft"))
@@ -32,9 +36,11 @@ def convert_adapter(options: Options, draft: Draft) -> None:
         return
     if kind not in ("lora", "qlora", "dora"):
         draft.add_task(f"adapter.type: {kind} is not offered, and lora is in its place")
-    draft.set("adapter.type", "dora" if uses_dora or kind == "dora" else "lora", kind)
+    origin = options.origin(*_KINDS, "use_peft")
+    draft.set("adapter.type", "dora" if uses_dora or kind == "dora" else "lora", origin)
     if is_4bit or is_8bit:
-        draft.set("adapter.quantization", "nf4" if is_4bit else "int8", "4 or 8 bits")
+        origin = options.origin(*_BITS)
+        draft.set("adapter.quantization", "nf4" if is_4bit else "int8", origin)
     options.add_defaults("lora")
     if is_on(options.take("lora_target_linear")):
         options.take("lora_target_modules")

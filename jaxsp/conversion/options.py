@@ -45,6 +45,8 @@ class Options:
     num_gpus: int | None = None
     """Number of GPUs that the input names."""
     taken: dict[str, Any] = dataclasses.field(default_factory=dict)
+    conflicts: list[str] = dataclasses.field(default_factory=list)
+    """Options that are given twice, with different values."""
     defaults: set[str] = dataclasses.field(default_factory=set)
     """Options that the system's defaults have set."""
 
@@ -66,6 +68,10 @@ class Options:
                 taken = self.taken[name] = self.values.pop(name)
                 if value is None and is_set(taken):
                     value = taken
+                elif is_set(taken) and taken != value:
+                    kept = yaml_io.format_value(value)
+                    text = f"{name} = {yaml_io.format_value(taken)}: {kept} from another option"
+                    self.conflicts.append(f"{text} is used instead")
         return value
 
     def take_count(self, *names: str) -> int | None:

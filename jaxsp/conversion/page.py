@@ -53,12 +53,17 @@ def _comment(text: str, *, indent: str) -> Iterator[str]:
 
 def _render_field(field: str, value: object, origin: str) -> Iterator[str]:
     """Yields the lines of a field, with its origin as a comment after the first."""
-    comment = f"  # {errors.escape(' '.join(origin.split()))}" if origin else ""
+    text = yaml_io.format_value(value)
+    comment = ""
+    if origin and origin != field:
+        comment = f"  # {errors.escape(' '.join(origin.split()))}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         yield f"  {field}:{comment}"
         text = textwrap.indent(yaml_io.dump(value), "    ")
+    elif isinstance(value, list | dict) and not text.endswith("..."):
+        text = f"  {field}: {text}{comment}"
     else:
         text = textwrap.indent(yaml_io.dump({field: value}), "  ")
-        first, newline, rest = text.partition("\n")
-        text = f"{first}{comment}{newline}{rest}" if not rest else text
+        first, _, rest = text.partition("\n")
+        text = text if rest else f"{first}{comment}"
     yield from text.rstrip("\n").split("\n")

@@ -34,9 +34,10 @@ def convert_batch(options: Options, draft: Draft, num_gpus: int) -> None:
 
     Raises: UserError if the number of GPUs does not fit.
     """
-    seq = options.take_count(*_SEQ) or 1
-    tensor = options.take_count(*_TENSOR) or 1
-    options.take("dp_shard_size", "parallelism_config_dp_shard_size")
+    seq = math.prod(options.take_count(name) or 1 for name in _SEQ)
+    tensor = math.prod(options.take_count(name) or 1 for name in _TENSOR)
+    for name in ("dp_shard_size", "parallelism_config_dp_shard_size"):
+        options.take(name)  # mesh.data is what remains
     if tensor > 1:
         draft.not_converted[f"tensor parallelism of {tensor}"] = (
             "not offered; its GPUs share rows in mesh.seq, with the same batch"
@@ -99,6 +100,12 @@ def convert_length(options: Options, draft: Draft) -> None:
     """Converts steps or epochs. A positive number of steps takes precedence."""
     steps = options.take("max_steps")
     epochs = options.take("num_epochs", "num_train_epochs", "max_epochs")
+    checkpoint = options.take("resume_from_checkpoint", "auto_resume_from_checkpoints")
+    if isinstance(checkpoint, str):
+        draft.add_task(
+            f"model.source: {checkpoint} is a checkpoint of {options.title}, which is not read; a "
+            "Hugging Face folder of its weights can be"
+        )
     if isinstance(steps, int) and steps > 0:
         draft.set("run.steps", steps, "max_steps")
     elif isinstance(epochs, int | float) and epochs > 0:
@@ -136,6 +143,8 @@ def convert_schedule(options: Options, draft: Draft) -> None:
 
 def convert_intervals(options: Options, draft: Draft) -> None:
     """Converts how often checkpoints are written and eval sets are evaluated."""
+    if not any("save_total_limit" in name for name in options.values):
+        draft.add_task("checkpoint.keep_latest: the latest 2 are kept, the default; theirs is all")
     has_eval = bool(draft.fields.keys() & {"data.eval", "data.eval_fraction"})
     for field, strategies, steps, per_epoch in (
         ("save", ("save_strategy",), "save_steps", "saves_per_epoch"),
