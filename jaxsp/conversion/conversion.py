@@ -13,10 +13,13 @@ from jaxsp.core import files
 from jaxsp.core.errors import UserError
 
 _OTHER_TRAINING = ("rl", "rlhf_type", "reward_model", "process_reward_model", "diffusion")
-"""Options that select another training than supervised."""
+"""Options, or sections, that select another training than supervised."""
 
-_OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
-"""Values of LLaMA-Factory's `stage` that are not supervised."""
+_OTHER_TASKS = {
+    "stage": ("rm", "ppo", "dpo", "kto"),
+    "task_type": ("seq_cls", "embedding", "reranker", "generative_reranker"),
+}
+"""Values of LLaMA-Factory and ms-swift that select another training."""
 
 _SECRET = re.compile(r"(hub|hf|access|auth|swanlab)_token$|key$|password|secret|webhook")
 """Names of options whose value is never printed."""
@@ -135,18 +138,21 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
 
 def _check_training(options: Options) -> None:
     """Raises: UserError for training with preferences or rewards."""
-    for name in _OTHER_TRAINING:
-        value = options.values.get(name)
-        if is_on(value):
+    for name, value in options.values.items():
+        is_other = name.partition(".")[0] in _OTHER_TRAINING and is_on(value)
+        if is_other or value in _OTHER_TASKS.get(name, ()):
             text = yaml_io.format_value(value)
-            raise UserError(f"{name} = {text}: jaxsp has supervised training only.")
-    if options.values.get("stage") in _OTHER_STAGES:
-        raise UserError(f"stage = {options.values['stage']}: jaxsp has supervised training only.")
+            raise UserError(
+                f"{name} = {text}: jaxsp has supervised training of language models only."
+            )
 
 
 def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> None:
     """Converts an option without a rule by the table of names, or reports why it is not."""
     counterpart = config_errors.find_counterpart(name)
+    section = foreign_names.find(name.partition(".")[0])
+    if counterpart is None and section is not None and section.field is None:
+        counterpart = section
     option = f"{name} = {_format(name, value)}"
     if counterpart is None:
         draft.not_converted[option] = "unknown"

@@ -82,11 +82,14 @@ class Options:
         if value is None or fields.is_count(value):
             return value
         text = yaml_io.format_value(value)
-        raise UserError(f"{names[0]} = {text}: must be a positive integer to be converted.")
+        raise UserError(
+            f"{names[0]} = {text}: must be a positive integer. Write the number in a copy."
+        )
 
     def origin(self, *names: str) -> str:
         """Returns the first of these options that was taken, or a note that it is a default."""
-        taken = {name.rpartition(".")[2] for name, value in self.taken.items() if is_set(value)}
+        values = {name.rpartition(".")[2]: value for name, value in self.taken.items()}
+        taken = [name for name, value in values.items() if is_set(value) and value is not False]
         name = next((name for name in names if name in taken), "")
         return f"default of {self.title}" if name in self.defaults else name
 

@@ -148,6 +148,7 @@ def test_options_with_other_values_are_reported(tmp_path):
     text = """
 base_model: a/b
 model_config: x
+qat: {weight_dtype: int4}
 torch_dtype: float16
 optimizer: rmsprop
 num_epochs: 1.5
@@ -167,6 +168,7 @@ per_device_train_batch_size: 3
     fields, comments = convert_text(tmp_path, text)
     for part in (
         "model_config = x: unknown",
+        "qat.weight_dtype = int4: not offered",
         "float16: not offered",
         "optimizer = rmsprop: see optimizer.name",
         "run.epochs: must be whole, and is 1.5",
@@ -194,6 +196,15 @@ def test_comments_cannot_forge_fields(tmp_path):
     assert fields["optimizer"]["learning_rate"] == 1e-5
 
 
+def test_each_value_has_its_option_as_a_comment(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base_model: a/b\nadapter: lora\nload_in_4bit: false\nload_in_8bit: true\n")
+    text = conversion.convert([path], num_gpus=8)
+    for line in ("source: a/b  # base_model", "quantization: int8  # load_in_8bit", "  # FILL IN"):
+        assert line in text
+    assert "beta2: 0.999  # default of Axolotl" in text
+
+
 def test_rows_are_a_multiple_of_the_gpus_that_share_them(tmp_path):
     text = "base_model: a/b\nsequence_len: 1001\ncontext_parallel_size: 4\n"
     fields, comments = convert_text(tmp_path, text)
@@ -204,7 +215,9 @@ def test_rows_are_a_multiple_of_the_gpus_that_share_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.yaml", "base_model: a/b\nrl: dpo\n", "rl = dpo: jaxsp has supervised training only"),
+        ("a.yaml", "base_model: a/b\nrl: dpo\n", "rl = dpo: jaxsp has supervised training"),
+        ("a.yaml", "base_model: a/b\ndiffusion: {x: 1}\n", "diffusion.x = 1: jaxsp has"),
+        ("a.sh", "swift sft --model a/b --task_type seq_cls", "task_type = seq_cls: jaxsp has"),
         ("a.yaml", "base_model: a/b\ncontext_parallel_size: 3\n", "Use 6 or 9"),
         ("a.yaml", "base_model: a/b\nmicro_batch_size: x\n", "micro_batch_size = x"),
         ("a.yaml", "x: 1\n", "has no option of a known system"),
