@@ -70,7 +70,7 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
     for conflict in options.conflicts:
         draft.add_task(conflict)
     for remark in options.remarks:
-        draft.add_task(f"data.train: {remark}; write the changed records to a file, and name it")
+        draft.add_task(remark)
     draft.complete()
     names = ", ".join(path.name for path in paths)
     return page.render(draft, title=f"{names} ({options.title}), for {num_gpus} GPUs")
@@ -96,7 +96,7 @@ def read_options(paths: Sequence[pathlib.Path]) -> Options:
                 found |= _flatten(str(name), value)
             count = found.pop("num_processes", None)
         num_gpus = num_gpus or (count if isinstance(count, int) else None)
-        values = {name: value for name, value in found.items() if is_set(value)} | values
+        values = {name: value for name, value in found.items() if value not in _EMPTY} | values
     system = "trl" if paths[0].suffix == ".py" else find_system(values)
     if system == OTHER and not any(foreign_names.find(name) for name in values):
         known = ", ".join(entry["title"] for entry in read_systems().values())
@@ -121,6 +121,8 @@ _AUTOMATIC = (
     "data.num_workers",
 )
 """Fields whose default is chosen for the run: values of other systems are not needed."""
+
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 _WHOLE = ("lr_scheduler_kwargs", "rope_scaling", "rope_parameters", "special_tokens", "trl")
 """Sections that are one option."""
@@ -160,7 +162,7 @@ def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> Non
         draft.not_converted[option] = counterpart.note
     elif value == 0 and counterpart.field == "optimizer.max_grad_norm":
         draft.set(counterpart.field, None, name)
-    elif counterpart.is_not_needed or counterpart.field in _AUTOMATIC:
+    elif counterpart.is_not_needed or counterpart.field in _AUTOMATIC or not is_set(value):
         draft.not_needed.append(name)
     elif counterpart.field is None:
         if is_on(value) and not (name.endswith("revision") and value == "main"):

@@ -180,6 +180,7 @@ def _convert_trl(options: Options, draft: Draft) -> tuple[list[Any], list[Any]]:
         converted = _convert_entry({**entry, "type": "chat_template"}, draft, "data.train.0")
         weights = {"weight": float(weight)} if weight else {}
         sources += [{**source, **base, **weights} for source in converted]
+    draft.not_needed += options.list_taken("dataset_test_split")
     evaluates = is_on(options.values.get("eval_strategy"))
     eval_sources = []
     if evaluates and name and not options.values.get("test_split_size"):

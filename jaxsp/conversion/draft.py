@@ -1,9 +1,10 @@
 """A config while it is converted: fields with their origin, and what remains to be done."""
 
 import dataclasses
+import re
 from typing import Any
 
-from jaxsp.config import config_errors, config_file
+from jaxsp.config import config_errors, config_file, yaml_io
 from jaxsp.core.errors import UserError
 
 PLACEHOLDERS = {
@@ -32,10 +33,13 @@ class Draft:
     """Options that need no field."""
 
     def set(self, field: str, value: Any, origin: str) -> None:
-        """Sets a field; the first value counts."""
+        """Sets a field. The first value counts, and another one is reported."""
         if field not in self.fields:
             self.fields[field] = value
             self.origins[field] = origin
+        elif self.fields[field] != value:
+            reason = f"{field} is already set by {self.origins[field]}"
+            self.not_converted[f"{origin} = {yaml_io.format_value(value)}"] = reason
 
     def add_task(self, text: str) -> None:
         """Adds a task once."""
@@ -75,8 +79,15 @@ class Draft:
     def _drop(self, problem: str) -> bool:
         """Drops the field that a problem is about, and reports the problem."""
         name = problem.partition(" ")[0].rstrip(":,")
-        if name not in self.fields:
-            return False
+        if match := re.fullmatch(r"(data\.(?:train|eval))\.\d+\.(\w+)", name):
+            for source in self.fields[match[1]]:
+                source.pop(match[2], None)
+            self.not_converted[match[2]] = problem
+            return match[2] not in ("source", "format")
+        while name not in self.fields:
+            name = name.rpartition(".")[0]
+            if not name:
+                return False
         origin = self.origins[name]
         del self.fields[name]
         self.not_converted[origin] = problem

@@ -44,17 +44,20 @@ def convert_adapter(options: Options, draft: Draft) -> None:
     options.add_defaults("lora")
     if is_on(options.take("lora_target_linear")):
         options.take("lora_target_modules")
+        draft.not_needed += options.list_taken("lora_target_modules")
         draft.set("adapter.targets", "all-linear", "lora_target_linear")
     targets = options.take(*_TARGETS)
     targets = [targets] if isinstance(targets, str) and targets.endswith("_proj") else targets
     if targets in ("all-linear", ["all-linear"], "all"):
         draft.set("adapter.targets", "all-linear", options.origin(*_TARGETS))
     elif isinstance(targets, list | tuple):
-        draft.set("adapter.targets", list(targets), options.origin(*_TARGETS))
+        names = [str(target).rpartition(".")[2] for target in targets]  # of self_attn.q_proj
+        draft.set("adapter.targets", list(dict.fromkeys(names)), options.origin(*_TARGETS))
     elif targets is not None and "adapter.targets" not in draft.fields:
         draft.add_task(f"adapter.targets: {yaml_io.format_value(targets)} is not a list of names")
     saved = options.take("modules_to_save", "lora_modules_to_save")
-    if isinstance(saved, list):
+    if saved is not None:
+        saved = saved if isinstance(saved, list) else [saved]
         draft.set("adapter.modules_to_save", saved, "modules_to_save")
 
 
@@ -68,9 +71,9 @@ def convert_precision(options: Options, draft: Draft) -> None:
     names = ("bf16", "bfloat16", "fp16", "float16", "float32", "mixed_precision")
     values = {name: options.take(name) for name in names}
     loaded = options.take("torch_dtype", "dtype")
-    if is_on(values["fp16"]) or is_on(values["float16"]) or "float16" in (loaded, "fp16"):
-        if loaded == "float16" or is_on(values["fp16"]) or is_on(values["float16"]):
-            draft.not_converted["float16"] = "not offered; model.compute_dtype is bfloat16"
+    is_half = is_on(values["fp16"]) or is_on(values["float16"])
+    if is_half or "float16" in (loaded, values["mixed_precision"]) or "fp16" in values.values():
+        draft.not_converted["float16"] = "not offered; model.compute_dtype is bfloat16"
     elif values["bf16"] is False or is_on(values["float32"]):
         draft.set("model.compute_dtype", "float32", "bf16 is off")
     draft.not_needed += options.list_taken(*names, "torch_dtype", "dtype")
@@ -94,6 +97,7 @@ def convert_memory(options: Options, draft: Draft) -> None:
         )
     ]
     deepspeed = options.take("deepspeed")
+    devices.append("offload" in str(options.values.get("fsdp")))
     if any(map(is_on, devices)) or deepspeed in ("zero2_offload", "zero3_offload"):
         draft.set("memory.offload_optimizer", "state", "offloading of optimizer and parameters")
     elif isinstance(deepspeed, str) and "." in deepspeed:
@@ -111,7 +115,11 @@ def convert_rope(options: Options, draft: Draft) -> None:
     max_model_len = options.take_count("max_model_len")
     if isinstance(given, str):
         given = {"type": given}
+    if max_model_len and not given:
+        draft.not_needed.append("max_model_len")
     if not isinstance(given, dict):
+        if given is not None:
+            draft.not_converted["rope_scaling"] = "must be a mapping or a type"
         return
     renamed = {"rope_type": "type", "rope_theta": "theta"}
     fields = {renamed.get(name, name): value for name, value in given.items()}
@@ -127,7 +135,8 @@ def convert_rope(options: Options, draft: Draft) -> None:
 def convert_tokens(options: Options, draft: Draft) -> None:
     """Converts special tokens and plugins, of which most change nothing here."""
     tokens = options.take("special_tokens")
-    tokens = {name: value for name, value in (tokens or {}).items() if is_set(value)}
+    tokens = dict(tokens) if isinstance(tokens, dict) else {}
+    tokens = {name: value for name, value in tokens.items() if is_set(value)}
     if tokens.pop("pad_token", None):
         draft.not_needed.append("special_tokens.pad_token")
     if tokens:

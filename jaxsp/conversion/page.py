@@ -65,5 +65,6 @@ def _render_field(field: str, value: object, origin: str) -> Iterator[str]:
     else:
         text = textwrap.indent(yaml_io.dump({field: value}), "  ")
         first, _, rest = text.partition("\n")
-        text = text if rest else f"{first}{comment}"
+        if not rest or isinstance(value, list | dict):
+            text = f"{first}{comment}\n{rest}"
     yield from text.rstrip("\n").split("\n")

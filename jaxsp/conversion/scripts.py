@@ -61,7 +61,12 @@ def read_python(text: str, *, path: str) -> tuple[dict[str, Any], dict[str, str]
         if name == "LoraConfig":
             options |= {"use_peft": True, **_LORA_DEFAULTS, **options}
         if name in _RECORD_CHANGES and isinstance(call.func, ast.Attribute):
-            remarks.append(f"{name}() changes records")
+            remarks.append(
+                f"data.train: {name}() changes records; write the changed records to a file, and "
+                "name it"
+            )
+        if name == "SFTTrainer" and any(word.arg == "eval_dataset" for word in call.keywords):
+            remarks.append("data.eval: the script has an eval_dataset; name it")
     configs = [call for name, call in calls if name in ("SFTConfig", "TrainingArguments")]
     if not any(call.keywords for call in configs):
         raise UserError(

@@ -22,9 +22,22 @@ _TENSOR = ("tensor_parallel_size", "tp_size", "parallelism_config_tp_size", "aut
 
 _REPLICA = ("dp_replicate_size", "parallelism_config_dp_replicate_size")
 
+_SHARD = ("dp_shard_size", "parallelism_config_dp_shard_size")
+
 _MICRO = ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu")
 
 _LONG = ("packing_strategy", "excess_length_strategy", "truncation_strategy", "truncation_mode")
+
+_RUN_NAMES = ("run_name", "wandb_name", "wandb_run_name", "mlflow_run_name")
+
+_TRACKER_OPTIONS = (
+    "report_to",
+    "log_with",
+    "use_wandb",
+    "wandb_project",
+    "use_mlflow",
+    "mlflow_experiment_name",
+)
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow")
 
@@ -36,8 +49,8 @@ def convert_batch(options: Options, draft: Draft, num_gpus: int) -> None:
     """
     seq = math.prod(options.take_count(name) or 1 for name in _SEQ)
     tensor = math.prod(options.take_count(name) or 1 for name in _TENSOR)
-    for name in ("dp_shard_size", "parallelism_config_dp_shard_size"):
-        options.take(name)  # mesh.data is what remains
+    options.take(*_SHARD)  # mesh.data is what remains
+    draft.not_needed += options.list_taken(*_SHARD)
     if tensor > 1:
         draft.not_converted[f"tensor parallelism of {tensor}"] = (
             "not offered; its GPUs share rows in mesh.seq, with the same batch"
@@ -70,8 +83,12 @@ def convert_batch(options: Options, draft: Draft, num_gpus: int) -> None:
     if sharing > 1:
         draft.set("mesh.seq", sharing, "GPUs that share a row")
     replicas = options.take_count(*_REPLICA) or 1
-    if replicas > 1 and groups % replicas == 0:
-        draft.set("mesh.replica", replicas, "replicas")
+    if groups % replicas:
+        draft.add_task(
+            f"mesh.replica: {replicas} does not divide {groups} groups; 1 is the default"
+        )
+    elif replicas > 1:
+        draft.set("mesh.replica", replicas, options.origin(*_REPLICA))
     _compare_packing(options, draft)
 
 
@@ -106,8 +123,10 @@ def convert_length(options: Options, draft: Draft) -> None:
             f"model.source: {checkpoint} is a checkpoint of {options.title}, which is not read; a "
             "Hugging Face folder of its weights can be"
         )
+    draft.not_needed += options.list_taken("resume_from_checkpoint", "auto_resume_from_checkpoints")
     if isinstance(steps, int) and steps > 0:
         draft.set("run.steps", steps, "max_steps")
+        draft.not_needed += options.list_taken("num_epochs", "num_train_epochs", "max_epochs")
     elif isinstance(epochs, int | float) and epochs > 0:
         names = ("num_epochs", "num_train_epochs", "max_epochs")
         draft.set("run.epochs", math.ceil(epochs), options.origin(*names))
@@ -121,11 +140,15 @@ def convert_schedule(options: Options, draft: Draft) -> None:
     fraction = options.take("warmup_ratio")
     if isinstance(steps, int) and steps > 0:
         draft.set("optimizer.warmup_steps", steps, "warmup_steps")
+        if options.list_taken("warmup_ratio"):
+            draft.not_converted[f"warmup_ratio = {fraction}"] = "warmup_steps is set"
     elif is_on(steps) or is_on(fraction):
         origin = options.origin("warmup_steps", "warmup_ratio")
         draft.set("optimizer.warmup_fraction", steps or fraction, origin)
-    arguments = options.take("lr_scheduler_kwargs")
-    arguments = dict(arguments) if isinstance(arguments, dict) else {}
+    given = options.take("lr_scheduler_kwargs")
+    arguments = dict(given) if isinstance(given, dict) else {}
+    if given is not None and not arguments:
+        draft.not_converted["lr_scheduler_kwargs"] = "must be a mapping"
     peak = options.values.get("learning_rate")
     last = arguments.pop("min_lr_rate", None)
     if "min_lr" in arguments and isinstance(peak, float) and peak > 0:
@@ -136,7 +159,9 @@ def convert_schedule(options: Options, draft: Draft) -> None:
         text = yaml_io.format_value(arguments)
         draft.not_converted[f"lr_scheduler_kwargs: {text}"] = "the schedule has no such option"
     betas = options.take("adam_betas", "betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2:
+    if betas is not None and not (isinstance(betas, list | tuple) and len(betas) == 2):
+        draft.not_converted[f"betas = {yaml_io.format_value(betas)}"] = "must be a list of two"
+    elif betas is not None:
         draft.set("optimizer.beta1", betas[0], "betas")
         draft.set("optimizer.beta2", betas[1], "betas")
 
@@ -165,11 +190,13 @@ def convert_intervals(options: Options, draft: Draft) -> None:
             draft.add_task(f"{field}: {times} times per epoch; set the number of steps")
         elif isinstance(number, float) and value is None:
             draft.add_task(f"{field}: {number:g} of the run; set the number of steps")
+        elif is_on(strategy) and value is None:
+            draft.add_task(f"{field}: strategy {strategy}; set the number of steps")
 
 
 def _find_interval(strategy: Any, steps: Any, times_per_epoch: Any) -> Any:
     """Returns steps, epoch, no, or None for jaxsp's default."""
-    if strategy in ("no", False):
+    if strategy in ("no", False) or times_per_epoch == 0:
         return "no"
     if strategy == "epoch" or is_on(times_per_epoch):
         return "epoch"
@@ -191,13 +218,16 @@ def convert_trackers(options: Options, draft: Draft) -> None:
         draft.not_converted[f"report_to: {name}"] = (
             f"not offered; logging.trackers is a list of {', '.join(_TRACKERS)}"
         )
+    if "all" in names:
+        draft.add_task("logging.trackers: report_to is all; name them")
     if trackers or names == ["none"]:
-        draft.set("logging.trackers", trackers, "report_to")
+        draft.set("logging.trackers", trackers, options.origin(*_TRACKER_OPTIONS))
     if set(trackers) & {"wandb", "mlflow"} and (project or experiment):
-        draft.set("logging.project", str(project or experiment), "project")
-    run_name = options.take("run_name", "wandb_name", "wandb_run_name", "mlflow_run_name")
+        origin = options.origin("wandb_project", "mlflow_experiment_name")
+        draft.set("logging.project", str(project or experiment), origin)
+    run_name = options.take(*_RUN_NAMES)
     if run_name:
-        draft.set("logging.run_name", str(run_name), "run_name")
+        draft.set("logging.run_name", str(run_name), options.origin(*_RUN_NAMES))
 
 
 def convert_text(options: Options, draft: Draft) -> None:
@@ -238,7 +268,10 @@ def _convert_template(options: Options, draft: Draft, *, has_chats: bool) -> Non
     name = None if str(name).startswith("tokenizer_default") or name == "jinja" else name
     if isinstance(template, str) and ("{" in template or template.endswith((".jinja", ".jinja2"))):
         if has_chats:
-            draft.set("data.chat_template", template, "chat template")
+            origin = options.origin("chat_template_jinja", "chat_template_path")
+            draft.set("data.chat_template", template, origin)
+        else:
+            draft.not_needed.append("chat_template")
     elif template is not None or name is not None:
         draft.add_task(
             f"data.chat_template: {template or name} is not a Jinja file; without one, the "

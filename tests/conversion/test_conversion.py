@@ -274,3 +274,46 @@ def test_the_command_prints_the_config(capsys):
     assert fields["mesh"] == {"seq": 2}
     with pytest.raises(UserError, match="--gpus = 0"):
         command.main([str(INPUTS / "swift.sh"), "--gpus", "0"])
+
+
+COMPUTED = {
+    "context_parallel_size",
+    "gradient_accumulation_steps",
+    "micro_batch_size",
+    "num_processes",
+    "parallelism_config_sp_size",
+    "parallelism_config_cp_size",
+}
+"""Options in the formulas of the batch and the mesh."""
+
+
+@pytest.mark.parametrize("file", ["axolotl.yaml", "../../config/foreign/axolotl.yaml"])
+def test_every_option_that_is_set_is_named_in_the_output(file):
+    text = conversion.convert([INPUTS / file], num_gpus=8)
+    for name, value in config_file.read(INPUTS / file).items():
+        if value not in (None, False, "") and name not in COMPUTED | {"datasets"}:
+            assert name in text, name
+
+
+def test_a_second_value_of_a_field_and_a_refused_entry_are_reported(tmp_path):
+    text = """
+model_name_or_path: a/b
+dataset_name: c/d
+use_peft: true
+lora_modules_to_save: [score]
+report_to: all
+datasets:
+  - {path: a.jsonl, fraction: 0.5}
+  - {path: b.jsonl, fraction: 0.5}
+max_seq_length: 4096
+max_length: 2048
+fsdp: full_shard offload
+"""
+    fields, comments = convert_text(tmp_path, text)
+    assert fields["data"]["row_tokens"] == 4096
+    assert "max_length = 2048: data.row_tokens is already set by max_seq_length" in comments
+    assert "adapter.modules_to_save.0 = score" in comments
+    assert "data.train.0.weight: must not be set with run.epochs" in comments
+    assert "report_to is all" in comments
+    assert [source["source"] for source in fields["data"]["train"]] == ["a.jsonl", "b.jsonl"]
+    assert fields["memory"]["offload_optimizer"] == "state"
