@@ -76,6 +76,8 @@ def convert_precision(options: Options, draft: Draft) -> None:
         draft.not_converted["float16"] = "not offered; model.compute_dtype is bfloat16"
     elif values["bf16"] is False or is_on(values["float32"]):
         draft.set("model.compute_dtype", "float32", "bf16 is off")
+    elif options.system == "axolotl" and not options.list_taken(*names):
+        draft.add_task("model.compute_dtype: bfloat16, the default; Axolotl's is float32")
     draft.not_needed += options.list_taken(*names, "torch_dtype", "dtype")
 
 

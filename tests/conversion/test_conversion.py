@@ -210,6 +210,7 @@ def test_rows_are_a_multiple_of_the_gpus_that_share_them(tmp_path):
     fields, comments = convert_text(tmp_path, text)
     assert fields["data"]["row_tokens"] == 1008
     assert "1001, rounded" in comments
+    assert "model.compute_dtype: bfloat16, the default; Axolotl's is float32" in comments
 
 
 @pytest.mark.parametrize(
