@@ -20,7 +20,7 @@ REPO = pathlib.Path(__file__).parent.parent
 LAYERS = (
     "core",
     "config",
-    "runtime",
+    "runtime conversion",
     "storage",
     "attention data",
     "model",

@@ -130,9 +130,9 @@ def test_offloaded_activations_are_in_host_memory_with_their_full_size():
 
 
 RECIPES = {
-    "llama31_8b_128k_8xh100": published.MODELS["meta-llama/Llama-3.1-8B"].fields,
-    "qwen25_7b_64k_8xh100": published.MODELS["Qwen/Qwen2.5-7B"].fields,
-    "qwen3_0p6b_32k_1xh100": published.MODELS["Qwen/Qwen3-0.6B"].fields,
+    "llama31_8b_128k_8xh100": published.read_models()["meta-llama/Llama-3.1-8B"].fields,
+    "qwen25_7b_64k_8xh100": published.read_models()["Qwen/Qwen2.5-7B"].fields,
+    "qwen3_0p6b_32k_1xh100": published.read_models()["Qwen/Qwen3-0.6B"].fields,
 }
 """Published sizes of each recipe's model."""
 

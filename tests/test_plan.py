@@ -486,10 +486,10 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
     monkeypatch.setattr(planning, "plan_step", plan_step)
     printed, actual = run_plan(*GATED)
     first = printed.splitlines()[0]
-    sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
+    sizes = published.read_models()["meta-llama/Llama-3.1-8B"]
     assert all(
         part in first
-        for part in (sizes.name, "HF_HUB_OFFLINE", published.READ_DATE, sizes.source_url)
+        for part in (sizes.name, "HF_HUB_OFFLINE", published.read_date(), sizes.source_url)
     )
     assert actual["published_sizes"] == first
     assert f"{sizes.name} (published sizes)" in " ".join(printed.split())

@@ -8,25 +8,34 @@ from typing import Any
 import pydantic
 import yaml
 
-from jaxsp.config import config_errors, cross_checks, foreign_config, yaml_io
+from jaxsp.config import config_errors, cross_checks, foreign_names, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
+_MIN_FOREIGN_OPTIONS = 5
+"""Minimum number of unknown options in a config of another system."""
+
+_STARTER = {
+    "run": ("directory", "epochs"),
+    "model": ("source",),
+    "data": ("train", "row_tokens"),
+    "batch": ("rows_per_step",),
+    "optimizer": ("learning_rate",),
+}
+"""Fields of the smallest config."""
+
 
 def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
     """Loads a YAML file, changed by `key.path=value` words. Raises: UserError with all problems."""
-    return parse(read(path), changes)
+    return parse(read(path), changes, name=str(path))
 
 
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
     path = pathlib.Path(path)
     if path.suffix in (".py", ".sh"):
-        raise UserError(
-            f"{path}: is a script. A config is a YAML file: write the options of the script into "
-            "one (learning_rate: 1e-5), and the command answers with jaxsp's names."
-        )
+        raise UserError(f"{path}: is a script. A config is a YAML file. {_suggest_converter(path)}")
     try:
         text = files.read_text(path)
     except FileNotFoundError:
@@ -48,16 +57,19 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     return fields
 
 
-def parse(fields: dict[str, Any], changes: Sequence[str] = ()) -> Config:
+def parse(
+    fields: dict[str, Any], changes: Sequence[str] = (), *, name: str = "CONFIG.yaml"
+) -> Config:
     """Checks nested fields, changed by `key.path=value` words.
 
+    Args: name: name of their file, for messages.
     Raises: UserError with all problems.
     """
     fields = copy.deepcopy(fields)
     problems = []
     for word in changes:
-        name = word.partition("=")[0]
-        example = config_errors.suggest_override(name) or "mesh.seq=4"
+        key = word.partition("=")[0]
+        example = config_errors.suggest_override(key) or "mesh.seq=4"
         problem = _apply_override(fields, word, example_override=example)
         if problem:
             problems.append(problem)
@@ -65,7 +77,7 @@ def parse(fields: dict[str, Any], changes: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:
-        problems += _explain_problems(fields, error)
+        problems += _explain_problems(fields, error, name=name)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return config
@@ -116,27 +128,51 @@ def save(config: Config, path: pathlib.Path) -> None:
     files.write_atomic(path, text)
 
 
-def _explain_problems(fields: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
-    """Returns one line per finding, or one page for a config of another system."""
+def _explain_problems(
+    fields: dict[str, Any], error: pydantic.ValidationError, *, name: str
+) -> list[str]:
+    """Returns one line per finding; one line for all options of another system."""
     findings = [
         finding
         for finding in error.errors()
         # pydantic counts a list whose only entry is invalid as empty
         if finding["type"] != "too_short" or not finding["input"]
     ]
-    options = foreign_config.find_foreign_options(fields)
-    if len(options) < foreign_config.MIN_FOREIGN_OPTIONS:
+    options = _find_foreign_options(fields)
+    if len(options) < _MIN_FOREIGN_OPTIONS:
         return list(config_errors.explain_errors(findings))
-    foreign_sections = {name.partition(".")[0] for name in options}
     own_findings = [
         finding
         for finding in findings
-        if finding["loc"][0] not in foreign_sections
-        # the page lists the sections
+        if finding["loc"][0] not in options
         and (finding["type"] != "missing" or len(finding["loc"]) > 1)
     ]
-    page = foreign_config.render_page(options, start_lines=_suggest_start())
-    return [*page, *config_errors.explain_errors(own_findings)]
+    examples = ", ".join(list(options)[:3])
+    return [
+        f"{name}: has {len(options)} options of another system ({examples}, ...). "
+        f"{_suggest_converter(name)} A jaxsp config has the sections "
+        f"{', '.join(config_errors.SECTIONS)}.",
+        *config_errors.explain_errors(own_findings),
+    ]
+
+
+def _find_foreign_options(fields: dict[str, Any]) -> list[str]:
+    """Returns the names at the top of a config that are in no section of jaxsp."""
+    return [
+        str(name)
+        for name, value in fields.items()
+        if config_errors.find_near_section([str(name)], value) is None
+        and (
+            name not in config_errors.SECTIONS
+            # optimizer: adamw is another system's
+            or (not isinstance(value, dict | None) and foreign_names.find(name) is not None)
+        )
+    ]
+
+
+def _suggest_converter(path: str | pathlib.Path) -> str:
+    """Sentence with the command that converts a file of another system."""
+    return f"Convert it: python -m jaxsp.convert {path} --gpus 8 > my.yaml."
 
 
 def _suggest_start() -> list[str]:
@@ -147,4 +183,14 @@ def _suggest_start() -> list[str]:
         if path.is_file():
             return [f"Try {path}."]
     first = "Write a config such as this one (python -m jaxsp.train --help lists all fields):"
-    return [first, *foreign_config.render_starter()]
+    return [first, *_render_starter()]
+
+
+def _render_starter() -> list[str]:
+    """Returns the lines of a small config."""
+    lines = []
+    for section, names in _STARTER.items():
+        examples = [config_errors.format_example(f"{section}.{name}") or "" for name in names]
+        fields = [example.partition(".")[2].replace("=", ": ", 1) for example in examples]
+        lines.append(f"{section}: {{{', '.join(fields)}}}")
+    return lines

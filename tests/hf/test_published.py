@@ -45,7 +45,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(model, id=name) for name, model in published.MODELS.items()]
+    "model", [pytest.param(model, id=name) for name, model in published.read_models().items()]
 )
 def test_sizes_give_the_published_number_of_parameters(model):
     """This finds wrong sizes, and embeddings that should be tied."""
@@ -63,7 +63,7 @@ def test_every_model_of_a_recipe_has_published_sizes():
     configs = [yaml.safe_load(path.read_text()) for path in (REPO / "configs").glob("*.yaml")]
     named = {fields["model"].get("source") for fields in configs} - {None}
     assert len(named) >= 3
-    assert named <= published.MODELS.keys()
+    assert named <= published.read_models().keys()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     if config.model.rope is None:
         pytest.skip("has the model's own rope")
     row_tokens = config.data.max_row_tokens
-    fields = published.MODELS[str(config.model.source)].fields
+    fields = published.read_models()[str(config.model.source)].fields
     assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
     changed = model_config.resolve_fields(fields, config.model, field="published")
     assert changed["max_position_embeddings"] == row_tokens
@@ -85,7 +85,7 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
 
 def test_sizes_of_llama_3_1_8b_equal_its_config_json():
     """Compared once by hand, with every field that a plan reads."""
-    read = published.MODELS[LLAMA].fields
+    read = published.read_models()[LLAMA].fields
     assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (
         32,
         4096,
@@ -110,14 +110,14 @@ def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     assert sizes.published.name == LLAMA
     assert all(
         part in sizes.note
-        for part in (LLAMA, "a reason", sizes.published.source_url, published.READ_DATE)
+        for part in (LLAMA, "a reason", sizes.published.source_url, published.read_date())
     )
     changed = dict(word.split("=", 1) for word in sizes.overrides)
     assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
 
 
 def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
-    fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
+    fields = published.read_models()[LLAMA].fields | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     hub(tmp_path)
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
@@ -131,7 +131,7 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
 
 def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
     hub(AssertionError("no request to the hub"))
-    fields = published.MODELS["Qwen/Qwen3-0.6B"].fields
+    fields = published.read_models()["Qwen/Qwen3-0.6B"].fields
     (tmp_path / "config.json").write_text(json.dumps(fields))
     for model in (ModelSourceConfig(source=str(tmp_path)), ModelSourceConfig(config=fields)):
         sizes = published.read_sizes(model)
@@ -162,7 +162,7 @@ def test_the_error_for_a_model_without_published_sizes_lists_those_that_have_the
 
 
 def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):
-    fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
+    fields = published.read_models()[LLAMA].fields | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
