@@ -38,6 +38,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
@@ -149,17 +150,44 @@ def pack(
         raise UserError(
             f"weights: the program was made with has_weights={program.has_weights}. {suggestion}"
         )
-    packed = Documents(
-        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
-        source_names=["documents"],
-        longest_row=config.data.max_row_tokens,
-        long_documents=config.data.long_documents,
-        field="documents",
-    )
-    data = dataset.pack_documents("documents", packed, config, digests=[""])
+    data = _pack_documents("documents", documents, program, labels, weights)
     schedule = data.make_schedule(config, num_steps=program.num_steps)
     loader = data.make_loader(config, schedule, program.place_rows)
     return (batch for batch, _ in loader.batches())
+
+
+def pack_once(
+    documents: NumberLists,
+    program: Program,
+    *,
+    labels: NumberLists | None = None,
+    name: str = "eval",
+) -> PackedDataset:
+    """Packs documents for `Evaluator.evaluate`, which reads each of them once.
+
+    Args:
+        documents: as in `pack`, also `program`, `labels` and the errors.
+        name: name of the eval set in the result.
+    """
+    return _pack_documents(name, documents, program.for_longest_rows, labels, weights=None)
+
+
+def _pack_documents(
+    name: str,
+    documents: NumberLists,
+    program: Program,
+    labels: NumberLists | None,
+    weights: NumberLists | None,
+) -> PackedDataset:
+    data = program.config.data
+    packed = Documents(
+        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
+        source_names=["documents"],
+        longest_row=data.max_row_tokens,
+        long_documents=data.long_documents,
+        field="documents",
+    )
+    return dataset.pack_documents(name, packed, program.config, digests=[""])
 
 
 def save_model(

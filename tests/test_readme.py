@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from jaxsp import library, plan
+from jaxsp import plan, trainer
 from jaxsp.config import config_errors, config_file, schema, yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
@@ -90,9 +90,9 @@ def test_the_examples_of_sections_of_a_config_are_valid():
     assert param_groups.find_problems(config.optimizer, decoder.param_table(model)) == []
 
 
-def test_the_library_example_is_the_one_in_its_docstring():
+def test_the_example_of_the_trainer_is_the_one_in_its_docstring():
     (code,) = markdown.code_blocks(read("jaxsp/README.md"), "python")
-    example = library.__doc__.partition("Example:\n")[2]
+    example = trainer.__doc__.partition("Example:\n")[2]
     assert code.strip() == textwrap.dedent(example).strip()
 
 
