@@ -71,7 +71,7 @@ def load_model(
 
     Args:
         source: folder with config.json and safetensors, or name of a model on the Hugging Face hub.
-        config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
+        config: groups of fields as in a config file (`jaxsp train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
             checkpoint, logging.trackers) have no effect. run.compilation_cache: only a folder has.
@@ -264,7 +264,7 @@ def _prepare_to_save(
     if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
         raise UserError(
             "save_model: must run in one process that drives all devices, but this is one of "
-            f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
+            f"{jax.process_count()}. Use `jaxsp train` and `jaxsp export`."
         )
     source = program.config.model.source
     assert source is not None, "load_model sets model.source"

@@ -1,4 +1,4 @@
-"""python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains a model."""
+"""jaxsp train CONFIG.yaml [key.path=value ...]: trains a model."""
 
 import argparse
 import os

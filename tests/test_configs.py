@@ -17,7 +17,7 @@ def test_a_config_is_valid_and_its_header_has_its_command(path):
         line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
     ]
     assert any(
-        f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.")
+        f"configs/{path.name}" in line and line.startswith("#   jaxsp ")
         for line in header
     )
 

@@ -83,8 +83,8 @@ def test_the_output_names_the_mesh_and_the_next_command(quickstart):
         "data 2 x seq 4",
         "Ulysses",
         "400/400",
-        f"python -m jaxsp.report {directory} python -m jaxsp.eval {directory}",
-        f"python -m jaxsp.export {directory}",
+        f"jaxsp report {directory} jaxsp eval {directory}",
+        f"jaxsp export {directory}",
         "AutoModelForCausalLM.from_pretrained",
     ):
         assert text in " ".join(printed.split()), text

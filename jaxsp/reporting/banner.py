@@ -326,7 +326,5 @@ def summarize_run(
         ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
         ("speed", f"{num_tokens / steps_s:,.0f} tokens/s, mean of the steps"),
         ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        *zip(
-            ("next", "", ""), (f"python -m jaxsp.{command}" for command in commands), strict=False
-        ),
+        *zip(("next", "", ""), (f"jaxsp {command}" for command in commands), strict=False),
     ]

@@ -1,4 +1,4 @@
-"""Evaluation of eval sets, for training and for jaxsp.eval."""
+"""Evaluation of eval sets, for training and for jaxsp eval."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from jaxsp.training.step_gradients import StepTotals
 class EvalResult:
     """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
 
-    jaxsp.eval appends lines too. No field distinguishes them from the lines of the run.
+    jaxsp eval appends lines too. No field distinguishes them from the lines of the run.
     """
 
     step: int
