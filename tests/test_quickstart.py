@@ -35,7 +35,7 @@ def quickstart(tmp_path_factory):
     (command,) = [
         re.sub(f"^{install}", "", command)
         for command in markdown.commands(readme)
-        if re.match(f"{install}python -m jaxsp", command)
+        if re.match(f"{install}jaxsp", command)
     ]
     command = command.replace(
         "configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart"
