@@ -104,6 +104,21 @@ def test_the_output_names_the_mesh_and_the_next_command(quickstart):
     }
 
 
+def test_the_readme_shows_the_output(quickstart):
+    """Word for word, except that the numbers of steps may differ between machines."""
+    _, printed = quickstart
+    (block,) = markdown.code_blocks((REPO / "README.md").read_text(encoding="utf-8"), "text")
+    banner, _, steps = block.partition("...\n")
+    assert " ".join(banner.split()) in " ".join(printed.split())
+    for line in steps.splitlines():
+        assert hide_numbers(line) in hide_numbers(printed), line
+
+
+def hide_numbers(text: str) -> str:
+    """Replaces numbers and durations by a sign, and line breaks by spaces."""
+    return re.sub(r"(# min )?#", "#", re.sub(r"\d[\d.,:]*", "#", " ".join(text.split())))
+
+
 def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     torch = pytest.importorskip("torch", reason="needs torch")
     import transformers

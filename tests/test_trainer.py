@@ -35,6 +35,7 @@ def train_from_files(folder, fields, documents):
     return lines, evaluation
 
 
+@pytest.mark.e2e
 def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
     quickstart = config_file.read(commands.REPO / "configs/quickstart.yaml")
     test_library.make_folder(tmp_path / "base", quickstart["model"]["config"])
@@ -43,7 +44,7 @@ def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
         "model": {"compute_dtype": "float32"},
         "mesh": {"data": 2, "seq": 4},
         "data": {"row_tokens": 64},
-        "batch": {"rows_per_step": 4},
+        "batch": {"rows_per_step": 2},
         "optimizer": quickstart["optimizer"],
     }
     rng = np.random.default_rng(0)
