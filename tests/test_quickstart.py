@@ -105,13 +105,11 @@ def test_the_output_names_the_mesh_and_the_next_command(quickstart):
 
 
 def test_the_readme_shows_the_output(quickstart):
-    """Word for word, except that the numbers of steps may differ between machines."""
+    """Every line, except for numbers, which differ between machines and releases of Python."""
     _, printed = quickstart
-    (block,) = markdown.code_blocks((REPO / "README.md").read_text(encoding="utf-8"), "text")
-    banner, _, steps = block.partition("...\n")
-    assert " ".join(banner.split()) in " ".join(printed.split())
-    for line in steps.splitlines():
-        assert hide_numbers(line) in hide_numbers(printed), line
+    (shown,) = markdown.code_blocks((REPO / "README.md").read_text(encoding="utf-8"), "text")
+    for line in shown.splitlines():
+        assert line == "..." or hide_numbers(line) in hide_numbers(printed), line
 
 
 def hide_numbers(text: str) -> str:
