@@ -15,7 +15,7 @@ from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.planner import plots
 from jaxsp.training.optimizers import param_groups
-from scripts import config_reference
+from scripts import config_reference, generated_text
 from tests import markdown
 from tests.markdown import REPO
 
@@ -149,3 +149,12 @@ def test_the_reference_has_every_field_of_the_config():
         for field in model.annotation.model_fields:
             assert f"- `{section}.{field}` (" in text
     assert "- `data.train[].source` (text; required): " in text
+
+
+def test_a_generated_part_needs_its_markers(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
+    generated_text.write_part(path, "x", "new\n")
+    assert path.read_text() == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n"
+    with pytest.raises(ValueError, match="must have one line <!-- begin y -->"):
+        generated_text.read_part(path, "y")
