@@ -146,5 +146,5 @@ def _suggest_start() -> list[str]:
         path = folder / "configs/quickstart.yaml"
         if path.is_file():
             return [f"Try {path}."]
-    first = "Write a config such as this one (jaxsp train --help lists all fields):"
+    first = "Write a config such as this one (python -m jaxsp.train --help lists all fields):"
     return [first, *foreign_config.render_starter()]
