@@ -1,5 +1,21 @@
-"""Long-context fine-tuning of Hugging Face models in JAX."""
+"""Long-context fine-tuning of Hugging Face models in JAX.
+
+`jaxsp.Trainer` trains from Python; it is imported when it is used, and JAX with it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from jaxsp.runtime import plugin_messages
 
+if TYPE_CHECKING:
+    from jaxsp.trainer import Trainer as Trainer
+
 plugin_messages.load_quietly()  # before anything imports jax
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":
+        from jaxsp.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'jaxsp' has no attribute {name!r}")

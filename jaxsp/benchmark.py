@@ -1,4 +1,4 @@
-"""Command `python -m jaxsp.benchmark`: times steps on this machine, on one mesh or on all."""
+"""Command `jaxsp benchmark`: times steps on this machine, on one mesh or on all."""
 
 import argparse
 import dataclasses

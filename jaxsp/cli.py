@@ -62,7 +62,7 @@ def make_parser(
     documents_fields: bool = False,
     is_multi_process: bool = False,
 ) -> argparse.ArgumentParser:
-    """Makes the parser of `python -m jaxsp.COMMAND`.
+    """Makes the parser of `jaxsp COMMAND`, also started as `python -m jaxsp.COMMAND`.
 
     Args:
         documents_fields: --help documents every field of the config.
@@ -72,7 +72,7 @@ def make_parser(
     if documents_fields:
         epilog = f"fields of CONFIG.yaml:\n\n{config_errors.describe_fields()}"
     parser = _Parser(
-        prog=f"python -m jaxsp.{command}",
+        prog=f"jaxsp {command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,13 +90,13 @@ def make_parser(
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also prints the traceback of an error, and in jaxsp.train the first rows of each "
-        "device",
+        help="also prints the traceback of an error, and in jaxsp train details of the run and the "
+        "first rows of each device",
     )
     if is_multi_process:
         group = parser.add_argument_group(
             "several processes",
-            "The process is detected under jaxsp.launch, torchrun, srun and Open MPI's mpirun. "
+            "The process is detected under jaxsp launch, torchrun, srun and Open MPI's mpirun. "
             "For other launchers, set:",
         )
         group.add_argument(

@@ -1,4 +1,4 @@
-"""python -m jaxsp.eval WHAT [key.path=value ...]: loss, perplexity and accuracy on eval sets.
+"""jaxsp eval WHAT [key.path=value ...]: loss, perplexity and accuracy on eval sets.
 
 Results of a run's checkpoint are appended to the run's eval.jsonl. No field distinguishes them from
 the lines that training wrote; use --out to keep them apart.

@@ -1,4 +1,4 @@
-"""python -m jaxsp.export RUN_OR_CHECKPOINT OUT_DIR: exports weights to Hugging Face format."""
+"""jaxsp export RUN_OR_CHECKPOINT OUT_DIR: exports weights to Hugging Face format."""
 
 import argparse
 import pathlib

@@ -1,6 +1,6 @@
 """Trains with one process per GPU of this node, and starts a job that hangs again.
 
-`python -m jaxsp.launch [--processes N] CONFIG.yaml [key.path=value ...]`. A job that fails, or that
+`jaxsp launch [--processes N] CONFIG.yaml [key.path=value ...]`. A job that fails, or that
 loses a process, is not started again. The first SIGTERM, SIGINT or SIGHUP is forwarded to the
 processes, which write a checkpoint if there is time; a second one kills them.
 """
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "launch",
-        "Trains as python -m jaxsp.train does, with one process for each GPU of this node.",
+        "Trains as jaxsp train does, with one process for each GPU of this node.",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
@@ -125,7 +125,7 @@ def _plan_processes(args: argparse.Namespace) -> list[Process]:
         if args.nodes == 1 and count != "1":
             problems.append(
                 f"{name} = {count}: {count} launches were started, and each would be a separate "
-                "job. Start jaxsp.train instead, or one launch per node with --nodes, --node and "
+                "job. Start jaxsp train instead, or one launch per node with --nodes, --node and "
                 "--coordinator."
             )
     problems.raise_if_any()

@@ -39,6 +39,7 @@ from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
@@ -71,7 +72,7 @@ def load_model(
 
     Args:
         source: folder with config.json and safetensors, or name of a model on the Hugging Face hub.
-        config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
+        config: groups of fields as in a config file (`jaxsp train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
             checkpoint, logging.trackers) have no effect. run.compilation_cache: only a folder has.
@@ -150,17 +151,44 @@ def pack(
         raise UserError(
             f"weights: the program was made with has_weights={program.has_weights}. {suggestion}"
         )
-    packed = Documents(
-        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
-        source_names=["documents"],
-        longest_row=config.data.max_row_tokens,
-        long_documents=config.data.long_documents,
-        field="documents",
-    )
-    data = dataset.pack_documents("documents", packed, config, digests=[""])
+    data = _pack_documents("documents", documents, program, labels, weights)
     schedule = data.make_schedule(config, num_steps=program.num_steps)
     loader = data.make_loader(config, schedule, program.place_rows)
     return (batch for batch, _ in loader.batches())
+
+
+def pack_once(
+    documents: NumberLists,
+    program: Program,
+    *,
+    labels: NumberLists | None = None,
+    name: str = "eval",
+) -> PackedDataset:
+    """Packs documents for `Evaluator.evaluate`, which reads each of them once.
+
+    Args:
+        documents: as in `pack`, also `program`, `labels` and the errors.
+        name: name of the eval set in the result.
+    """
+    return _pack_documents(name, documents, program.for_longest_rows, labels, weights=None)
+
+
+def _pack_documents(
+    name: str,
+    documents: NumberLists,
+    program: Program,
+    labels: NumberLists | None,
+    weights: NumberLists | None,
+) -> PackedDataset:
+    data = program.config.data
+    packed = Documents(
+        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
+        source_names=["documents"],
+        longest_row=data.max_row_tokens,
+        long_documents=data.long_documents,
+        field="documents",
+    )
+    return dataset.pack_documents(name, packed, program.config, digests=[""])
 
 
 def save_model(
@@ -237,7 +265,7 @@ def _prepare_to_save(
     if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
         raise UserError(
             "save_model: must run in one process that drives all devices, but this is one of "
-            f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
+            f"{jax.process_count()}. Use `jaxsp train` and `jaxsp export`."
         )
     source = program.config.model.source
     assert source is not None, "load_model sets model.source"

@@ -1,4 +1,4 @@
-"""python -m jaxsp.plan CONFIG.yaml [key.path=value ...]
+"""jaxsp plan CONFIG.yaml [key.path=value ...]
 
 Plans memory, traffic and time of a run on absent GPUs.
 """

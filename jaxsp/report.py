@@ -1,4 +1,4 @@
-"""python -m jaxsp.report RUN...: one HTML page about a run, or about several side by side."""
+"""jaxsp report RUN...: one HTML page about a run, or about several side by side."""
 
 import argparse
 import pathlib

@@ -1,4 +1,4 @@
-"""python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains a model."""
+"""jaxsp train CONFIG.yaml [key.path=value ...]: trains a model."""
 
 import argparse
 import os
@@ -84,7 +84,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--preview",
         metavar="N",
         type=int,
-        help="prints what is learned of each source's first N records, or of one record of each "
+        help="prints the loss tokens of each source's first N records, or of one record of each "
         "kind, and trains nothing",
     )
     return parser

@@ -1,9 +1,8 @@
-"""Writes the references of configs/README.md: config fields, and fields of JSON lines.
+"""Writes the generated pages below configs/: config fields, and fields of JSON lines.
 
     python -m scripts.config_reference
 
-Config fields come from `python -m jaxsp.train --help`, the others from the docstrings of the
-dataclasses. Each part of the file is between two marker comments.
+Config fields come from `jaxsp train --help`, the others from the docstrings of the dataclasses.
 """
 
 import ast
@@ -19,26 +18,42 @@ from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
 from jaxsp.training.evaluator import EvalResult
-from scripts import generated_text
 
-FILE = pathlib.Path(__file__).parent.parent / "configs/README.md"
+FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 LINES = {
-    "metrics reference": MetricsLine,
-    "eval reference": EvalResult,
-    "nonfinite reference": NonfiniteStep,
-    "starts reference": StartLine,
+    "metrics.jsonl": MetricsLine,
+    "eval.jsonl": EvalResult,
+    "nonfinite_steps.jsonl": NonfiniteStep,
+    "starts.jsonl": StartLine,
 }
-"""Dataclasses of JSON lines, by the part of the file that lists their fields."""
+"""Dataclass of each file of JSON lines in a run directory."""
 
 WIDTH = 100
 
+_FIELDS_HEAD = """# Config fields
 
-def render_parts() -> dict[str, str]:
-    """The generated parts of the file, by name."""
-    parts = {name: render_dataclass(cls) for name, cls in LINES.items()}
-    parts["config reference"] = render_config(config_errors.describe_fields())
-    return parts
+Fields of a config file, by section, as `jaxsp train --help` prints them.
+`python -m scripts.config_reference` writes this page.
+
+"""
+
+_METRICS_HEAD = """# Metrics
+
+Files of JSON lines in a run directory. Every number has one meaning on every mesh.
+[Trackers](../guide/monitoring.md#trackers) show the same numbers.
+`python -m scripts.config_reference` writes this page.
+
+"""
+
+
+def render_pages() -> dict[str, str]:
+    """The generated pages, by their path below the folder."""
+    lines = [f"## {name}\n\n{render_dataclass(cls)}" for name, cls in LINES.items()]
+    return {
+        "reference/fields.md": _FIELDS_HEAD + render_config(config_errors.describe_fields()),
+        "reference/metrics.md": _METRICS_HEAD + "\n".join(lines),
+    }
 
 
 def render_config(help_text: str) -> str:
@@ -47,13 +62,13 @@ def render_config(help_text: str) -> str:
     blocks = []
     for index, line in enumerate(lines):
         if section := re.fullmatch(r"(\w+): (.+)", line):
-            blocks.append(f"### {section[1]}\n\n{_wrap(section[2])}\n\n")
+            blocks.append(f"## {section[1]}\n\n{_wrap(section[2])}\n\n")
         elif field := re.fullmatch(r"  (\S+)  \((.+); (required|default .*)\)", line):
             name, kind, default = field.groups()
             blocks.append(
                 _render_field(name, f"{kind}; {_quote_default(default)}", lines[index + 1].strip())
             )
-    return "".join(blocks).replace("\n### ", "\n\n### ")
+    return "".join(blocks).replace("\n## ", "\n\n## ")
 
 
 def render_dataclass(cls: type) -> str:
@@ -103,8 +118,8 @@ def _wrap(text: str, indent: str = "") -> str:
 
 
 def main() -> None:
-    for name, text in render_parts().items():
-        generated_text.write_part(FILE, name, text)
+    for name, text in render_pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

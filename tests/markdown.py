@@ -7,9 +7,14 @@ from collections.abc import Iterator
 REPO = pathlib.Path(__file__).parent.parent
 
 
-def readmes(repo: pathlib.Path = REPO) -> list[pathlib.Path]:
-    """README.md at the top and in the folders directly below."""
-    return [repo / "README.md", *sorted(repo.glob("*/README.md"))]
+def pages(repo: pathlib.Path = REPO) -> list[pathlib.Path]:
+    """README.md at the top and in the folders directly below, and the pages of configs/."""
+    return [repo / "README.md", *sorted(repo.glob("*/README.md")), *guides(repo)]
+
+
+def guides(repo: pathlib.Path = REPO) -> list[pathlib.Path]:
+    """Pages of configs/guide/ and configs/reference/."""
+    return sorted(repo.glob("configs/*/*.md"))
 
 
 def code_blocks(text: str, language: str = "") -> list[str]:

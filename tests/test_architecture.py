@@ -8,12 +8,9 @@ import fnmatch
 import graphlib
 import pathlib
 import re
-import textwrap
 from collections.abc import Iterator
 
 import pytest
-
-from scripts import generated_text
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -144,49 +141,27 @@ def wrong_files(repo: pathlib.Path) -> Iterator[str]:
 
 
 README = pathlib.Path("jaxsp/README.md")
-
-PART = "modules"
-"""Generated part of README that lists all modules."""
-
-MAX_COLUMNS = 100
+"""File with a line for each package, in the code block below "Packages"."""
 
 
-def render_modules(repo: pathlib.Path) -> str:
-    """Markdown list of the modules of jaxsp, each with the first sentence of its docstring."""
-    entries = []
-    for folder in [repo / "jaxsp", *sorted((repo / "jaxsp").rglob("*/"))]:
-        if not any(file.stat().st_size for file in folder.rglob("*.py")):
-            continue
-        depth = len(folder.relative_to(repo).parts) - 1
-        entries.append(("  " * depth + folder.name + "/", ""))
-        for file in sorted(folder.glob("*.py")):
-            if file.stat().st_size:
-                entries.append(("  " * (depth + 1) + file.name, first_sentence(file)))
-    column = max(len(name) for name, _ in entries) + 2
-    lines = []
-    for name, description in entries:
-        wrapped = textwrap.wrap(
-            description, MAX_COLUMNS - column, break_long_words=False, break_on_hyphens=False
-        )
-        first, *rest = wrapped or [""]
-        lines.append(f"{name:<{column}}{first}".rstrip())
-        lines += [" " * column + line for line in rest]
-    return "\n".join(["```", *lines, "```", ""])
+def wrong_package_list(repo: pathlib.Path) -> Iterator[str]:
+    """Packages that README does not list, and lines for packages that do not exist."""
+    text = (repo / README).read_text(encoding="utf-8").partition("## Packages")[2]
+    listed = re.findall(
+        r"^([\w/]+)/ ", text.partition("```\n")[2].partition("```")[0], re.MULTILINE
+    )
+    packages = {
+        str(file.parent.relative_to(repo / "jaxsp"))
+        for file in python_files(repo, "jaxsp")
+        if file.stat().st_size and file.parent != repo / "jaxsp"
+    }
+    for name in sorted(packages - set(listed)):
+        yield f"{README}: has no line for {name}/"
+    for name in sorted(set(listed) - packages):
+        yield f"{README}: there is no package {name}/"
 
 
-def first_sentence(file: pathlib.Path) -> str:
-    """First sentence of a module's docstring, without its period."""
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return re.split(r"\. (?=[A-Z])", paragraph)[0].removesuffix(".")
-
-
-def wrong_module_list(repo: pathlib.Path) -> Iterator[str]:
-    if generated_text.read_part(repo / README, PART) != render_modules(repo):
-        yield f"{README}: the module list is out of date. Run python -m tests.test_architecture"
-
-
-@pytest.mark.parametrize("check", [wrong_imports, cycles, wrong_files])
+@pytest.mark.parametrize("check", [wrong_imports, cycles, wrong_files, wrong_package_list])
 def test_this_repository(check):
     assert list(check(REPO)) == []
 
@@ -248,8 +223,8 @@ VIOLATIONS = [
     (wrong_files, {"../tests/utils": "x = 1"}, "tests/utils.py: a catch-all name"),
     (wrong_files, {"common/x": "x = 1"}, "jaxsp/common/x.py: a catch-all name"),
     (wrong_files, {"data/__init__": "x = 1"}, "jaxsp/data/__init__.py: is not empty"),
-    (wrong_module_list, {"core/new": '"""New module."""'}, "the module list is out of date"),
-    (wrong_module_list, {"core/axes": '"""Other words."""'}, "the module list is out of date"),
+    (wrong_package_list, {"core/new/axes": "x = 1"}, "has no line for core/new/"),
+    (wrong_package_list, {"hf/names": ""}, "there is no package hf/"),
 ]
 
 
@@ -258,10 +233,10 @@ def test_each_check_finds_a_violation(tmp_path, check, files, violation):
     modules = ("train", "core/axes", "core/errors", "training/loss", "hf/names")
     valid = {f"jaxsp/{name}.py": "x = 1" for name in modules}
     valid["jaxsp/attention/__init__.py"] = "from jaxsp.core import axes"
-    valid[str(README)] = f"<!-- begin {PART} -->\n<!-- end {PART} -->\n"
+    packages = "core/ a\nattention/ a\ntraining/ a\nhf/ a\n"
+    valid[str(README)] = f"## Packages\n\n```\n{packages}```\n"
     for name, text in valid.items():
         write(tmp_path / name, text)
-    generated_text.write_part(tmp_path / README, PART, render_modules(tmp_path))
     assert list(check(tmp_path)) == []
     for name, text in files.items():
         write(tmp_path / f"jaxsp/{name}.py", text)
@@ -271,24 +246,3 @@ def test_each_check_finds_a_violation(tmp_path, check, files, violation):
 def write(path: pathlib.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-
-
-def test_modules_are_listed_with_the_first_sentence_of_their_docstrings(tmp_path):
-    long_text = "Names of axes" + ", and more of them" * 5 + ". Second sentence."
-    write(tmp_path / "jaxsp/train.py", '"""python -m jaxsp.train: trains."""')
-    write(tmp_path / "jaxsp/data/chat/axes.py", f'"""{long_text}\n\nSecond paragraph."""')
-    write(tmp_path / "jaxsp/empty/__init__.py", "")
-    assert render_modules(tmp_path).splitlines() == [
-        "```",
-        "jaxsp/",
-        "  train.py     python -m jaxsp.train: trains",
-        "  data/",
-        "    chat/",
-        "      axes.py  Names of axes" + ", and more of them" * 3 + ", and more of",
-        "               them, and more of them",
-        "```",
-    ]
-
-
-if __name__ == "__main__":
-    generated_text.write_part(REPO / README, PART, render_modules(REPO))

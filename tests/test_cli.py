@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -9,12 +10,13 @@ import tempfile
 
 import pytest
 
-from jaxsp import cli
+from jaxsp import __main__, cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
 from jaxsp.runtime import distributed, standard_streams
 from jaxsp.runtime.cluster import Process
+from tests import commands
 
 
 def fails(error):
@@ -148,3 +150,40 @@ def test_a_message_that_cannot_be_written_does_not_change_the_exit_code():
         "from jaxsp import cli; cli.run_command(lambda _: 1 / 0)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
+
+
+def test_jaxsp_without_a_command_lists_all_that_exist_without_importing_them():
+    program = "import sys; from jaxsp.__main__ import main; main(); sys.exit('jax' in sys.modules)"
+    done = commands.run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"^  (\w+) +\w", done.stdout, re.MULTILINE)
+    modules = [
+        file.stem
+        for file in (commands.REPO / "jaxsp").glob("*.py")
+        if "cli.run_command(main)" in file.read_text(encoding="utf-8")
+    ]
+    assert sorted(listed) == sorted(modules)
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_jaxsp_starts_the_command_that_it_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxsp", "report", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: jaxsp report ")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"), [("trian", "Use train."), ("x\x1b", "Use train, plan, eval, export")]
+)
+def test_a_command_that_does_not_exist_is_refused_with_those_that_do(
+    monkeypatch, capsys, name, suggestion
+):
+    monkeypatch.setattr(sys, "argv", ["jaxsp", name])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert suggestion in printed
+    assert "\x1b" not in printed

@@ -16,10 +16,7 @@ def test_a_config_is_valid_and_its_header_has_its_command(path):
     header = [
         line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
     ]
-    assert any(
-        f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.")
-        for line in header
-    )
+    assert any(f"configs/{path.name}" in line and line.startswith("#   jaxsp ") for line in header)
 
 
 def test_no_two_configs_write_to_the_same_directory():

@@ -20,6 +20,7 @@ CHECKED = ("jaxsp", "scripts", "tests")
 TEXT_FILES = (
     "README.md",
     "*/README.md",
+    "configs/guide/*.md",
     "configs/*.yaml",
     "scripts/**/*.sh",
     "scripts/launch/*",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp import library
+from jaxsp import library, trainer
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
@@ -205,9 +205,10 @@ def test_settings_that_do_not_work_are_refused(base):
 
 
 @pytest.mark.e2e
-def test_the_example_trains_and_saves(tmp_path):
+@pytest.mark.parametrize("module", [library, trainer])
+def test_the_example_trains_and_saves(tmp_path, module):
     """The code at the top of the module, as it stands there, on four CPU devices."""
-    code = textwrap.dedent(library.__doc__.partition("Example:\n")[2])
+    code = textwrap.dedent(module.__doc__.partition("Example:\n")[2])
     make_folder(tmp_path / "models/base", batches.SMALL_LLAMA)
     (tmp_path / "texts.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
     environment = os.environ | {
@@ -218,7 +219,7 @@ def test_the_example_trains_and_saves(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    steps = [line.split() for line in done.stdout.splitlines()]
+    steps = [line.split() for line in done.stdout.splitlines()[:10]]
     assert [int(number) for number, _ in steps] == list(range(1, 11))
     assert float(steps[0][1]) > 5, "ln 257 is 5.5"
     assert float(steps[-1][1]) < float(steps[0][1]) - 0.2

@@ -118,12 +118,12 @@ def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_two_meshes_of_the_readme_give_the_same_numbers(tmp_path):
+def test_the_two_meshes_of_the_guide_give_the_same_numbers(tmp_path):
     """With XLA's optimizations, which other tests switch off."""
-    readme = (commands.REPO / "README.md").read_text(encoding="utf-8")
+    guide = (commands.REPO / "configs/guide/gpus.md").read_text(encoding="utf-8")
     matches = [
-        re.match(r"python -m (jaxsp\.train .* run\.directory=(\S+) .*)", line)
-        for line in markdown.commands(readme)
+        re.match(r"(jaxsp train .* run\.directory=(\S+) .*)", line)
+        for line in markdown.commands(guide)
     ]
     runs = [match.groups() for match in matches if match]
     assert len(runs) == 2

@@ -1,20 +1,20 @@
-"""Banner and summary: what a run will do, printed before its first step, and what it did."""
+"""Banner: what a run will do, printed before its first step."""
 
 import collections
+import itertools
 import platform
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes, durations, units, urls
+from jaxsp.core import axes, durations, units
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.summary import format_count
 from jaxsp.hf import context_range
 from jaxsp.model import adapters, flops
-from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_paths
@@ -24,30 +24,52 @@ from jaxsp.training.optimizers import param_groups, schedules
 from jaxsp.training.program import Program
 
 
-def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
-    """Returns the banner: pairs of a label and a text. Entries without text are left out."""
-    entries = [
-        ("training", _describe_steps(program, inputs)),
-        ("optimizer", _describe_optimizer(program)),
-        ("batch", _describe_batch(program)),
-        ("model", _describe_model(program, inputs)),
-        ("rope", describe_rope(program)),
-        ("start", inputs.weights_origin),
-        ("changed", ", ".join(inputs.start.config_changes)),
-        *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
-        ("stop", _describe_stop(inputs)),
-        ("note", _describe_long_documents(program, inputs)),
-        ("evaluation", _describe_evaluation(program, inputs)),
-        ("devices", _describe_devices(program)),
+class BannerEntry(NamedTuple):
+    """One entry of the banner. Entries without text are left out."""
+
+    label: str
+    text: str
+    """Everything, for banner.txt and --verbose."""
+    short: str | None = None
+    """Text for a terminal without --verbose. None: the same text; empty: no entry."""
+
+
+def describe_run(program: Program, inputs: RunInputs) -> list[BannerEntry]:
+    """Returns the banner, first the lines that users check before they wait for a run."""
+    return [
+        BannerEntry("training", _describe_steps(program, inputs)),
+        BannerEntry("batch", _describe_batch(program)),
+        _describe_optimizer(program),
+        BannerEntry("model", _describe_model(program, inputs)),
+        BannerEntry("rope", describe_rope(program)),
+        BannerEntry("start", inputs.weights_origin),
+        BannerEntry("changed", ", ".join(inputs.start.config_changes)),
+        *itertools.starmap(
+            BannerEntry,
+            summary.describe_data(inputs.train_set, program.config, inputs.schedule),
+        ),
+        BannerEntry("stop", _describe_stop(inputs)),
+        BannerEntry("note", _describe_long_documents(program, inputs)),
+        BannerEntry("evaluation", _describe_evaluation(program, inputs)),
+        BannerEntry("devices", _describe_devices(program)),
         *_describe_meshes(program, inputs),
-        ("weights", _describe_placement(program)),
+        BannerEntry("weights", _describe_placement(program), short=""),
         *_describe_attention(program, inputs),
         *_describe_memory(program),
-        ("XLA", program.compile_options.description),
-        ("output", _describe_output(program, inputs)),
-        ("trackers", _describe_trackers(program)),
+        _describe_xla(program),
+        _describe_output(program, inputs),
+        BannerEntry("trackers", _describe_trackers(program)),
     ]
-    return [(label, text) for label, text in entries if text]
+
+
+def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tuple[str, str]]:
+    """Pairs of a label and a text: of the whole banner, or of the short one."""
+    pairs = []
+    for entry in entries:
+        text = entry.text if is_verbose or entry.short is None else entry.short
+        if text:
+            pairs.append((entry.label, text))
+    return pairs
 
 
 def _describe_devices(program: Program) -> str:
@@ -58,41 +80,60 @@ def _describe_devices(program: Program) -> str:
     return f"{text}, jax {jax.__version__}, Python {platform.python_version()}"
 
 
-def _describe_meshes(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
+def _describe_meshes(program: Program, inputs: RunInputs) -> list[BannerEntry]:
     """The mesh, or that of each row length, the longest first."""
-    lengths = list(reversed(program.config.data.row_lengths))
-    texts = {length: _describe_mesh(program.row_mesh(length).mesh) for length in lengths}
-    origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
-    return _describe_by_length("mesh", {length: text + origin for length, text in texts.items()})
-
-
-def _describe_attention(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
-    """Attention, or that of each row length, the longest first."""
-    choices = reversed(list(inputs.attention_choices.items()))
-    return _describe_by_length(
-        "attention",
-        {length: attention.describe(choice, program.model) for length, choice in choices},
-    )
-
-
-def _describe_memory(program: Program) -> list[tuple[str, str]]:
-    """Memory options, or those of each row length, the longest first."""
     lengths = reversed(program.config.data.row_lengths)
-    return _describe_by_length(
-        "memory",
-        {
-            length: memory_descriptions.describe(program.with_row_tokens(length))
-            for length in lengths
-        },
-    )
+    origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
+    texts = {length: _describe_mesh(program.row_mesh(length).mesh) + origin for length in lengths}
+    return _describe_by_length("mesh", texts)
 
 
-def _describe_by_length(label: str, texts: Mapping[int, str]) -> list[tuple[str, str]]:
+def _describe_attention(program: Program, inputs: RunInputs) -> list[BannerEntry]:
+    """Attention, or that of each row length, the longest first."""
+    choices = dict(reversed(list(inputs.attention_choices.items())))
+    texts = {
+        length: attention.describe(choice, program.model) for length, choice in choices.items()
+    }
+    shorts = {}
+    for length, choice in choices.items():
+        shorts[length], _, rest = texts[length].partition("; ")
+        if rest and choice.fallback_reason:
+            shorts[length] += f" ({choice.kernel.name} because {choice.fallback_reason})"
+    return _describe_by_length("attention", texts, shorts)
+
+
+def _describe_memory(program: Program) -> list[BannerEntry]:
+    """Memory options, or those of each row length, the longest first."""
+    lengths = program.config.data.row_lengths
+    texts = {
+        length: memory_descriptions.describe(program.with_row_tokens(length))
+        for length in reversed(lengths)
+    }
+    return _describe_by_length("memory", texts, dict.fromkeys(lengths, ""))
+
+
+def _describe_by_length(
+    label: str, texts: Mapping[int, str], shorts: Mapping[int, str] | None = None
+) -> list[BannerEntry]:
     """Entries with the text of each row length, or a single one if all are equal."""
+    shorts = shorts or texts
+    first = next(iter(texts))
     if len(set(texts.values())) == 1:
-        return [(label, next(iter(texts.values())))]
-    lines = [f"rows of {length:,} tokens: {text}" for length, text in texts.items()]
-    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
+        return [BannerEntry(label, texts[first], short=shorts[first])]
+    entries = []
+    for length, text in texts.items():
+        name = f"rows of {length:,} tokens: "
+        short = name + shorts[length] if shorts[length] else ""
+        entries.append(BannerEntry(label if length == first else "", name + text, short=short))
+    return entries
+
+
+def _describe_xla(program: Program) -> BannerEntry:
+    """XLA's options, shown to all if the config has some."""
+    run = program.config.run
+    is_requested = run.deterministic or bool(run.xla_options)
+    text = program.compile_options.description
+    return BannerEntry("XLA", text, short=text if is_requested else "")
 
 
 def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
@@ -193,15 +234,16 @@ def _describe_steps(program: Program, inputs: RunInputs) -> str:
     return f"{text}; learning rate {config.optimizer.learning_rate:g}"
 
 
-def _describe_optimizer(program: Program) -> str:
+def _describe_optimizer(program: Program) -> BannerEntry:
     config = program.config.optimizer
     num_warmup_steps = config.num_warmup_steps(program.num_steps)
-    text = (
+    short = (
         f"{config.name}, {schedules.describe(config, program.num_steps)}, "
         f"{format_count(num_warmup_steps, 'warmup step')}"
     )
     if num_warmup_steps >= program.num_steps:
-        text += " (the run ends during warmup)"
+        short += " (the run ends during warmup)"
+    text = short
     if config.max_grad_norm:
         text += f", gradients clipped to norm {config.max_grad_norm:g}"
     num_shards = device_mesh.num_shards(program.mesh)
@@ -210,7 +252,7 @@ def _describe_optimizer(program: Program) -> str:
     if state:
         text += f", {units.format_bytes(state)} of state per device"
     groups = param_groups.describe(config, program.table)
-    return "; ".join([text, *groups])
+    return BannerEntry("optimizer", "; ".join([text, *groups]), short="; ".join([short, *groups]))
 
 
 def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
@@ -269,7 +311,7 @@ def _describe_stop(inputs: RunInputs) -> str:
     return f"{inputs.stop_tokens}; the export has eos_token_id {inputs.hf_config['eos_token_id']}"
 
 
-def _describe_output(program: Program, inputs: RunInputs) -> str:
+def _describe_output(program: Program, inputs: RunInputs) -> BannerEntry:
     config = program.config
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
@@ -288,7 +330,12 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
             interval = durations.to_text(config.run.save_interval)
         times = f"every {interval} and at the end"
     names += ["model/", f"checkpoints/ ({times})"]
-    return f"{config.run.directory}: {', '.join(names)}"
+    directory = config.run.directory
+    return BannerEntry(
+        "output",
+        f"{directory}: {', '.join(names)}",
+        short=f"{directory}, with a checkpoint {times}; details: {directory}/banner.txt",
+    )
 
 
 def _describe_trackers(program: Program) -> str:
@@ -297,39 +344,3 @@ def _describe_trackers(program: Program) -> str:
         return ""
     run = TrackedRun(program.config, from_step=0, is_resume=False)
     return registry.describe(run, program.config.logging.trackers)
-
-
-def summarize_run(
-    program: Program,
-    first: MetricsLine,
-    last: MetricsLine,
-    *,
-    recent_losses: Sequence[float],
-    seconds: float,
-    steps_s: float,
-    has_eval_sets: bool,
-) -> list[tuple[str, str]]:
-    """Returns the summary of a finished run, with the commands to run next.
-
-    Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
-    """
-    directory = program.config.run.directory
-    out = "hf" if urls.is_url(directory) else f"{directory}/hf"
-    num_steps = format_count(last.step - first.step + 1, "step")
-    num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens
-    first_loss = "none" if first.loss is None else f"{first.loss:.4f}"
-    mean_loss = f"{statistics.mean(recent_losses):.4f}" if recent_losses else "none"
-    recent_steps = format_count(len(recent_losses), "step")
-    duration = durations.describe(seconds)
-    commands = [f"report {directory}", f"export {directory} {out}"]
-    if has_eval_sets:
-        commands.insert(1, f"eval {directory}")
-    return [
-        ("trained", f"{num_steps}, {format_count(num_tokens, 'token')} in {duration}"),
-        ("loss", f"{first_loss} at step {first.step}, mean of the last {recent_steps} {mean_loss}"),
-        ("speed", f"{num_tokens / steps_s:,.0f} tokens/s, mean of the steps"),
-        ("output", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
-        *zip(
-            ("next", "", ""), (f"python -m jaxsp.{command}" for command in commands), strict=False
-        ),
-    ]

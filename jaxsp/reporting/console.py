@@ -41,7 +41,7 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
     """
     for label, text in pairs:
         lines = [text]
-        if not text.startswith("python -m"):
+        if not text.startswith("jaxsp "):
             lines = textwrap.wrap(
                 text,
                 width=max(columns - LABEL_COLUMNS - 1, 1),

@@ -1,6 +1,6 @@
 """Preview of the training data: records of each source, with the tokens that have a loss.
 
-Printed by `python -m jaxsp.train CONFIG.yaml --preview`.
+Printed by `jaxsp train CONFIG.yaml --preview`.
 """
 
 import itertools

@@ -192,7 +192,7 @@ def make_start_point(
     saved = config_file.parse(meta.config)
     merge = " --merge" if saved.adapter.type != "none" else ""
     suggestion = (
-        "Undo the change, or start a new run with these weights: python -m jaxsp.export "
+        "Undo the change, or start a new run with these weights: jaxsp export "
         f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
     problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)

@@ -15,8 +15,8 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.step_records import StepCounts
-from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
+from jaxsp.reporting import run_summary, starts
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
@@ -278,7 +278,7 @@ class Session:
                 "the same command resumes from there"
             )
             return
-        summary_pairs = banner.summarize_run(
+        summary_pairs = run_summary.summarize_run(
             self._program,
             self._log.first_line,
             self._log.last_line,

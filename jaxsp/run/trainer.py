@@ -30,7 +30,8 @@ def train(
 
     Args:
         preemption: handles requests to stop early. The same command then resumes the run.
-        verbose: print which rows each sequence-parallel group gets in the first step.
+        verbose: print the whole banner, and which rows each sequence-parallel group gets in the
+            first step.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
             checkpoint or the run directory cannot be used.
@@ -45,8 +46,8 @@ def train(
         completion.finish_run(program.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
-    description = banner.describe_run(program, inputs)
-    output.print_pairs(console, description)
+    entries = banner.describe_run(program, inputs)
+    output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
     preflight.report_checks(program, inputs, console)
     compiled = preflight.compile_steps(program, inputs, console)
     start_line = starts.describe_start(
@@ -58,7 +59,8 @@ def train(
     )
     if verbose:
         session.print_assignments()
-    with session.open(output.format_pairs(description), start_line):
+    banner_text = output.format_pairs(banner.select_pairs(entries, is_verbose=True))
+    with session.open(banner_text, start_line):
         if session.evaluate_before_training(state):
             state = run_steps(session, compiled.functions, state)
             session.save_last(state)

@@ -79,7 +79,7 @@ def detect_process(
     if "PMI_SIZE" in variables and _parse_int(variables, "PMI_SIZE", minimum=1) > 1:
         raise UserError(
             f"PMI_SIZE = {variables['PMI_SIZE']}: mpirun must be that of Open MPI. "
-            f"Use srun, torchrun or python -m jaxsp.launch, or pass {_ARGUMENTS}."
+            f"Use srun, torchrun or jaxsp launch, or pass {_ARGUMENTS}."
         )
     return Process()
 
@@ -171,7 +171,7 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
         raise UserError(
             f"OMPI_COMM_WORLD_SIZE = {count}: the address of process 0 is missing, since this "
             "mpirun does not publish one. Set it for all processes: "
-            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 python -m jaxsp.train ..."
+            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 jaxsp train ..."
         )
     return Process(
         index=index,

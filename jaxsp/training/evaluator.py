@@ -1,4 +1,4 @@
-"""Evaluation of eval sets, for training and for jaxsp.eval."""
+"""Evaluation of eval sets, for training and for jaxsp eval."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from jaxsp.training.step_gradients import StepTotals
 class EvalResult:
     """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
 
-    jaxsp.eval appends lines too. No field distinguishes them from the lines of the run.
+    jaxsp eval appends lines too. No field distinguishes them from the lines of the run.
     """
 
     step: int
@@ -98,32 +98,40 @@ class Evaluator:
             on_batch: called after each batch.
         """
         for data in self._eval_sets:
-            compute_totals = self._compiled_totals
-            began = time.perf_counter()
-            loader = data.make_loader(
-                self._config,
-                data.make_schedule(self._config, epochs=1),
-                self._program.place_rows,
-            )
-            totals = []
-            dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
-            for batch_totals in _fetch_one_behind(dispatched):
-                totals.append(batch_totals)
-                on_batch()
-            num_loss_tokens = _sum_counts(totals, "num_loss_tokens")
-            loss = sum(float(batch_totals.loss) for batch_totals in totals) / num_loss_tokens
-            yield EvalResult(
-                step=num_steps,
-                data=data.name,
-                loss=loss if math.isfinite(loss) else None,
-                perplexity=math.exp(loss) if loss < 700 else None,
-                token_accuracy=_sum_counts(totals, "num_correct") / num_loss_tokens,
-                num_documents=len(data.documents.lengths),
-                num_rows=_sum_counts(totals, "num_rows"),
-                num_tokens=_sum_counts(totals, "num_tokens"),
-                num_loss_tokens=num_loss_tokens,
-                seconds=time.perf_counter() - began,
-            )
+            yield self.evaluate(data, master, num_steps=num_steps, on_batch=on_batch)
+
+    def evaluate(
+        self,
+        data: PackedDataset,
+        master: layers.Weights,
+        *,
+        num_steps: int,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> EvalResult:
+        """Returns the result of these weights on one eval set. Args: see `run`."""
+        compute_totals = self._compiled_totals
+        began = time.perf_counter()
+        schedule = data.make_schedule(self._config, epochs=1)
+        loader = data.make_loader(self._config, schedule, self._program.place_rows)
+        totals = []
+        dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
+        for batch_totals in _fetch_one_behind(dispatched):
+            totals.append(batch_totals)
+            on_batch()
+        num_loss_tokens = _sum_counts(totals, "num_loss_tokens")
+        loss = sum(float(batch_totals.loss) for batch_totals in totals) / num_loss_tokens
+        return EvalResult(
+            step=num_steps,
+            data=data.name,
+            loss=loss if math.isfinite(loss) else None,
+            perplexity=math.exp(loss) if loss < 700 else None,
+            token_accuracy=_sum_counts(totals, "num_correct") / num_loss_tokens,
+            num_documents=len(data.documents.lengths),
+            num_rows=_sum_counts(totals, "num_rows"),
+            num_tokens=_sum_counts(totals, "num_tokens"),
+            num_loss_tokens=num_loss_tokens,
+            seconds=time.perf_counter() - began,
+        )
 
 
 def is_due(every: int | str | None, number: int) -> bool:

@@ -443,6 +443,7 @@ def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, 
     choice = choose(
         seq=8,
         strategy=strategy,
+        ulysses_degree=1,
         chunks_per_device=2,
         max_segments=1,
         deterministic=True,
@@ -484,6 +485,7 @@ def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that
     fields = {
         "seq": 8,
         "strategy": "ring",
+        "ulysses_degree": 1,
         "max_segments": 1,
         "deterministic": True,
         "device_bytes": 2 * GIB,
@@ -669,7 +671,7 @@ def test_rows_are_cut_into_chunks_that_cudnn_supports():
 
 def test_errors_for_chunks_give_the_length_of_whole_rows():
     """The suggested rows fit."""
-    fields = {"seq": 8, "strategy": "ring", "max_segments": 1}
+    fields = {"seq": 8, "ulysses_degree": 1, "strategy": "ring", "max_segments": 1}
     problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
     assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
@@ -706,7 +708,7 @@ FAR = ScoreConfig()
 
 def test_settings_fit_layers_with_and_without_windows():
     """Rows of halo and chunk are five times as long as chunks."""
-    fields = {"seq": 8, "strategy": "ring", "row_tokens": 2**22}
+    fields = {"seq": 8, "ulysses_degree": 1, "strategy": "ring", "row_tokens": 2**22}
     wide = ScoreConfig(window=2**20)
     both = choose(**fields, layer_scores=[FAR, wide]).settings
     assert both == choose(**fields, layer_scores=[wide, FAR]).settings

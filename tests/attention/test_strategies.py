@@ -96,8 +96,8 @@ def cases():
         for inner, degree in products:
             if inner * degree == seq and H % inner == 0:
                 outers = [
-                    outer_class(seq=degree, chunks_per_device=chunks)
-                    for outer_class in (Ring, AllGather)
+                    exchange(degree=degree, chunks_per_device=chunks)
+                    for exchange in (Ring, AllGather)
                     for chunks in (2, 8)
                     if chunks == 2 or (H, G) == (6, 2)
                 ]

@@ -7,7 +7,7 @@ import rich.console
 
 from jaxsp.reporting import console as output
 
-COMMAND = f"python -m jaxsp.export {'folder/' * 15}run hf"
+COMMAND = f"jaxsp export {'folder/' * 15}run hf"
 WORDS = [f"word{number}" for number in range(40)]
 PAIRS = [("training", " ".join(WORDS)), ("", "a second line"), ("next", COMMAND)]
 

@@ -91,7 +91,7 @@ def run_of(small_waits):
         case = CASES[name]
         model = batches.model(**case.model)
         strategy = None
-        if case.strategy != "auto":
+        if case.strategy in ("ring", "all_gather"):
             strategy = make_strategy(seq=case.sizes[-1], ulysses_degree=1, tokens=case.strategy)
         return runs.compile_in_thread(
             case.sizes,

@@ -319,7 +319,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "score": ScoreConfig(),
         "dtype": program.dtype,
         "device": gpu,
-        "strategy": None,
+        "strategy": attention.combine(1),
     }
     assert tried == [(choice.kernel, arguments), (program.remat_policy, [gpu], PREFETCH)]
     attention_line, offload_line = lines

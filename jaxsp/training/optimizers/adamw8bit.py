@@ -11,7 +11,7 @@ without a second name for the largest magnitude.
 Loses: in the decade below a block's largest magnitude, numbers of the first moment differ by up to
 7 % and of the second by up to 3.5 %, and by twice as much in each lower decade. Rounding also turns
 differences of gradients between meshes, of 1e-7, into a step of the table for a few numbers.
-configs/README.md has measured losses.
+configs/guide/optimizers.md has measured losses.
 """
 
 from typing import Any, NamedTuple

@@ -1,0 +1,62 @@
+"""Command `jaxsp`: starts the command that it is given, such as `jaxsp train CONFIG.yaml`."""
+
+import importlib
+import importlib.util
+import sys
+
+from jaxsp.core import errors
+
+_COMMANDS = {
+    "train": "trains a model and writes a run directory",
+    "plan": "plans memory, time and traffic of a run, without a GPU",
+    "eval": "computes loss and perplexity of a run or a model",
+    "export": "writes a run's weights as a Hugging Face folder",
+    "report": "writes one HTML page about one run or several",
+    "benchmark": "times steps of a config on this machine",
+    "launch": "trains with one process per GPU, and restarts after a hang",
+    "convert": "writes a config from one of another system",
+}
+"""Description of each command; its module has its name."""
+
+
+def main() -> None:
+    """Runs the command line of this process; without a command, lists them all."""
+    commands = _find_commands()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_describe(commands), flush=True)
+    elif name in commands:
+        from jaxsp import cli
+
+        sys.argv = [f"jaxsp {name}", *arguments]
+        cli.run_command(importlib.import_module(f"jaxsp.{name}").main)
+    else:
+        nearest = errors.find_nearest(name, commands)
+        suggestion = errors.format_choices([nearest] if nearest else commands)
+        print(errors.escape(f"jaxsp {name}: no such command. Use {suggestion}."), file=sys.stderr)
+        sys.exit(2)
+
+
+def _find_commands() -> dict[str, str]:
+    """Descriptions of the commands whose modules exist."""
+    return {
+        name: text for name, text in _COMMANDS.items() if importlib.util.find_spec(f"jaxsp.{name}")
+    }
+
+
+def _describe(commands: dict[str, str]) -> str:
+    lines = [f"  {name:<11}{text}" for name, text in commands.items()]
+    return "\n".join(
+        [
+            "usage: jaxsp COMMAND ...",
+            "",
+            *lines,
+            "",
+            "jaxsp COMMAND --help documents a command, jaxsp train --help data a section of the "
+            "config.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
