@@ -55,6 +55,7 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path):
     lines[9] |= {"loss": None, "token_accuracy": None, "checkpoint_wait_s": 2.5}
     evals = synthetic_runs.eval_lines([25, 50], names=("held out", "code"))
     starts = [synthetic_runs.start_line(), synthetic_runs.start_line(20, previous_step=24)]
+    starts[1]["memory"][0]["host"] = {"moments": 3 * 2**30}
     nonfinite = [{"step": 10, "loss": "nan"}]
     page = make_page(
         tmp_path, write_run(tmp_path / "a", lines, evals=evals, starts=starts, nonfinite=nonfinite)
@@ -81,11 +82,14 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path):
         assert trace["x"]["tokens"][1] == lines[49]["num_tokens_total"]
     losses = [line["loss"] for line in lines if line["loss"] is not None]
     steps_s = sum(line["step_s"] - line["data_wait_s"] for line in lines)
+    total_s = sum(line["step_s"] for line in lines) + 16 + 2.5 + 83
     for text in (
         f"{np.mean(losses[-20:]):.4f}",
-        f"steps, without waits {steps_s:.1f} data wait",
-        "evaluation 16.0 checkpoint wait 2.5 compilation 83.0",
-        "saved activations 26 other temporaries 17",
+        f"steps, without waits {steps_s:.1f} {steps_s / total_s:.1%} data wait",
+        f"evaluation 16.0 {16 / total_s:.1%} checkpoint wait 2.5 {2.5 / total_s:.1%}",
+        f"compilation 83.0 {83 / total_s:.1%}",
+        "saved activations 26 43.3% other temporaries 17 28.3%",
+        "Host memory by cause For each device. GiB a moments 3 100.0%",
         "compiled 60 GiB Memory per device, available 71 GiB",
         "Model org/model",
         f"books {lines[-1]['num_tokens_total']:,}",

@@ -28,6 +28,7 @@ Rows = list[list[str]]
 def summarize(run: RunRecord) -> dict[str, str]:
     """Returns label and text of the facts that a reader compares first."""
     start = run.starts[-1] if run.starts else {}
+    attention = f"{start.get('strategy') or 'whole rows'}, {start.get('kernel')}"
     model, batch, data = (run.config.get(section) or {} for section in ("model", "batch", "data"))
     available = _find_memory(run).get("device_available") or np.nan
     compiled = sum(_find_memory(run).get("device", {}).values()) or np.nan
@@ -51,9 +52,9 @@ def summarize(run: RunRecord) -> dict[str, str]:
         "Time": durations.describe(sum(measure_time(run).values())),
         "Status": _describe_status(run),
         "Model": str(model.get("source") or (model.get("config") or {}).get("model_type")),
-        "Devices": f"{start.get('num_devices', UNKNOWN)} x {start.get('device_kind', UNKNOWN)}",
+        "Devices": f"{start.get('num_devices')} x {start.get('device_kind')}" if start else UNKNOWN,
         "Mesh": describe(start.get("mesh") or run.config.get("mesh")),
-        "Attention": f"{start.get('strategy') or 'whole rows'}, {start.get('kernel', UNKNOWN)}",
+        "Attention": attention if start else UNKNOWN,
         "Rows per step": f"{batch.get('rows_per_step')} x {data.get('row_tokens')} tokens",
         "Tokens": _format(run.metrics["num_tokens_total"].max(), "{:,.0f}"),
         "Restarts": str(len(run.starts) - 1) if run.starts else "not recorded",
@@ -78,9 +79,11 @@ def _describe_status(run: RunRecord) -> str:
 
 def describe(value: Any) -> str:
     """Describes a value of starts.jsonl; of a mesh, the axes with several devices."""
+    if value is None:
+        return UNKNOWN
     if isinstance(value, dict):
         return " x ".join(f"{axis} {size}" for axis, size in value.items() if size != 1)
-    return "; ".join(map(str, value)) if isinstance(value, list) else str(value or 0)
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _find_memory(run: RunRecord) -> Mapping[str, Any]:
@@ -89,11 +92,9 @@ def _find_memory(run: RunRecord) -> Mapping[str, Any]:
     return max(entries, key=lambda entry: entry["row_tokens"], default={})
 
 
-def list_memory(run: RunRecord) -> dict[str, float]:
-    """GiB by cause, on a device and on its host."""
-    memory = _find_memory(run)
-    host = {f"{cause} on the host": size for cause, size in memory.get("host", {}).items()}
-    return {cause: size / 2**30 for cause, size in {**memory.get("device", {}), **host}.items()}
+def list_memory(run: RunRecord, place: str) -> dict[str, float]:
+    """GiB by cause, of one device. Args: place: device or host."""
+    return {cause: size / 2**30 for cause, size in _find_memory(run).get(place, {}).items()}
 
 
 def measure_time(run: RunRecord) -> dict[str, float]:
@@ -123,10 +124,10 @@ def list_notes(run: RunRecord) -> list[str]:
 
 
 def list_parts(parts: Sequence[Mapping[str, float]], form: str) -> list[list[Any]]:
-    """Rows of a table: part, and for each run its text and its ratio to the largest part."""
+    """Rows of a table: part, and for each run its text and its fraction."""
     frame = pd.DataFrame(parts).fillna(0.0)
-    ratios = frame.div(frame.max(axis=1), axis=0).fillna(0.0)
-    return [[x, *zip(map(form.format, frame[x]), ratios[x], strict=True)] for x in frame]
+    fractions = frame.div(frame.sum(axis=1), axis=0).fillna(0.0)
+    return [[x, *zip(map(form.format, frame[x]), fractions[x], strict=True)] for x in frame]
 
 
 def compare_configs(configs: Sequence[Any], *, is_neutral: Callable[[str], bool]) -> Rows:

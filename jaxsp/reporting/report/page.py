@@ -28,7 +28,8 @@ def render(runs: Sequence[RunRecord], differences: facts.Rows) -> str:
         notes=[note for run in runs for note in facts.list_notes(run)],
         charts=charts.build(runs),
         start_fields=facts.START_FIELDS,
-        memory=facts.list_parts([facts.list_memory(run) for run in runs], "{:.3g}"),
+        memory=facts.list_parts([facts.list_memory(run, "device") for run in runs], "{:.3g}"),
+        host_memory=facts.list_parts([facts.list_memory(run, "host") for run in runs], "{:.3g}"),
         times=facts.list_parts([facts.measure_time(run) for run in runs], "{:,.1f}"),
         sources=facts.list_parts([run.source_tokens for run in runs], "{:,.0f}"),
         starts=[
