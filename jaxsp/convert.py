@@ -1,4 +1,4 @@
-"""python -m jaxsp.convert FILE... --gpus N: prints the config for a run of another system."""
+"""jaxsp convert FILE... --gpus N: prints the config for a run of another system."""
 
 import argparse
 import pathlib
@@ -22,7 +22,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "Prints the config for a run of Axolotl (YAML), TRL (YAML, a Python script with\n"
         "SFTConfig(...), or a shell script) or ms-swift (a shell script, or YAML). Scripts are\n"
         "parsed and never executed. What cannot be converted is named in comments.\n\n"
-        "  python -m jaxsp.convert axolotl.yaml --gpus 8 > my.yaml",
+        "  jaxsp convert axolotl.yaml --gpus 8 > my.yaml",
     )
     parser.add_argument(
         "files",

@@ -29,7 +29,7 @@ from typing import Any
 from jaxsp import library
 from jaxsp.core.batch import Batch
 from jaxsp.library import NumberLists
-from jaxsp.training import memory_options, train_state
+from jaxsp.training import memory_compile, train_state
 from jaxsp.training.evaluator import EvalResult, Evaluator
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.train_state import TrainState
@@ -81,7 +81,7 @@ class Trainer:
         row_tokens = batch.tokens_BL.shape[-1]
         if row_tokens not in self._steps:
             program = self.program.with_row_tokens(row_tokens)
-            compiled = memory_options.compile_fitting_step(
+            compiled = memory_compile.compile_fitting_step(
                 program, workspace_bytes=program.attend.settings.workspace_bytes
             )
             self._steps[row_tokens] = compiled.executable

@@ -346,7 +346,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     [
         (["jaxsp.train", "no-such.yaml"], 2, "no-such.yaml"),
         (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
-        (["jaxsp.train", "tests/config/foreign/axolotl.yaml"], 2, "python -m jaxsp.convert"),
+        (["jaxsp.train", "tests/config/foreign/axolotl.yaml"], 2, "jaxsp convert"),
         (["jaxsp.train", "configs/quickstart.yaml", "--lr", "1e-5"], 2, "optimizer.learning_rate="),
         (
             ["jaxsp.train", "configs/quickstart.yaml", "run.directory=~nosuchuser/x"],

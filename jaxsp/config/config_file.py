@@ -172,7 +172,7 @@ def _find_foreign_options(fields: dict[str, Any]) -> list[str]:
 
 def _suggest_converter(path: str | pathlib.Path) -> str:
     """Sentence with the command that converts a file of another system."""
-    return f"Convert it: python -m jaxsp.convert {path} --gpus 8 > my.yaml."
+    return f"Convert it: jaxsp convert {path} --gpus 8 > my.yaml."
 
 
 def _suggest_start() -> list[str]:

@@ -48,8 +48,8 @@ _MAX_VALUE_CHARS = 60
 
 def list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     """Changed fields with both values; those without effect on the model come last, as one."""
-    before = dict(_flatten(saved.model_dump(mode="json")))
-    now = dict(_flatten(config.model_dump(mode="json")))
+    before = dict(flatten(saved.model_dump(mode="json")))
+    now = dict(flatten(config.model_dump(mode="json")))
     changes = {
         field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
         for field in before | now
@@ -71,7 +71,7 @@ def _shorten(value: Any) -> str:
     return yaml_io.shorten(yaml_io.format_value(value), _MAX_VALUE_CHARS)
 
 
-def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each value of nested fields with its name as in `key.path=value`.
 
     A list of mappings has nested fields; another list is a value, unless it is empty.
@@ -84,4 +84,4 @@ def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
         return
     items = fields.items() if isinstance(fields, dict) else enumerate(fields)
     for name, value in items:
-        yield from _flatten(value, f"{field}.{name}" if field else str(name))
+        yield from flatten(value, f"{field}.{name}" if field else str(name))

@@ -1,258 +1,156 @@
-"""Summary of a run: the numbers that a reader compares first."""
+"""Facts about runs and their differences, as texts and rows of tables."""
 
-import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from jaxsp.config import yaml_io
 from jaxsp.core import durations
-from jaxsp.reporting.report.run_files import RunRecord, to_number
+from jaxsp.reporting.report import charts
+from jaxsp.reporting.report.run_files import RunRecord
 
 NUM_LAST_LOSSES = 20
 """Number of last losses of which the mean is shown, as in the summary that a run prints."""
 
-MEAN_LOSS = f"Loss, mean of the last {NUM_LAST_LOSSES}"
-
 UNKNOWN = "-"
 
+START_FIELDS = (
+    "time from_step previous_step mesh num_devices device_kind config_changes compile_s host "
+    "jaxsp_version jax_version checkpoint"
+).split()
+"""Fields of starts.jsonl that have a column."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeParts:
-    """Seconds of a run by part, in the order of the chart. Downtime between starts is not known."""
-
-    step: float
-    """Steps, without their waits for data."""
-    data_wait: float
-    evaluation: float
-    checkpoint: float
-    compilation: float
-    """Compilation of the step in all starts; 0 if it was not recorded."""
-    is_estimate: bool
-    """True if not every step has a line: each line then stands for the steps before it."""
-
-    @property
-    def total(self) -> float:
-        parts = (self.step, self.data_wait, self.evaluation, self.checkpoint, self.compilation)
-        return sum(parts)
-
-
-def measure_time(run: RunRecord) -> TimeParts:
-    """Sums the seconds of a run by part."""
-    weights = steps_per_line(run)
-    step_s = _sum(run.columns["step_s"] * weights)
-    data_wait = _sum(run.columns["data_wait_s"] * weights)
-    return TimeParts(
-        step=max(0.0, step_s - data_wait),
-        data_wait=data_wait,
-        evaluation=_sum(np.array([to_number(line.get("seconds")) for line in run.evals])),
-        checkpoint=_sum(run.columns["checkpoint_wait_s"]),
-        compilation=_sum(np.array([to_number(line.get("compile_s")) for line in run.starts])),
-        is_estimate=bool((weights > 1).any()),
-    )
-
-
-def steps_per_line(run: RunRecord) -> np.ndarray:
-    """Number of steps that each line of metrics.jsonl stands for: those since the line before."""
-    return np.diff(run.columns["step"], prepend=0.0)
-
-
-def elapsed_s(run: RunRecord) -> np.ndarray:
-    """Seconds of steps from the beginning of the run to the end of each line's step."""
-    return np.cumsum(np.nan_to_num(run.columns["step_s"]) * steps_per_line(run))
-
-
-def _sum(values: np.ndarray) -> float:
-    return float(np.nansum(values)) if len(values) else 0.0
+Rows = list[list[str]]
 
 
 def summarize(run: RunRecord) -> dict[str, str]:
-    """Returns label and text of the rows of the table that compares runs."""
-    time = measure_time(run)
-    about = "about " if time.is_estimate else ""
-    total = f"{about}{durations.describe(time.total)}" if run.num_lines else UNKNOWN
+    """Returns label and text of the facts that a reader compares first."""
+    start = run.starts[-1] if run.starts else {}
+    attention = f"{start.get('strategy') or 'whole rows'}, {start.get('kernel')}"
+    model, batch, data = (run.config.get(section) or {} for section in ("model", "batch", "data"))
+    available = _find_memory(run).get("device_available") or np.nan
+    compiled = sum(_find_memory(run).get("device", {}).values()) or np.nan
+    peak = run.metrics["device_peak_gib"].max()
+    losses = run.metrics["loss"].dropna()[-NUM_LAST_LOSSES:]
     return {
-        "Status": describe_status(run),
-        "Mesh": describe_mesh(run),
-        "Attention": _describe_attention(run),
-        "Devices": _describe_devices(run),
-        "Rows per step": _describe_rows(run),
-        "Tokens per step": _describe_step_tokens(run),
-        "Tokens": _format(_last(run.columns["num_tokens_total"]), format_count),
-        MEAN_LOSS: _describe_mean_loss(run),
-        "Best evaluation": describe_best_eval(run),
-        "Median tokens/s": _format(_median(run.columns["tokens_per_s"]), format_count),
-        "Median MFU": _format(_median(run.columns["mfu"]), format_percent),
-        "Mean padding": _format(_mean(run.columns["padding_fraction"]), format_percent),
-        "Mean attention imbalance": _format(
-            _mean(run.columns["attention_imbalance"]), lambda value: f"{value:.3f}"
-        ),
-        "Peak memory per device": describe_peak_memory(run),
-        "Time": total,
+        f"Loss, mean of the last {NUM_LAST_LOSSES}": _format(losses.mean(), "{:.4f}"),
+        "Best evaluation": "; ".join(
+            f"{name} {frame['loss'].min():.4f} at step {frame['loss'].idxmin():,.0f}"
+            for name, frame in run.evals.items()
+            if frame["loss"].notna().any()
+        )
+        or UNKNOWN,
+        "Median tokens/s": _format(run.metrics["tokens_per_s"].median(), "{:,.0f}"),
+        "Median MFU": _format(run.metrics["mfu"].median(), "{:.1%}"),
+        "Mean padding": _format(run.metrics["padding_fraction"].mean(), "{:.1%}"),
+        "Mean attention imbalance": _format(run.metrics["attention_imbalance"].mean(), "{:.3f}"),
+        "Memory per device, measured": _format(peak, "{:.1f} GiB"),
+        "Memory per device, compiled": _format(compiled / 2**30, "{:.3g} GiB"),
+        "Memory per device, available": _format(available / 2**30, "{:.3g} GiB"),
+        "Time": durations.describe(sum(measure_time(run).values())),
+        "Status": _describe_status(run),
+        "Model": str(model.get("source") or (model.get("config") or {}).get("model_type")),
+        "Devices": f"{start.get('num_devices')} x {start.get('device_kind')}" if start else UNKNOWN,
+        "Mesh": describe(start.get("mesh") or run.config.get("mesh")),
+        "Attention": attention if start else UNKNOWN,
+        "Rows per step": f"{batch.get('rows_per_step')} x {data.get('row_tokens')} tokens",
+        "Tokens": _format(run.metrics["num_tokens_total"].max(), "{:,.0f}"),
         "Restarts": str(len(run.starts) - 1) if run.starts else "not recorded",
         "Non-finite steps": str(len(run.nonfinite)),
     }
 
 
-def describe_status(run: RunRecord) -> str:
+def _format(value: float, form: str) -> str:
+    return form.format(value) if np.isfinite(value) else UNKNOWN
+
+
+def _describe_status(run: RunRecord) -> str:
     """Describes how far a run is."""
-    of_steps = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-    progress = f"{run.last_step:,}{of_steps} steps"
+    step = int(run.metrics.index.max()) if len(run.metrics) else 0
+    steps = [start.get("num_steps") for start in run.starts]
+    num_steps = (steps or [(run.config.get("run") or {}).get("steps")])[-1] or 0
+    status = "complete" if 0 < num_steps <= step else "ended"
     if run.is_running:
-        return f"running: {progress}"
-    is_complete = run.num_steps is not None and run.last_step >= run.num_steps
-    return f"complete: {progress}" if is_complete else f"ended: {progress}"
+        status = "running"
+    return f"{status}: {step:,} of {num_steps or 'unknown'} steps"
 
 
-def describe_mesh(run: RunRecord) -> str:
-    """Describes the mesh of the last start. Axes of size 1 are left out, except for seq."""
-    mesh = run.starts[-1].get("mesh") if run.starts else run.get("mesh")
-    if not isinstance(mesh, Mapping):
+def describe(value: Any) -> str:
+    """Describes a value of starts.jsonl; of a mesh, the axes with several devices."""
+    if value is None:
         return UNKNOWN
-    sizes = {axis: mesh.get(axis) for axis in ("replica", "data", "seq")}
-    shown = [
-        f"{axis} {size}"
-        for axis, size in sizes.items()
-        if axis != "replica" or size not in (1, None)
-    ]
-    return " x ".join(shown)
+    if isinstance(value, dict):
+        return " x ".join(f"{axis} {size}" for axis, size in value.items() if size != 1)
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _describe_attention(run: RunRecord) -> str:
-    if run.starts:
-        start = run.starts[-1]
-        strategy = start.get("strategy") or "whole rows"
-        return f"{strategy}, {start.get('kernel')}"
-    return f"{run.get('attention', 'strategy') or UNKNOWN} (as configured)"
+def _find_memory(run: RunRecord) -> Mapping[str, Any]:
+    """Memory of the last start's compiled step for the longest rows; empty if not recorded."""
+    entries = run.starts[-1].get("memory") or () if run.starts else ()
+    return max(entries, key=lambda entry: entry["row_tokens"], default={})
 
 
-def _describe_devices(run: RunRecord) -> str:
-    if run.starts:
-        start = run.starts[-1]
-        text = f"{start.get('num_devices')} x {start.get('device_kind')}"
-        if (start.get("num_processes") or 1) > 1:
-            text += f", {start['num_processes']} processes"
-        return text
-    ratio = run.columns["tokens_per_s"] / np.maximum(run.columns["tokens_per_s_per_device"], 1e-30)
-    return _format(_median(ratio), lambda value: str(round(value)))
+def list_memory(run: RunRecord, place: str) -> dict[str, float]:
+    """GiB by cause, of one device. Args: place: device or host."""
+    return {cause: size / 2**30 for cause, size in _find_memory(run).get(place, {}).items()}
 
 
-def _describe_rows(run: RunRecord) -> str:
-    rows = run.get("batch", "rows_per_step")
-    longest = _longest_row(run)
-    if not isinstance(rows, int) or longest is None:
-        return UNKNOWN
-    return f"{rows:,} of {longest:,} tokens"
+def measure_time(run: RunRecord) -> dict[str, float]:
+    """Sums the seconds of a run by part. Downtime between starts is not known."""
+    step_s = (run.metrics["step_s"] * run.metrics["num_steps"]).sum()
+    wait_s = (run.metrics["data_wait_s"] * run.metrics["num_steps"]).sum()
+    return {
+        "steps, without waits": step_s - wait_s,
+        "data wait": wait_s,
+        "evaluation": sum((frame["seconds"].sum() for frame in run.evals.values()), 0.0),
+        "checkpoint wait": run.metrics["checkpoint_wait_s"].sum(),
+        "compilation": sum((start.get("compile_s") or 0 for start in run.starts), 0.0),
+    }
 
 
-def _describe_step_tokens(run: RunRecord) -> str:
-    rows = run.get("batch", "rows_per_step")
-    longest = _longest_row(run)
-    if not isinstance(rows, int) or longest is None:
-        return UNKNOWN
-    return f"{rows * longest:,}"
+def list_notes(run: RunRecord) -> list[str]:
+    """Notes about what is left out or estimated."""
+    count = len(run.metrics)
+    notes = {
+        "There is no step in metrics.jsonl yet.": not count,
+        f"Charts show the extremes of {count:,} lines.": count > charts.MAX_POINTS,
+        f"{run.num_damaged} lines could not be read, and count for nothing.": run.num_damaged,
+        "Starts and memory are not recorded: an older version wrote the run.": not run.starts,
+        "Times are estimates: not every step has a line.": (run.metrics["num_steps"] > 1).any(),
+    }
+    return [f"{run.name}: {note}" for note, is_shown in notes.items() if is_shown]
 
 
-def _longest_row(run: RunRecord) -> int | None:
-    lengths = run.get("data", "row_tokens")
-    numbers = [length for length in np.ravel(lengths).tolist() if isinstance(length, int)]
-    return max(numbers, default=None)
+def list_parts(parts: Sequence[Mapping[str, float]], form: str) -> list[list[Any]]:
+    """Rows of a table: part, and for each run its text and its fraction."""
+    frame = pd.DataFrame(parts).fillna(0.0)
+    fractions = frame.div(frame.sum(axis=1), axis=0).fillna(0.0)
+    return [[x, *zip(map(form.format, frame[x]), fractions[x], strict=True)] for x in frame]
 
 
-def _describe_mean_loss(run: RunRecord) -> str:
-    losses = last_losses(run)
-    if not len(losses):
-        return UNKNOWN
-    return f"{losses.mean():.4f}"
+def compare_configs(configs: Sequence[Any], *, is_neutral: Callable[[str], bool]) -> Rows:
+    """Rows of a table: field, effect, and values; fields that change the model come first."""
+    rows: Rows = []
+    for field in dict.fromkeys(field for config in configs for field in config):
+        texts = [yaml_io.format_value(config.get(field, UNKNOWN)) for config in configs]
+        values = [yaml_io.shorten(text, 200) for text in texts]
+        if len(set(values)) > 1 and field not in ("run.directory", "run.resume"):
+            rows.append([field, "rounding" if is_neutral(field) else "changes the model", *values])
+    return sorted(rows, key=lambda row: row[1])
 
 
-def last_losses(run: RunRecord) -> np.ndarray:
-    """The last losses that are not null, at most NUM_LAST_LOSSES."""
-    losses = run.columns["loss"]
-    return losses[np.isfinite(losses)][-NUM_LAST_LOSSES:]
-
-
-def describe_best_eval(run: RunRecord) -> str:
-    """Describes the lowest loss of each eval set, with its step."""
-    best: dict[str, tuple[float, int]] = {}
-    for line in run.evals:
-        loss = to_number(line.get("loss"))
-        name = str(line.get("data"))
-        if math.isfinite(loss) and (name not in best or loss < best[name][0]):
-            best[name] = (loss, line["step"])
-    texts = [f"{name} {loss:.4f} at step {step:,}" for name, (loss, step) in best.items()]
-    return "; ".join(texts) or UNKNOWN
-
-
-def describe_peak_memory(run: RunRecord) -> str:
-    """Describes the measured peak, or else the memory of the compiled step."""
-    peaks = run.columns["device_peak_gib"]
-    if np.isfinite(peaks).any():
-        return f"{np.nanmax(peaks):.1f} GiB measured"
-    totals = [sum(memory["device"].values()) for memory in list_memory(run)]
-    return f"{format_bytes(max(totals))} compiled" if totals else UNKNOWN
-
-
-def list_memory(run: RunRecord) -> list[dict[str, Any]]:
-    """Memory of the compiled step for each row length, of the last start that recorded it."""
-    for start in reversed(run.starts):
-        entries = start.get("memory")
-        valid = [entry for entry in entries if _is_memory(entry)] if entries else []
-        if valid:
-            return valid
-    return []
-
-
-def _is_memory(entry: object) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    sizes = entry.get("device")
-    return isinstance(sizes, dict) and all(isinstance(size, int) for size in sizes.values())
-
-
-def _last(values: np.ndarray) -> float:
-    present = values[np.isfinite(values)]
-    return float(present[-1]) if len(present) else math.nan
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
-
-
-def _format(value: float, form: Any) -> str:
-    return form(value) if math.isfinite(value) else UNKNOWN
-
-
-def format_count(value: float) -> str:
-    """Formats a count or a rate in four digits at most: `812`, `12,345`, `1.23 M`, `4.56 B`."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}" if value < 1000 * unit else f"{value / unit:,.0f} T"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def format_small(value: float) -> str:
-    """Formats a difference in two digits: `0`, `1.2e-6`, `0.53`."""
-    return f"{value:.2g}".replace("e-0", "e-")
-
-
-def format_percent(fraction: float) -> str:
-    """Formats a fraction as a percentage: `0.06 %`, `41.3 %`."""
-    percent = 100 * fraction
-    if percent and abs(percent) < 1:
-        return f"{percent:.2g} %"
-    return f"{percent:.1f} %"
-
-
-def format_bytes(size: float | int) -> str:
-    """Formats bytes: `8.7 MiB`, `1.5 GiB`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if size >= unit / 10:
-            digits = 0 if size >= 1000 * unit else 1
-            return f"{size / unit:,.{digits}f} {name}"
-    return f"{size / 1024:,.1f} KiB"
+def compare_losses(first: RunRecord, other: RunRecord) -> str:
+    """Describes the differences between the losses of two runs at their common steps."""
+    differences = charts.compare_losses(first, other).dropna()
+    if not len(differences):
+        return f"{other.name} and {first.name} have no common step with a loss."
+    size = f"{differences.max():.2g}".replace("e-0", "e-")
+    counts = ["num_rows", "num_tokens", "num_loss_tokens"]
+    unequal = (other.metrics[counts] - first.metrics[counts]).abs().max(axis=1) > 0
+    return (
+        f"{other.name} and {first.name}: losses differ by at most {size} (at step "
+        f"{differences.idxmax():,.0f}) over {len(differences):,} common steps. Numbers of rows and "
+        f"tokens differ in {unequal.sum():,} of them."
+    )
