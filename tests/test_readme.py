@@ -34,7 +34,7 @@ def read(name: str) -> str:
 
 @each_page
 def test_relative_links_and_anchors_exist(path):
-    assert markdown.broken_links(path) == []
+    assert list(markdown.broken_links(path)) == []
 
 
 def test_broken_links_are_found(tmp_path):

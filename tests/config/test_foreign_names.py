@@ -263,12 +263,12 @@ def test_a_whole_file_of_another_system_is_answered_with_the_command_that_conver
     with pytest.raises(UserError) as caught:
         config_file.load(FOLDER / file, [])
     (line,) = caught.value.problems
-    assert f"python -m jaxsp.convert {FOLDER / file} --gpus 8" in line
+    assert f"jaxsp convert {FOLDER / file} --gpus 8" in line
     assert next(iter(config_file.read(FOLDER / file))) in line
 
 
 def test_a_script_in_place_of_a_config_is_answered_with_the_command_that_converts_it(tmp_path):
-    with pytest.raises(UserError, match=r"python -m jaxsp.convert .*sft.py --gpus 8"):
+    with pytest.raises(UserError, match=r"jaxsp convert .*sft.py --gpus 8"):
         config_file.load(tmp_path / "sft.py", [])
 
 
