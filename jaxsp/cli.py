@@ -22,7 +22,7 @@ which computation ran, so it is printed only with --verbose."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that answers `--lr 1e-5` with the field of the config."""
+    """Parser whose message for `--lr 1e-5` names the field of the config."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the problem, and exits with 2."""
@@ -61,6 +61,7 @@ def make_parser(
     *,
     documents_fields: bool = False,
     is_multi_process: bool = False,
+    verbose_help: str = "also prints the traceback of an error",
 ) -> argparse.ArgumentParser:
     """Makes the parser of `jaxsp COMMAND`, also started as `python -m jaxsp.COMMAND`.
 
@@ -90,8 +91,7 @@ def make_parser(
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also prints the traceback of an error, and in jaxsp train details of the run and the "
-        "first rows of each device",
+        help=verbose_help,
     )
     if is_multi_process:
         group = parser.add_argument_group(

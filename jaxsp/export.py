@@ -90,8 +90,8 @@ def _export_adapter(
         return [*lines, "it belongs to random weights (model.config), which are in no file"]
     if (quantization := config.adapter.quantization) != "none":
         lines.append(
-            f"it belongs to the base in {quantization}, as in training: on the unquantized base "
-            "its outputs differ; --merge keeps them"
+            f"it was trained on the base in {quantization}: on the unquantized base its outputs "
+            "differ; --merge exports a model that keeps them"
         )
     loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
     return [

@@ -118,7 +118,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cli.add_config_arguments(parser)
     parser.add_argument(
         "--device",
-        metavar="KIND",
+        metavar="KIND [KIND ...]",
         action="append",
         help=f"one or more of {', '.join(gpus.GPUS)} (default: h100-80gb); compares several in a "
         "table",

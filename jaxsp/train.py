@@ -78,14 +78,18 @@ def _make_parser() -> argparse.ArgumentParser:
         "Trains a model and writes a run directory.",
         documents_fields=True,
         is_multi_process=True,
+        verbose_help="also prints details of the run, the first rows of each device, and the "
+        "traceback of an error",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
         "--preview",
         metavar="N",
+        nargs="?",
+        const=0,
         type=int,
-        help="prints the loss tokens of each source's first N records, or of one record of each "
-        "kind, and trains nothing",
+        help="prints the first N records of each source and marks the tokens with a loss, without "
+        "training; default: the first record, and one of each kind of chat",
     )
     return parser
 

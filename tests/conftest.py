@@ -106,7 +106,7 @@ _STARTED = pytest.StashKey[tuple[float, float]]()
 
 
 def _clocks() -> tuple[float, float]:
-    """Elapsed time, and processor time of this process and its children.
+    """Elapsed time, and CPU time of this process and its children.
 
     On a busy machine only the first grows.
     """
@@ -128,7 +128,7 @@ def choose_platform(*, prefers_gpu: bool) -> None:
         # tests start several processes on a GPU; the first would take three quarters of its memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return
-    # Tests spend most time compiling: with these flags, a step takes 1.4 s of processor time
+    # Tests spend most time compiling: with these flags, a step takes 1.4 s of CPU time
     # instead of 6.2 (jax 0.10.1, 2 cores)
     flags = ["--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):

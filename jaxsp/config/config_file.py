@@ -35,7 +35,9 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
     path = pathlib.Path(path)
     if path.suffix in (".py", ".sh"):
-        raise UserError(f"{path}: is a script. A config is a YAML file. {_suggest_converter(path)}")
+        raise UserError(
+            f"{path}: is a script, but a config must be a YAML file. {_suggest_converter(path)}"
+        )
     try:
         text = files.read_text(path)
     except FileNotFoundError:

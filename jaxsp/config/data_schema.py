@@ -93,13 +93,12 @@ class DataConfig(ConfigSection):
     chat_template: Annotated[str | None, with_examples("template.jinja", min_length=1)] = None
     """File with a chat template (Jinja), or the template itself. null: the tokenizer's own."""
     chat_template_date: Annotated[Date | None, with_examples("2026-11-25")] = None
-    """Date to write as the date of today, for chat templates that do (SmolLM3's, Granite's), so
-    that tokens do not change from day to day. null: their fallback, or an error if they have none.
-    """
+    """Date to use as today's date in chat templates that write it (SmolLM3's, Granite's), so that
+    tokens do not change from day to day. null: the template's fallback, or an error without one."""
     earlier_reasoning: Literal["error", "keep", "no_loss"] = "error"
     """Action for an answer whose thinking the chat template drops because other messages follow (as
-    Qwen3's): the model would learn to answer without thinking. error: refuse the record. keep:
-    train on the bare answer. no_loss: no loss on it."""
+    Qwen3's does): the model would learn to answer without thinking. error: refuse the record. keep:
+    train on the answer without it. no_loss: no loss on that answer."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens that have a loss. assistant: only the assistant's part of messages, and the completion
     of prompt_completion. all: every token."""

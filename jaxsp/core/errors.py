@@ -9,7 +9,7 @@ _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 separators."""
 
 _JOINERS = "\u200c\u200d"
-"""Controls that words of Persian and emoji consist of; they change nothing else."""
+"""Zero-width joiners, which Persian words and emoji need; they are harmless elsewhere."""
 
 
 def escape(text: str, *, keep: str = "") -> str:

@@ -23,6 +23,9 @@ CHECKSUM_SUFFIX = ".crc32"
 
 _BLOCK_BYTES = 2**20
 
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""errno values of a full disk, an exceeded quota, or a file as large as allowed."""
+
 _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 """errno values that mean a damaged or missing file. Others are machine faults."""
 
@@ -30,7 +33,7 @@ _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 def write_atomic(path: pathlib.Path, content: str | bytes, *, is_durable: bool = True) -> None:
     """Writes a small file so that readers see either the old content or the new one, as a whole.
 
-    Args: is_durable: also after a power failure, which takes a disk some milliseconds.
+    Args: is_durable: make it survive a power failure, which takes a disk some milliseconds.
     """
     partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
     with partial.open("wb") as file:
@@ -158,7 +161,7 @@ def open_scratch() -> int:
 def read_text(path: str | pathlib.Path) -> str:
     """Reads a file of UTF-8 text. Raises: OSError or ValueError, also for a pipe or a device.
 
-    A pipe would be waited for, and /dev/zero read until memory ends.
+    A pipe would be waited for, and /dev/zero read until memory runs out.
     """
     path = pathlib.Path(path)
     check_regular(path)

@@ -1,6 +1,6 @@
-"""Limits of time and memory for foreign text: chat templates, patterns and tokenizers.
+"""CPU time and memory limits for untrusted input: chat templates, patterns and tokenizers.
 
-Time is processor time, so that a busy or suspended machine changes no result.
+Time is CPU time, so that a busy or suspended machine changes no result.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from jaxsp.core.units import GIB
 
 _REPEAT_S = 0.1
-"""Processor time after which LimitError is raised again: Jinja catches errors of constants."""
+"""CPU time after which LimitError is raised again: Jinja catches errors of constants."""
 
 _POLL_INTERVAL_S = 0.2
 
 
 class LimitError(Exception):
-    """Foreign text took more time than it may."""
+    """Untrusted input exceeded its time limit."""
 
 
 @contextlib.contextmanager
@@ -56,8 +56,8 @@ def limit_time(seconds: float) -> Iterator[None]:
 def limit_memory(num_bytes: int) -> Iterator[None]:
     """Raises MemoryError in a block that allocates more; no other thread may need more meanwhile.
 
-    Without it, the system kills the process, or another one. Libraries that abort when memory ends
-    need `watch_native`.
+    Without it, the system kills the process, or another one. Libraries that abort when memory
+    runs out need `watch_native`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = _read_memory(0)
@@ -77,7 +77,7 @@ def watch_native(
     """Limits a block of native code, which no exception can interrupt.
 
     Args:
-        seconds: processor time of all threads of this process.
+        seconds: CPU time of all threads of this process.
         num_bytes: memory in addition to that at the start.
         end_process: called from another thread, with the limit that the block exceeds.
     """

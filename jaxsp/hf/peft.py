@@ -69,7 +69,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Checks of values, and the end of the sentence `... must be`."""
 
 _PATTERN_SECONDS = 10.0
-"""Processor time to match patterns with the names of all projections."""
+"""CPU time to match patterns with the names of all projections."""
 
 _IGNORED_FIELDS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),

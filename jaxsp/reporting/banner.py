@@ -223,7 +223,7 @@ def _describe_steps(program: Program, inputs: RunInputs) -> str:
     num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
     text = format_count(program.num_steps, "step")
     if inputs.start.step:
-        text += f", {len(inputs.schedule):,} of them remaining,"
+        text += f" ({len(inputs.schedule):,} remaining)"
     text += f" of {format_count(num_tokens, 'token')}"
     steps_per_epoch = summary.num_steps_per_epoch(inputs.train_set, config)
     if steps_per_epoch is not None:

@@ -71,11 +71,11 @@ def make_data_sets(
     """Tokenizes and packs the training set (None unless `for_training`) and the eval sets.
 
     Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
-    have rows of the greatest length only. Damaged caches are made again.
+    have rows of the greatest length only. Damaged caches are rebuilt.
 
     Raises: UserError with the problems of all sources.
     """
-    for is_last in (False, False, True):  # damaged tokens, made again from damaged records
+    for is_last in (False, False, True):  # damaged tokens, rebuilt from damaged records
         try:
             tokenized = _tokenize_sources(
                 opened, config, tokenizer=tokenizer, vocab_size=vocab_size

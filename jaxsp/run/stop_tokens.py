@@ -78,8 +78,8 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     description = f"turns end with {' or '.join(map(''.join, end.stops))}"
     if not end.stops:
         description = (
-            f"turns end with {end.text.strip()!r}, which is no special token: generation goes on "
-            "after it"
+            f"turns end with {end.text.strip()!r}, which is not a special token: generation "
+            "does not stop there"
         )
     return StopTokens(
         alternatives=alternatives,

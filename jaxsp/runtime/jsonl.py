@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import itertools
 import json
@@ -23,8 +22,6 @@ DAMAGED_SUFFIX = ".damaged"
 
 _MAX_PLACES = 5
 """Number of damaged lines whose places a message names."""
-
-_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AppendFile:
@@ -49,7 +46,7 @@ class AppendFile:
         self._write()
 
     def sync(self) -> None:
-        """Makes all records outlive a power cut. Raises: OSError if that is not possible now."""
+        """Makes all records survive a power failure. Raises: OSError if that is impossible now."""
         self._write()
         if self._error is not None or self._file is None:
             assert self._error is not None, "a file that is not open has an error"
@@ -82,7 +79,7 @@ class AppendFile:
                     f"{self._path} CANNOT BE WRITTEN: {error.strerror}. Records wait in memory"
                 )
             self._error = error
-            if error.errno not in _DISK_FULL_ERRNOS:
+            if error.errno not in files.DISK_FULL_ERRNOS:
                 self._close_file()  # its handle may be stale
             return
         if self._error is not None:

@@ -1,6 +1,6 @@
 """Other processes of a job on this node: detects at once that one has ended.
 
-JAX detects it when heartbeats are missing for minutes.
+JAX detects it only after 100 s without a heartbeat (`distributed.HEARTBEAT_TIMEOUT_S`).
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 def describe_process() -> tuple[str, int]:
     """Name of the set of processes in which this one's id is valid, and its id.
 
-    The name is one for the processes of a node, and another for those of each container.
+    Processes share a name if they share a PID namespace: a node's, or a container's.
     """
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = os.readlink("/proc/self/ns/pid")

@@ -56,7 +56,9 @@ def _list_libraries() -> Iterator[pathlib.Path]:
     for name in _PLUGINS:
         with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
             spec = importlib.util.find_spec(name)
-            for folder in spec.submodule_search_locations or () if spec else ():
+            if spec is None:
+                continue
+            for folder in spec.submodule_search_locations or ():
                 yield from sorted(pathlib.Path(folder).glob("[_x]*.so"))
 
 

@@ -4,14 +4,12 @@ A reader such as `head` or `tee` ends, a terminal closes, the disk of a log is f
 lacks a character. rich would end the process with SystemExit when a reader has ended.
 """
 
-import errno
 import io
 import os
 import sys
 from typing import Any
 
-_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk. Others mean that the reader has ended."""
+from jaxsp.core import files
 
 _full_disks: dict[int, str] = {}
 """Last such error of each file descriptor."""
@@ -26,7 +24,7 @@ class _OutputFile(io.FileIO):
             if num_written is not None:  # None: full, and set not to block
                 return num_written
         except OSError as error:
-            if error.errno in _FULL_ERRNOS:
+            if error.errno in files.DISK_FULL_ERRNOS:  # others: the reader has ended
                 _full_disks[self.fileno()] = os.strerror(error.errno)
         return memoryview(data).nbytes
 

@@ -27,8 +27,8 @@ TIMEOUT_FACTOR = 10
 MAX_TIMEOUT_S = 86_400.0
 """Time without progress that counts as a hang of a step whose duration is unknown."""
 
-MIN_PROCESSOR_USE = 0.05
-"""Processors that a process uses at least, on average, while its CPU devices compute.
+MIN_CPU_USE = 0.05
+"""Minimum CPU seconds per second of a process whose CPU devices compute.
 
 A step on virtual CPU devices whose threads all wait for each other uses none. XLA may run
 independent collectives in different orders on different devices.
@@ -47,7 +47,7 @@ class Watchdog:
 
     Args:
         has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
-            such as the first, then makes progress as long as this process uses a processor. (One of
+            such as the first, then makes progress as long as this process uses CPU time. (One of
             several processes may wait for the others, for at most COLLECTIVE_TIMEOUT_S.)
     """
 
@@ -74,7 +74,7 @@ class Watchdog:
             heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
             self._threads.append(heartbeat)
         self._bytes_written = 0
-        self._processor_s = time.process_time()
+        self._cpu_s = time.process_time()
         self._is_broken = False
 
     def __enter__(self) -> "Watchdog":
@@ -136,7 +136,7 @@ class Watchdog:
         elif activity.expected_s is None:
             rule = "no step has finished"
             if self._has_cpu_devices:
-                rule += ", and no processor is used"
+                rule += ", and this process uses no CPU time"
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
@@ -151,10 +151,10 @@ class Watchdog:
 
     def _is_computing(self, activity: Activity) -> bool:
         """True if CPU devices have computed since the last call, in a step of unknown duration."""
-        used_s = time.process_time() - self._processor_s
-        self._processor_s += used_s
+        used_s = time.process_time() - self._cpu_s
+        self._cpu_s += used_s
         has_no_other_limit = activity.expected_s is None and self._config.step_timeout is None
-        is_used = used_s > MIN_PROCESSOR_USE * self._interval_s
+        is_used = used_s > MIN_CPU_USE * self._interval_s
         return self._has_cpu_devices and has_no_other_limit and is_used
 
     def _write_heartbeat(self) -> None:

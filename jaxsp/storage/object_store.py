@@ -121,7 +121,7 @@ class ObjectStore:
     def create(self, name: str, content: bytes) -> bool:
         """Writes an object unless it exists; False if it does. At most one writer succeeds.
 
-        False may also follow a request that was successful without an answer, and was repeated.
+        Also False if the first request succeeded, its response was lost, and it was repeated.
         """
         try:
             self._fs.pipe_file(self._path(name), content, mode="create")

@@ -126,7 +126,7 @@ def choose_options(
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
             elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
-                parts.append("offloaded activations are waited for (jax 0.11.1 prefetches them)")
+                parts.append("offloaded activations are not prefetched (needs jax 0.11.1 or later)")
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:

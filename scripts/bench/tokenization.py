@@ -4,7 +4,7 @@
 
 The text is Python's standard library, each file a document, first as text and then as chats of
 four questions and answers. A byte-level BPE tokenizer with 16,384 tokens is trained on it. Both
-programs run in one process with one thread, in alternation; seconds are processor time, and the
+programs run in one process with one thread, in alternation; seconds are CPU time, and the
 ratio is the median over the runs. `jaxsp` is all of tokenize.tokenize_dataset: rendering,
 tokenizing, checking, counting, and writing the cache.
 """

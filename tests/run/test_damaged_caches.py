@@ -1,4 +1,4 @@
-"""Damaged caches of records and tokens are noticed and made again; nothing else is learned."""
+"""Damaged caches of records and tokens are noticed and rebuilt; nothing else is learned."""
 
 import json
 import pathlib

@@ -62,7 +62,7 @@ def test_the_limit_is_10_times_the_expected_time_and_10_minutes_or_that_of_the_c
     ("fields", "used_s", "is_hung"),
     [({}, 0.1, True), ({}, 9.0, False), ({"expected_s": 1.0}, 9.0, True)],
 )
-def test_a_first_step_on_cpus_hangs_if_no_processor_is_used(
+def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(
     tmp_path, monkeypatch, fields, used_s, is_hung
 ):
     """A step whose duration is known hangs also if it computes, for example in a loop."""

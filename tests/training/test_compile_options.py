@@ -74,7 +74,7 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
         expected = {name: expected[name] for name in expected.keys() - PREFETCH.keys()}
         assert "0.11.1" in actual.description
     assert actual.options == expected
-    assert ("prefetched" in actual.description) == (PREFETCH.items() <= expected.items())
+    assert ("are prefetched" in actual.description) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):

@@ -32,7 +32,7 @@ _RESERVED_KWARGS = (
 
 _DATE_CALL = re.compile(rf"""{_DATE_FUNCTION}\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 _SECONDS = 30.0
-"""Processor time of a template for one record, in addition to that for the length of the record."""
+"""CPU time of a template for one record, in addition to that for the length of the record."""
 
 _BYTES_PER_SECOND = 10**5
 """Bytes of a record that extend its time by a second; templates of published models write 10**7."""
@@ -95,7 +95,7 @@ def load_template(
 
 
 def writes_date(template: str) -> bool:
-    """Returns True if a template may write the date of today."""
+    """Returns True if a template may write today's date."""
     return _DATE_FUNCTION in template
 
 
@@ -120,7 +120,7 @@ def resolve_template(chat_template: str) -> str:
 
 
 def _fix_date(template: str, date: datetime.date | None) -> str:
-    """Returns a template that writes this date as the date of today, or cannot write any.
+    """Returns a template that writes this date as today's date, or cannot write any.
 
     The calls are replaced, because transformers passes no functions to a template.
     """
@@ -147,9 +147,8 @@ def limit_memory(num_bytes: int) -> contextlib.AbstractContextManager[None]:
 class TemplateRenderer:
     """Renders messages as `tokenizer.apply_chat_template` does, with the spans of its marks.
 
-    A RenderFunction. A template that writes the date of today writes the config's date instead, so
-    that tokens do not change from day to day. Without one it writes a fallback (Llama 3.2's) or
-    fails.
+    A RenderFunction. A template that writes today's date writes the config's date instead, so that
+    tokens do not change from day to day. Without one it writes a fallback (Llama 3.2's) or fails.
     """
 
     def __init__(
@@ -234,11 +233,11 @@ def _explain_failure(error: Exception) -> str:
     reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     if _UNDEFINED_DATE in reason:
         return (
-            "it writes the date of today, so that tokens would change from day to day. Set the "
+            "it writes today's date, so tokens would change from day to day. Set the "
             "date to write, such as data.chat_template_date=2026-11-25"
         )
     if isinstance(error, TypeError) and "'str' object is not callable" in reason:
-        reason += f'. Formats of dates must be text in it: {_DATE_FUNCTION}("%Y-%m-%d")'
+        reason += f'. Its date format must be a string literal: {_DATE_FUNCTION}("%Y-%m-%d")'
     if isinstance(error, TypeError) and "concatenate" in reason and '"dict"' in reason:
         reason += (
             ". If it expects the arguments of tool calls as strings, write them in it with | tojson"

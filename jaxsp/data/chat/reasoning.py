@@ -54,11 +54,12 @@ def check_bare_answers(
     """
     if not bare or earlier_reasoning == "keep" or (earlier_reasoning == "no_loss" and not no_loss):
         return
-    others = f" and of {len(bare) - 1} others" if len(bare) > 1 else ""
+    others = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
     problem = f"the chat template drops the thinking of message {bare[0] + 1}{others}"
     if earlier_reasoning == "no_loss":
         raise RecordError(
-            f"{problem}, but it cannot have no loss: {no_loss}, or data.earlier_reasoning=keep"
+            f"{problem}, and no_loss cannot exclude single messages here: {no_loss}, or "
+            "data.earlier_reasoning=keep"
         )
     without = "data.earlier_reasoning=no_loss (no loss on such messages), "
     raise RecordError(

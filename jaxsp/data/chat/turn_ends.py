@@ -1,7 +1,8 @@
 """Finds the tokens that end the assistant's turns in a chat template, by rendering a probe.
 
 Most templates write an end token after each message. GLM-4's write none: there the model stops with
-the role marker of the next message, which is missing after the last one. jaxsp adds it:
+the role marker of the next message, which is missing after the last one. jaxsp adds it (the loss
+covers what is between two bars):
 
     [gMASK]<sop><|user|>\\nHi<|assistant|>|\\nHello.<|user|>|\\nBye<|assistant|>|\\nBye.<|user|>|
 """

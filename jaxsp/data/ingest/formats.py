@@ -133,9 +133,9 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     for name in source.ignore_fields:
         if name not in ignorable:
             raise UserError(
-                f"{group}.ignore_fields: format {source.format} gives {name} no meaning of its "
-                f"own, so that there is nothing to ignore. Use {errors.format_choices(ignorable)}, "
-                f"or remove it.{errors.did_you_mean(name, ignorable)}"
+                f"{group}.ignore_fields: {name} is not a field that format {source.format} can "
+                f"ignore. Use {errors.format_choices(ignorable)}, or remove it."
+                f"{errors.did_you_mean(name, ignorable)}"
             )
     required = tuple(source.fields.get(name, name) for name in record_format.required)
     optional = tuple(source.fields.get(name, name) for name in record_format.optional)

@@ -1,4 +1,4 @@
-"""Fields beside the content of a record to which other systems give a meaning.
+"""Fields of a record, other than its content, that have a meaning in other systems.
 
 Each is read, or refused by name. Other fields are metadata, which --preview lists as not read.
 """
@@ -49,10 +49,10 @@ REFUSED_IN_MESSAGES = REFUSED_MEDIA | {
 
 REFUSED_IN_CHATS = REFUSED_MEDIA | {
     "functions": (
-        "is the older form of tools. Write each one into tools, as "
+        "it is the older form of tools. Write each one into tools, as "
         '{"type": "function", "function": {...}}'
     ),
-    "history": "earlier turns are messages. Write them into the record's messages",
+    "history": "earlier turns must be messages. Write them into the record's messages",
     "documents": "no template receives them. Write their text into a message",
     "loss_mask": (
         "a record has no mask of its own. Write weight: 0 into messages without loss, or use "
@@ -71,7 +71,7 @@ IN_TOKENS = ("attention_mask", *LOSS_MASK_FIELDS, *DOCUMENT_BORDER_FIELDS, *REFU
 def is_given(record: Mapping[str, Any], name: str, source: SourceConfig) -> bool:
     """Returns True if a record has a field that is not empty and that the config does not ignore.
 
-    A field that the config reads as another one has that meaning.
+    A field that the config's `fields` maps to another one has only that one's meaning.
     """
     if name in source.ignore_fields or name in source.fields.values():
         return False
@@ -82,7 +82,7 @@ def is_given(record: Mapping[str, Any], name: str, source: SourceConfig) -> bool
 def refuse_fields(
     record: Mapping[str, Any], refused: Mapping[str, str], source: SourceConfig, *, place: str = ""
 ) -> None:
-    """Raises: RecordError for a field that would be ignored, and with it what it means.
+    """Raises: RecordError for a field whose meaning jaxsp would ignore.
 
     Args: refused: names, and the reason with a suggestion.
     """

@@ -1,7 +1,6 @@
 """Cached records and tokens: Arrow files that are written once and mapped into memory."""
 
 import contextlib
-import errno
 import os
 import pathlib
 import shutil
@@ -31,8 +30,6 @@ RecordEntry = dict[str, Any]
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 _ENTRY_OVERHEAD = 100
 """Characters added for each entry: a source may have a million empty documents."""
 
@@ -58,8 +55,8 @@ class DamagedCacheError(NeedsAttentionError):
         """Removes the files. Raises: UserError if that is not allowed."""
         self.problem = f"{paths[0]} IS DAMAGED: {reason}"
         super().__init__(
-            f"{self.problem}. It was removed; the same command makes it again, and a run resumes "
-            "from its latest checkpoint."
+            f"{self.problem}. It was removed; run the same command again to rebuild it and to "
+            "resume from the latest checkpoint."
         )
         for path in paths:
             try:
@@ -72,8 +69,8 @@ class DamagedCacheError(NeedsAttentionError):
 
 
 def report_damage(damage: DamagedCacheError) -> None:
-    """Prints that damaged files are made again."""
-    distributed.log(f"{damage.problem}. It is made again")
+    """Prints that damaged files are rebuilt."""
+    distributed.log(f"{damage.problem}. Rebuilding it")
 
 
 def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
@@ -201,8 +198,8 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Returns True for a full disk or an exhausted quota, also as the cause of another error."""
-    if error is None or (isinstance(error, OSError) and error.errno in _DISK_FULL):
+    """Returns True for DISK_FULL_ERRNOS, also as the cause of another error."""
+    if error is None or (isinstance(error, OSError) and error.errno in files.DISK_FULL_ERRNOS):
         return error is not None
     return _is_disk_full(error.__cause__ or error.__context__)
 

@@ -146,7 +146,7 @@ def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> 
         content["prompt"] = known_fields.add_system(content["prompt"], record, source)
     elif system := known_fields.find_system(record, source):
         raise RecordError(
-            f"has {system[0]} beside a prompt of text. Write it into the prompt, use messages, or "
+            f"has {system[0]}, but its prompt is text. Write it into the prompt, use messages, or "
             f"set {known_fields.suggest_ignoring(system[0])}"
         )
     return _serialize(content, record, source)

@@ -81,7 +81,7 @@ def _parse_mask(record: Record, name: str, num_tokens: int) -> np.ndarray:
 def _find_content(record: Record, source: SourceConfig, num_tokens: int) -> slice:
     """Returns the tokens that are not padding.
 
-    Raises: RecordError if an attention mask hides tokens between others.
+    Raises: RecordError if an attention mask has zeros between ones.
     """
     name = "attention_mask"
     if not known_fields.is_given(record, name, source):
@@ -91,14 +91,14 @@ def _find_content(record: Record, source: SourceConfig, num_tokens: int) -> slic
         return slice(0, 0)
     if seen[-1] - seen[0] + 1 != len(seen):
         raise RecordError(
-            f"{name} hides tokens between others, which jaxsp cannot. Remove these tokens, or set "
-            f"{known_fields.suggest_ignoring(name)}"
+            f"{name} has zeros between ones: only padding at the ends can be masked. Remove these "
+            f"tokens, or set {known_fields.suggest_ignoring(name)}"
         )
     return slice(int(seen[0]), int(seen[-1]) + 1)
 
 
 def _check_one_document(record: Record, source: SourceConfig, kept: slice) -> None:
-    """Raises: RecordError if lengths or positions say that a record has several documents."""
+    """Raises: RecordError if lengths or positions are those of several documents."""
     num_tokens = kept.stop - kept.start
     expected = {"seq_lengths": [num_tokens], "position_ids": range(num_tokens)}
     for name in known_fields.DOCUMENT_BORDER_FIELDS:
@@ -109,7 +109,7 @@ def _check_one_document(record: Record, source: SourceConfig, kept: slice) -> No
             values = values[kept]
         if not np.array_equal(values, expected[name]):
             raise RecordError(
-                f"{name} is not that of one document of {num_tokens} tokens, and a record is one "
-                "document. Write a record for each document, without padding: jaxsp packs them "
+                f"{name} does not match one document of {num_tokens} tokens, and a record must be "
+                "one document. Write one record per document, without padding: jaxsp packs them "
                 f"into rows. Or set {known_fields.suggest_ignoring(name)}"
             )

@@ -34,7 +34,7 @@ class TokenStats:
     """Facts about all tokens and labels of a data set."""
 
     digest: str
-    """Digest that depends on neither the chunks nor the files."""
+    """SHA-256 of all lengths and ids; it does not depend on how they are split into chunks."""
     ids: dict[str, list[tuple[int, int]]]
     """Lowest and highest id of each column, each with the first document that has it."""
     lengths: np.ndarray

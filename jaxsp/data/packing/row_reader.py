@@ -225,15 +225,15 @@ class Documents:
         return part
 
     def _check_ids(self, part: RowSlice) -> None:
-        """Checks ids again, after their checksums: an index that is too large changes weights.
+        """Checks ids after their checksums: training on an id out of range corrupts weights.
 
         It takes 1 % of the time of `read_slice`. Raises: NeedsAttentionError.
         """
         for ids, lowest in ((part.tokens, 0), (part.labels, NO_LABEL)):
             if len(ids) and not lowest <= ids.min() <= ids.max() <= self._max_id:
                 raise NeedsAttentionError(
-                    f"data: a row has ids from {ids.min()} to {ids.max()}, but those of its "
-                    f"documents end at {self._max_id}: the memory of this machine is bad."
+                    f"data: a row has ids from {ids.min()} to {ids.max()}, but the highest id in "
+                    f"the documents is {self._max_id}: this machine's memory may be faulty."
                 )
 
 

@@ -42,7 +42,7 @@ class SourceCounts:
     num_segments_without_loss: int
     """Segments without a loss token of other documents, which are left out."""
     num_tokens_without_loss: int
-    """Tokens of both."""
+    """Tokens of these documents and segments."""
     num_bare_answers: int
     """Answers whose thinking the chat template dropped: see data.earlier_reasoning."""
     num_held_out: int

@@ -36,7 +36,7 @@ def encode_texts(
 
     A plain text gets the special tokens that the tokenizer writes before a text, unless it begins
     with them, and an end token, unless it ends with one and white space: rendered chats have both.
-    A text without a token of its own gets none, and is empty.
+    A text that has no tokens of its own gets no special tokens, and stays empty.
 
     Text of special tokens inside a content becomes those tokens, as everywhere in transformers; it
     moves no label.
@@ -238,7 +238,7 @@ def _surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         return [], []
     import tokenizers
 
-    # one token of another vocabulary: the tokenizer's own may lack any text to try
+    # one token of a made-up vocabulary, because the tokenizer's own may lack any given text
     word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0})).encode("x")
     encoding = backend.post_process(word)
     place = encoding.special_tokens_mask.index(0)

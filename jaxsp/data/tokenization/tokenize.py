@@ -240,8 +240,8 @@ def _map_dataset(
         if num_workers == 1 or "abruptly died" not in str(error):
             raise
         raise UserError(
-            f"{error_prefix}: a process that tokenizes was killed. If no line above has the "
-            f"reason, memory ended: set data.num_workers={max(num_workers // 2, 1)}."
+            f"{error_prefix}: a tokenization worker was killed. If no line above has the "
+            f"reason, memory ran out: set data.num_workers={max(num_workers // 2, 1)}."
         ) from None
     return tokenized.with_format(None)
 

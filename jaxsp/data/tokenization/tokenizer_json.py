@@ -61,8 +61,8 @@ def load_as_in_file(
     if from_file is not None and (differing := _find_differences(tokenizer, from_file)):
         tokenizer = from_file
         notes.append(
-            f"{name}: transformers' AutoTokenizer would make a {loaded_type} of it, with another "
-            f"{', '.join(differing)} than tokenizer.json. jaxsp reads tokenizer.json, like "
+            f"{name}: transformers' AutoTokenizer loads a {loaded_type} whose "
+            f"{', '.join(differing)} differ from tokenizer.json. jaxsp uses tokenizer.json, like "
             f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
         )
     if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):

@@ -21,7 +21,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 BYTE_TOKENIZER = "bytes"
 
 _SECONDS = 60.0
-"""Processor time to tokenize texts, in addition to that for their length."""
+"""CPU time to tokenize texts, in addition to that for their length."""
 
 _CHARS_PER_SECOND = 10**4
 """Characters that extend this time by a second. An ordinary tokenizer reads 2 x 10**6."""

@@ -155,7 +155,7 @@ def test_the_marks_of_every_trl_template_are_accepted(tokenizer, path):
     for (_, mine), (_, labels) in zip(
         ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True
     ):
-        # only the labels: one template writes the date of today in its prompt
+        # only the labels: one template writes today's date in its prompt
         assert [label for label in mine if label >= 0] == [label for label in labels if label >= 0]
 
 
