@@ -288,7 +288,7 @@ def _cost_fields(
     """Fields of a plan: communication, FLOPs and estimated time."""
     program = step.program
     ceilings = cluster.gpu.ceilings
-    node_devices = cluster.link_devices
+    node_devices = cluster.nvlink_domain_size
     collectives = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
     segment_lengths = roofline.make_segment_lengths(

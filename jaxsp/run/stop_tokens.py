@@ -72,7 +72,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
         )
     except RecordError:  # several templates, none of which is for all records
         return StopTokens()
-    with chat_template.limit_time(0), chat_template.limit_memory(0):
+    with chat_template.limit_render_time(0), chat_template.limit_render_memory(0):
         end = turn_ends.find(tokenizer, renderer.template)
     alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)
     description = f"turns end with {' or '.join(map(''.join, end.stops))}"

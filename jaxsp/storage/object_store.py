@@ -43,7 +43,7 @@ def _with_retries(method: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(method)
     def call(self: "ObjectStore", *args: Any, **kwargs: Any) -> _T:
         action = functools.partial(method, self, *args, **kwargs)
-        return self._retry(action) if self._is_patient else action()
+        return self._retry(action) if self._has_retries else action()
 
     return call
 
@@ -63,7 +63,7 @@ class ObjectStore:
         self._label = label
         self._root = self.url.partition("://")[2]
         self._fs = _open_filesystem(self.url, label)
-        self._is_patient = True
+        self._has_retries = True
 
     def without_retries(self) -> "ObjectStore":
         """The same store for a thread that tries again later: its requests are not repeated.
@@ -71,7 +71,7 @@ class ObjectStore:
         They raise the library's own errors, which `describe` describes.
         """
         store = copy.copy(self)
-        store._is_patient = False
+        store._has_retries = False
         return store
 
     @_with_retries

@@ -38,7 +38,7 @@ class SessionLock:
             heartbeat: local file of the watchdog, whose fields become part of the heartbeat.
         """
         self._store = store
-        self._hasty_store = store.without_retries()
+        self._store_without_retries = store.without_retries()
         self._holder = holder
         self._heartbeat = heartbeat
         self.number = 0
@@ -85,8 +85,8 @@ class SessionLock:
 
     def check(self) -> None:
         """Ends this process if another run has taken over."""
-        highest = max(_list_numbers(self._hasty_store), default=0)
-        winner = _parse(self._hasty_store.read(_name(highest)))
+        highest = max(_list_numbers(self._store_without_retries), default=0)
+        winner = _parse(self._store_without_retries.read(_name(highest)))
         if winner.get("session", self._holder["session"]) == self._holder["session"]:
             return
         distributed.log(
@@ -101,15 +101,15 @@ class SessionLock:
         self._closed.set()
         self._thread.join()
         if is_unused:
-            self._hasty_store.delete([_name(self.number), run_dir.HEARTBEAT_FILE])
+            self._store_without_retries.delete([_name(self.number), run_dir.HEARTBEAT_FILE])
         else:
-            self._write_heartbeat(self._hasty_store, ended=True)
+            self._write_heartbeat(self._store_without_retries, ended=True)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_INTERVAL_S):
             # the uploads report an unreachable store
             with contextlib.suppress(Exception):
-                self._write_heartbeat(self._hasty_store)
+                self._write_heartbeat(self._store_without_retries)
                 self.check()
 
     def _write_heartbeat(self, store: ObjectStore, *, ended: bool = False) -> None:

@@ -137,7 +137,7 @@ def train_tokenizer(texts: list[str]) -> Any:
 
 
 def time_jaxsp(records: list[dict[str, Any]], tokenizer: Any, record_format: str) -> float:
-    """Processor time of tokenize.tokenize_dataset on records in memory, with an empty cache."""
+    """CPU time of tokenize.tokenize_dataset on records in memory, with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         datasets.config.HF_DATASETS_CACHE = pathlib.Path(folder) / "cache"
         path = pathlib.Path(folder) / "records.jsonl"

@@ -35,7 +35,7 @@ HUNG = "hung"
 OUTCOMES = (ACCEPTED, REFUSED, TRACEBACK, HUNG)
 
 _HANG_S = 60
-"""Processor time of a case; the limits of templates and tokenizers are lowered to a second."""
+"""CPU time of a case; the limits of templates and tokenizers are lowered to a second."""
 
 
 @dataclasses.dataclass(frozen=True)

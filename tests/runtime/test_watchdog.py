@@ -70,13 +70,13 @@ def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(
     monkeypatch.setattr(watchdog.distributed, "abort_job", aborted.append)
     monkeypatch.setattr(watchdog.distributed, "log", lambda *_: None)
     monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda: None)
-    processor_s = time.process_time()
-    monkeypatch.setattr(watchdog.time, "process_time", lambda: processor_s)
+    cpu_s = time.process_time()
+    monkeypatch.setattr(watchdog.time, "process_time", lambda: cpu_s)
     status = RunStatus()
     config = RunConfig(directory=str(tmp_path))
     dog = Watchdog(config, status, has_heartbeat=False, has_cpu_devices=True)
     status.activity = activity(last_progress=time.monotonic() - 700, **fields)
-    processor_s += used_s
+    cpu_s += used_s
     dog._check_activity()
     assert aborted == ([exit_codes.HUNG] if is_hung else [])
 

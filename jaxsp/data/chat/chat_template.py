@@ -73,7 +73,7 @@ def load_template(
     for text in texts:
         try:
             # Jinja computes constants while it compiles
-            with limit_time(0), limit_memory(0):
+            with limit_render_time(0), limit_render_memory(0):
                 # without a conversation, the template is only compiled
                 chat_template_utils.render_jinja_template([], chat_template=text)
         except jinja2.TemplateSyntaxError as error:
@@ -134,12 +134,12 @@ def _fix_date(template: str, date: datetime.date | None) -> str:
     return f"{{% set {_DATE_FUNCTION} = {value} %}}\n{template}"
 
 
-def limit_time(num_bytes: int) -> contextlib.AbstractContextManager[None]:
+def limit_render_time(num_bytes: int) -> contextlib.AbstractContextManager[None]:
     """Raises LimitError in a block that computes too long for a record of this size."""
     return limits.limit_time(_SECONDS + num_bytes / _BYTES_PER_SECOND)
 
 
-def limit_memory(num_bytes: int) -> contextlib.AbstractContextManager[None]:
+def limit_render_memory(num_bytes: int) -> contextlib.AbstractContextManager[None]:
     """Raises MemoryError in a block that needs too much for records of this size."""
     return limits.limit_memory(_MEMORY + _MEMORY_PER_BYTE * num_bytes)
 

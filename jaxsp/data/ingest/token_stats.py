@@ -35,11 +35,11 @@ class TokenStats:
 
     digest: str
     """SHA-256 of all lengths and ids; it does not depend on how they are split into chunks."""
-    ids: dict[str, list[tuple[int, int]]]
+    extreme_ids: dict[str, list[tuple[int, int]]]
     """Lowest and highest id of each column, each with the first document that has it."""
-    lengths: np.ndarray
+    length_checksums: np.ndarray
     """CRC-32 of the lengths of each chunk's documents."""
-    blocks: dict[str, np.ndarray]
+    block_checksums: dict[str, np.ndarray]
     """CRC-32 of each block of each column, chunk after chunk."""
     paths: tuple[pathlib.Path, ...] = ()
     """Cached files with the ids, and the file with these statistics."""
@@ -50,17 +50,18 @@ class TokenStats:
 
     def check_lengths(self, dataset: "datasets.Dataset") -> None:
         """Checks the lengths of all documents. Raises: DamagedCacheError."""
-        for column in self.blocks:
+        for column in self.block_checksums:
             lists = list(record_cache.read_lists(dataset, column))
-            found = [_checksum(np.diff(offsets)) for offsets, _ in lists]
+            checksums = [_checksum(np.diff(offsets)) for offsets, _ in lists]
+            has_lengths = checksums == self.length_checksums.tolist()
             num_blocks = sum(_count_blocks(ids) for _, ids in lists)
-            if found != self.lengths.tolist() or num_blocks != len(self.blocks[column]):
+            if not has_lengths or num_blocks != len(self.block_checksums[column]):
                 raise DamagedCacheError(self.paths, "the lengths of documents have changed")
 
     def check_blocks(self, column: str, chunks: list[np.ndarray]) -> "list[CheckedIds]":
         """Returns the chunks of a column, whose blocks are checked when they are first read."""
         ends = np.cumsum([_count_blocks(chunk) for chunk in chunks])[:-1]
-        parts = np.split(self.blocks[column], ends)
+        parts = np.split(self.block_checksums[column], ends)
         return [CheckedIds(*part, self.paths) for part in zip(chunks, parts, strict=True)]
 
 
@@ -139,9 +140,9 @@ def compute(dataset: "datasets.Dataset") -> TokenStats:
             extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
     return TokenStats(
         digest=hashlib.sha256(" ".join(digests).encode()).hexdigest(),
-        ids=extremes,
-        lengths=np.array(chunk_lengths, np.uint32),
-        blocks=blocks,
+        extreme_ids=extremes,
+        length_checksums=np.array(chunk_lengths, np.uint32),
+        block_checksums=blocks,
     )
 
 
@@ -153,12 +154,12 @@ def write(stats: TokenStats, file: pathlib.Path, cached: list[pathlib.Path]) -> 
     for path in cached:
         files.sync(path)
     names = [path.name for path in cached]
-    fields = {"digest": stats.digest, "ids": stats.ids, "files": names}
+    fields = {"digest": stats.digest, "ids": stats.extreme_ids, "files": names}
     buffer = io.BytesIO()
     arrays: dict[str, Any] = {
         "fields": json.dumps(fields),
-        "lengths": stats.lengths,
-        **stats.blocks,
+        "lengths": stats.length_checksums,
+        **stats.block_checksums,
     }
     np.savez(buffer, **arrays)
     files.write_atomic(file, _add_checksum(buffer.getvalue()))
@@ -177,9 +178,11 @@ def read(file: pathlib.Path) -> TokenStats | None:
     fields = json.loads(str(arrays["fields"]))
     return TokenStats(
         digest=fields["digest"],
-        ids={column: [(low, at) for low, at in ends] for column, ends in fields["ids"].items()},
-        lengths=arrays["lengths"],
-        blocks={column: arrays[column] for column in _COLUMNS if column in arrays},
+        extreme_ids={
+            column: [(low, at) for low, at in ends] for column, ends in fields["ids"].items()
+        },
+        length_checksums=arrays["lengths"],
+        block_checksums={column: arrays[column] for column in _COLUMNS if column in arrays},
         paths=(*(file.parent / name for name in fields["files"]), file),
     )
 

@@ -264,7 +264,7 @@ def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
     """Highest id of all tokens and labels; that of int32 without statistics."""
     if stats is None:
         return np.iinfo(np.int32).max
-    return max((ends[1][0] for source in stats for ends in source.ids.values()), default=0)
+    return max((ends[1][0] for source in stats for ends in source.extreme_ids.values()), default=0)
 
 
 def _check_lengths(

@@ -103,8 +103,8 @@ def _render_and_encode(
 ) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
     size = sum(map(len, records))
     where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
-    with tokenizers.limit(size, error_prefix=f"{where}:"):
-        with chat_template.limit_memory(size):
+    with tokenizers.limit_tokenization(size, error_prefix=f"{where}:"):
+        with chat_template.limit_render_memory(size):
             rendered = [_render_record(record, options) for record in records]
         return rendered, encoding.encode_texts(rendered, options.tokenizer)
 
@@ -113,7 +113,7 @@ def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | Re
     if options.format.is_text:
         return RenderedRecord(text=record, is_plain=True)
     try:
-        with chat_template.limit_time(len(record)):
+        with chat_template.limit_render_time(len(record)):
             return chat.render_record(
                 json.loads(record),
                 tokenizer=options.tokenizer,
@@ -170,7 +170,7 @@ def tokenize_dataset(
         )
     tokenized, stats = token_cache.open_or_make(dataset, fingerprint, make)
     record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
-    for column, extremes in stats.ids.items():
+    for column, extremes in stats.extreme_ids.items():
         for token_id, document in extremes:
             if not 0 <= token_id < vocab_size:
                 raise UserError(

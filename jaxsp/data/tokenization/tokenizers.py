@@ -100,7 +100,9 @@ def load(
     return tokenizer
 
 
-def limit(num_chars: int, *, error_prefix: str) -> contextlib.AbstractContextManager[None]:
+def limit_tokenization(
+    num_chars: int, *, error_prefix: str
+) -> contextlib.AbstractContextManager[None]:
     """Ends the process if a block tokenizes for too long, or needs too much memory.
 
     Tokenizers are native code, which cannot be interrupted.

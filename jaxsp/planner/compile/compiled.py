@@ -78,11 +78,11 @@ class Cluster:
         return gpus.GPUS[self.device_type]
 
     @property
-    def link_devices(self) -> int:
-        """Number of GPUs that are connected by NVLink: those of a node, or of several."""
-        if self.gpu.link_devices == self.gpu.node_devices:
+    def nvlink_domain_size(self) -> int:
+        """GPUs of one NVLink domain, which may span several nodes."""
+        if self.gpu.nvlink_domain_size == self.gpu.node_devices:
             return self.node_devices
-        size = min(self.num_devices, self.gpu.link_devices)
+        size = min(self.num_devices, self.gpu.nvlink_domain_size)
         return max(self.node_devices, math.gcd(self.num_devices, size))
 
     @property

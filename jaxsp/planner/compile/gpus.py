@@ -56,8 +56,8 @@ class Gpu:
     ceilings: Ceilings
     node_devices: int = 8
     """GPUs of a node, which share its host memory."""
-    link_devices: int = 8
-    """GPUs that are connected by NVLink, of one node or several."""
+    nvlink_domain_size: int = 8
+    """GPUs of one NVLink domain, which may span several nodes."""
     node_host_gib: float = 2000.0
     """Host memory of a node, unless --host-gib is given."""
     compute_capability: int
@@ -300,7 +300,7 @@ GPUS = {
         memory_bytes=197897748480,
         ceilings=_GB200,
         node_devices=4,
-        link_devices=72,
+        nvlink_domain_size=72,
         # Two CPUs with 480 GB each
         node_host_gib=894.0,
         compute_capability=10,
@@ -315,7 +315,7 @@ GPUS = {
         memory_bytes=95 * GIB,
         ceilings=_GH200,
         node_devices=1,
-        link_devices=1,
+        nvlink_domain_size=1,
         node_host_gib=447.0,
         compute_capability=9,
         cores=132,

@@ -354,7 +354,7 @@ def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert token_stats.compute(datasets.concatenate_datasets(parts)).ids == {
+    assert token_stats.compute(datasets.concatenate_datasets(parts)).extreme_ids == {
         "tokens": [(3, 2), (9, 3)]
     }
 

@@ -33,4 +33,4 @@ def test_a_missing_compiler_is_an_error_that_names_the_extra(monkeypatch):
 )
 def test_nodes_and_links_are_those_of_the_gpu(device, num_devices, options, expected):
     cluster = compiled.make_cluster(device, num_devices, **options)
-    assert (cluster.node_devices, cluster.node_host_gib, cluster.link_devices) == expected
+    assert (cluster.node_devices, cluster.node_host_gib, cluster.nvlink_domain_size) == expected

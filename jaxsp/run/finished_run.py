@@ -1,4 +1,4 @@
-"""Work that is left of a run that has all its steps, after a kill or without a network."""
+"""Remaining work of a run that has done all its steps: old checkpoints, unsent metrics."""
 
 import jax
 
