@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
-    work = cudnn_memory.for_devices(case.work, [device])
+    work = cudnn_memory.adapt_to_devices(case.work, [device])
     if obstacles := cudnn_limits.unsupported_reasons(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].reason}")
     split = cudnn_memory.choose_split(work)

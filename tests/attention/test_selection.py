@@ -305,9 +305,9 @@ def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
             window=None,
         )
     )
-    copied = cudnn_memory.copied_bytes(cudnn_memory.for_devices(workload, [A100]), split)
+    copied = cudnn_memory.copied_bytes(cudnn_memory.adapt_to_devices(workload, [A100]), split)
     assert copied == 4 * (4 + 1) * 4 * tokens * 128 * 2
-    assert cudnn_memory.copied_bytes(cudnn_memory.for_devices(workload, [H100]), split) == 0
+    assert cudnn_memory.copied_bytes(cudnn_memory.adapt_to_devices(workload, [H100]), split) == 0
     longest = choose(A100, seq=8, row_tokens=8 * tokens).settings
     assert longest.head_chunks > choose(seq=8, row_tokens=8 * tokens).settings.head_chunks
     line = attention.describe(choose(A100, seq=8), make_model((32, 8, 128)))

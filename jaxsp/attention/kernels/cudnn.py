@@ -225,7 +225,7 @@ class CudnnKernel(Kernel):
         self, workload: KernelWorkload, *, devices: Sequence[Device], device_bytes: int | None
     ) -> list[UnsupportedReason]:
         return cudnn_limits.unsupported_reasons(
-            cudnn_memory.for_devices(workload, devices),
+            cudnn_memory.adapt_to_devices(workload, devices),
             devices=devices,
             device_bytes=device_bytes,
         )
@@ -241,7 +241,7 @@ class CudnnKernel(Kernel):
         device_bytes: int | None,
         head_chunks: int | None,
     ) -> KernelSettings:
-        workload = cudnn_memory.for_devices(workload, devices)
+        workload = cudnn_memory.adapt_to_devices(workload, devices)
         split = cudnn_memory.choose_split(workload, head_chunks=head_chunks)
         if device_bytes is not None:
             shortage = cudnn_memory.describe_shortage(workload, split, device_bytes=device_bytes)

@@ -58,13 +58,13 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
         if head_chunks in (None, chunks)
     ]
 
-    def needed(split: CallSplit) -> int:
+    def needed_bytes(split: CallSplit) -> int:
         return workspace_bytes(workload, split) + copied_bytes(workload, split)
 
     for split in splits:
-        if needed(split) <= TARGET_WORKSPACE_BYTES:
+        if needed_bytes(split) <= TARGET_WORKSPACE_BYTES:
             return split
-    return min(splits, key=needed)
+    return min(splits, key=needed_bytes)
 
 
 def lse_bytes(workload: KernelWorkload, split: CallSplit) -> int:
@@ -142,8 +142,8 @@ def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> 
     return deterministic and lowest_capability(devices)[0] != 10
 
 
-def for_devices(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:
-    """The workload with what follows from the devices.
+def adapt_to_devices(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:
+    """Sets the properties of a workload that follow from the devices.
 
     cuDNN computes packed rows on Hopper and newer GPUs only. On others, segments are copied.
     """
