@@ -39,6 +39,9 @@ BYTES_WITHIN = 1e-3
 
 HEADS = {"heads_per_kv_head": 4, "num_kv_heads": 2, "head_dim": 128}
 
+RING = attention.combine(1, Ring(degree=1))
+ALL_GATHER = attention.combine(1, AllGather(degree=1))
+
 ATTENTION: dict[str, dict[str, Any]] = {
     "packed": {"max_segments": 64, "head_chunks": 2},
     "packed, window": {"max_segments": 64, "score": ScoreConfig(window=4096)},
@@ -47,13 +50,23 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "score": ScoreConfig(window=4096),
         "kernel": "blockwise",
     },
-    "packed, ring": {"max_segments": 64, "head_chunks": 2, "strategy": Ring(seq=1)},
-    "packed, all-gather": {"max_segments": 64, "strategy": AllGather(seq=1)},
+    "packed, ring": {
+        "max_segments": 64,
+        "head_chunks": 2,
+        "strategy": RING,
+    },
+    "packed, all-gather": {
+        "max_segments": 64,
+        "strategy": ALL_GATHER,
+    },
     "one document": {"max_segments": 1, "head_chunks": 2},
     "one document, blockwise": {"max_segments": 1, "kernel": "blockwise"},
     "one document, window": {"max_segments": 1, "score": ScoreConfig(window=4096)},
-    "one document, ring": {"max_segments": 1, "strategy": Ring(seq=1)},
-    "one document, all-gather": {"max_segments": 1, "strategy": AllGather(seq=1)},
+    "one document, ring": {"max_segments": 1, "strategy": RING},
+    "one document, all-gather": {
+        "max_segments": 1,
+        "strategy": ALL_GATHER,
+    },
 }
 """Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
 

@@ -103,6 +103,7 @@ class Attend:
             sinks_H: one more score per head in the softmax of every token; its value vector is 0.
                 Each device returns its term of the gradient, to be summed over the group.
         """
+        assert sinks_H is None or self.kernel.has_lse, "sinks need a log-sum-exp"
         heads = self.strategy.heads
         tokens = self.strategy.tokens
         with jax.named_scope(self._scope):
@@ -165,7 +166,8 @@ def make_attend(
     settings = settings or KernelSettings()
     kernel_selection.raise_if_whole_rows_only(kernel, strategy)
     kinds = tuple(dict.fromkeys(layer_scores))
-    assert len(kinds) == 1 or not isinstance(kernel, FunctionKernel), "it computes one kind"
+    if isinstance(kernel, FunctionKernel):
+        assert len(kinds) == 1, f"a function has one kind of layer, and there are {len(kinds)}"
     return Attend(
         strategy=strategy,
         kernel=kernel,

@@ -82,7 +82,7 @@ def count_schedule(ring: Ring, starts_BM: Array, lengths_BM: Array) -> Array:
 
     def count_step(step: Array, here: Array) -> Array:
         chunks_k = ring.chunk_numbers(here)
-        there = (here - step) % ring.seq
+        there = (here - step) % ring.degree
         remote = chunk_calls.find_remote_calls(
             tokens, chunks_k, ring.chunk_numbers(there), there < here
         )
@@ -97,7 +97,7 @@ def count_schedule(ring: Ring, starts_BM: Array, lengths_BM: Array) -> Array:
         local += jax.vmap(count_diagonal)(chunks_k * chunk_tokens).sum(0)
         return jnp.where(step == 0, local, count_blocks(remote))
 
-    devices = jnp.arange(ring.seq)
+    devices = jnp.arange(ring.degree)
     by_device = jax.vmap(count_step, in_axes=(None, 0), out_axes=1)
     return jax.vmap(by_device, in_axes=(0, None), out_axes=1)(devices, devices)
 
@@ -127,7 +127,7 @@ def count_hops(layout: Layout, starts: np.ndarray, lengths: np.ndarray) -> float
 def measure(name: str, chunks: int) -> dict[str, object]:
     """Ratios and hops for one distribution and one number of chunks per device."""
     starts, lengths = draw_rows(name)
-    ring = Ring(seq=DEVICES, chunks_per_device=chunks)
+    ring = Ring(degree=DEVICES, chunks_per_device=chunks)
     work = np.array(
         [
             balance.count_row_work(*row, row_tokens=ROW_TOKENS, layout=ring.layout)

@@ -97,16 +97,22 @@ def put_weights(
     return jax.tree.map(put, table, weights)
 
 
+class OracleAttend(Attend):
+    """Attention on one device by the slow oracle, differentiated by JAX."""
+
+    def __call__(self, *inputs, kind=0, sinks_H=None):
+        """Attends. Inputs: q, k, v, starts, lengths, no tables."""
+        branches = [
+            functools.partial(oracle.attention, score=score, sinks_H=sinks_H)
+            for score in self.kinds
+        ]
+        return jax.lax.switch(kind, branches, *inputs[:5])
+
+
 def make_oracle_attend(model: ModelConfig) -> Attend:
     """Attention of a model's layers on one device, by the slow oracle."""
     attend = attention.make_attend(seq=1, kernel="blockwise", layer_scores=model.layer_scores)
-    kinds = [functools.partial(oracle.attention, score=score) for score in attend.kinds]
-
-    def attend_rows(*inputs, kind=0, sinks_H=None, tables=None):
-        branches = [functools.partial(function, sinks_H=sinks_H) for function in kinds]
-        return jax.lax.switch(kind, branches, *inputs)
-
-    return dataclasses.replace(attend, function=attend_rows)
+    return OracleAttend(**vars(attend))
 
 
 @functools.cache

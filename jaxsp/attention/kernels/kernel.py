@@ -162,6 +162,8 @@ class Kernel(abc.ABC):
     masks inputs and outputs."""
     supports_head_chunks: ClassVar[bool] = False
     """True if the kernel can compute a device's heads in chunks, one after another."""
+    has_lse: ClassVar[bool] = True
+    """True if the forward pass returns a log-sum-exp."""
     needs_selfcheck: ClassVar[bool] = False
     """True if the kernel is compared with the blockwise kernel before training on a GPU."""
     custom_call_prefix: ClassVar[str] = ""
@@ -244,6 +246,7 @@ class FunctionKernel(Kernel):
     """
 
     name = "function"
+    has_lse = False
 
     function: Callable[..., Array]
     """`(q, k, v, starts, lengths) -> out`."""
