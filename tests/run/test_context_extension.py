@@ -137,7 +137,7 @@ def test_a_run_resumes_with_the_same_rope_only(extended):
         with pytest.raises(UserError) as raised:
             train(settings(extended, YARN, change, steps=2))
         (problem,) = raised.value.problems
-        assert_names(problem, saved, "jaxsp.export", start="model: rope of all layers = ")
+        assert_names(problem, saved, "jaxsp export", start="model: rope of all layers = ")
     train(settings(extended, YARN, steps=2))
     first, second = commands.read_lines(extended / "run/metrics.jsonl")
     assert second["loss"] == pytest.approx(first["loss"], rel=tolerances.MESH)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.ring import Ring
 from jaxsp.model import dropout
 from jaxsp.model.config import Lora
 from jaxsp.training import host_offload, quantization, trainable
@@ -151,7 +150,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
             functions=("step",),
             strategy=None
             if case.strategy == "auto"
-            else attention.combine(1, Ring(degree=case.sizes[-1])),
+            else make_strategy(seq=case.sizes[-1], ulysses_degree=1),
         )
         for case in DROPOUT_MESHES.values()
     ]
