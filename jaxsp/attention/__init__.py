@@ -11,21 +11,20 @@ output 0 and gradient 0. To add a strategy, see `token_exchange.py`; to add a ke
 `kernels/kernel.py`.
 """
 
-from jaxsp.attention.api import (
+from jaxsp.attention.attend import (
     KINDS_SCOPE,
     SCOPE,
     Attend,
     as_kernel,
-    describe,
     find_collectives,
     make_attend,
     make_chosen_attend,
 )
+from jaxsp.attention.choice import AttentionChoice, AttentionChoices, describe
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
 from jaxsp.attention.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.selection import (
-    AttentionChoice,
     StrategyOption,
     choose,
     choose_strategy,
@@ -41,6 +40,7 @@ __all__ = [
     "SCOPE",
     "Attend",
     "AttentionChoice",
+    "AttentionChoices",
     "HasHeads",
     "Kernel",
     "KernelSettings",

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.attention.chunk_group import ChunkGroup
-from jaxsp.attention.workload import LayerWorkload
 from jaxsp.core import axes
-from jaxsp.core.layout import Layout
 
 _ROW_MULTIPLES = (2048, 512)
 """Preferred divisors of a row. cuDNN divides rows of several segments by 4 and by 16, into slots of
@@ -28,13 +26,6 @@ class Halo:
     chunk_tokens: int
     num_chunks: int
     """Number of chunks of a row."""
-
-    @classmethod
-    def from_workload(cls, workload: LayerWorkload, *, layout: Layout) -> "Halo":
-        """The halo of layers with a window."""
-        assert workload.window is not None
-        chunk_tokens = workload.row_tokens // layout.num_chunks
-        return cls(window=workload.window, chunk_tokens=chunk_tokens, num_chunks=layout.num_chunks)
 
     @property
     def num_tokens(self) -> int:
@@ -61,22 +52,6 @@ class Halo:
             if self.chunk_tokens % preferred == 0 and 8 * (padded - tokens) <= tokens:
                 return padded
         return _round_up(tokens, math.gcd(self.chunk_tokens, 128))
-
-
-def sent_bytes(workload: LayerWorkload, *, layout: Layout) -> dict[str, int]:
-    """Bytes that a device sends per layer and microbatch: see `Strategy.sent_bytes`."""
-    hop_tokens = Halo.from_workload(workload, layout=layout).hop_tokens
-    if layout.degree == 1 or not hop_tokens:
-        return {}
-    # k and v forward and backward, and their gradients: see `return_halos`
-    num_chunks = layout.chunks_per_device * workload.num_rows
-    kv_elements = num_chunks * 2 * workload.num_kv_heads * workload.head_dim
-    in_float32 = sum(hop_tokens[1:-1])
-    passes = 3 * sum(hop_tokens) - in_float32
-    if workload.recomputes_attention and workload.has_other_kinds:
-        passes += sum(hop_tokens)
-    size = passes * workload.itemsize + in_float32 * 4
-    return {"collective-permute": kv_elements * size}
 
 
 def receive_halos(group: ChunkGroup, halo: Halo, chunks: Sequence[Array]) -> list[Array]:

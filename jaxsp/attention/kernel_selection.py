@@ -1,8 +1,9 @@
-"""Choice of the kernel of a run, and of its settings."""
+"""All kernels, and the choice of the kernel of a run and of its settings."""
 
 from collections.abc import Sequence
 
-from jaxsp.attention import registry
+from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.attention.kernels.cudnn import CudnnKernel
 from jaxsp.attention.kernels.kernel import (
     Device,
     Kernel,
@@ -15,6 +16,9 @@ from jaxsp.attention.strategy import Strategy
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CudnnKernel(), BlockwiseKernel())}
+"""Kernels by name. `auto` uses the first that has no unsupported reasons."""
 
 
 def choose(
@@ -37,7 +41,7 @@ def choose(
         return next(filter(None, reasons), [])
 
     name = config.attention.kernel
-    requested = registry.KERNELS.get(name)
+    requested = KERNELS.get(name)
     if requested is not None:
         reasons = find_reasons(requested)
         if reasons:
@@ -48,7 +52,7 @@ def choose(
         return requested, ""
     fallback_reason = ""
     needs_chunks = workloads[0].chunks_per_row > 1
-    for kernel in registry.KERNELS.values():
+    for kernel in KERNELS.values():
         if needs_chunks and not _has_chunk_kernel(kernel):
             continue
         reasons = find_reasons(kernel)
@@ -108,7 +112,7 @@ def _configure(
     device_bytes: int | None,
 ) -> KernelSettings:
     if chunks is not None and not kernel.supports_head_chunks:
-        supporting = [k.name for k in registry.KERNELS.values() if k.supports_head_chunks]
+        supporting = [k.name for k in KERNELS.values() if k.supports_head_chunks]
         because = f", because {fallback_reason}" if fallback_reason else ""
         raise UserError(
             f"attention.head_chunks = {chunks}: works only with the "
@@ -132,7 +136,7 @@ def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
     """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
     if strategy.layout.keeps_order or _has_chunk_kernel(kernel):
         return
-    names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunk_kernel(k))
+    names = errors.format_choices(k.name for k in KERNELS.values() if _has_chunk_kernel(k))
     raise UserError(
         f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
         f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."

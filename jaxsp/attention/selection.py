@@ -1,16 +1,13 @@
 """Choice of the strategy and the kernel of a run."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention import kernel_selection, registry
+from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels.kernel import (
     Device,
-    Kernel,
-    KernelSettings,
-    ScoreConfig,
     divisors,
     min_device_bytes,
 )
@@ -30,25 +27,6 @@ from jaxsp.runtime import memory_limits
 NETWORK_COST = 8.0
 """Time of a byte through a device's network card, in times of a byte over its NVLink: 370 over 48
 GB/s for an H100 (planner/compile/gpus.py)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
-    """Strategy, kernel and settings of attention, for rows of one length. Processes compare its
-    `repr`."""
-
-    strategy: Strategy
-    alternatives: tuple[tuple[str, int], ...]
-    """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
-    sent_bytes: int
-    """Bytes that each device sends per layer and microbatch if attention's results are saved for
-    the backward pass, whatever memory.remat is: the mean of all layers."""
-    kernel: Kernel
-    settings: KernelSettings
-    fallback_reason: str
-    """Reason that `auto` did not use its first kernel; empty if it did."""
-    layer_scores: tuple[ScoreConfig, ...]
-    """Scores of each layer, without windows that are at least as long as the rows."""
 
 
 class StrategyOption(NamedTuple):

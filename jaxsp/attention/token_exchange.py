@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Int32
 
+from jaxsp.attention.chunk_group import DeviceGroup
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import (
     Kernel,
@@ -24,8 +25,8 @@ from jaxsp.core.layout import KEPT_ORDER, Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenExchange(abc.ABC):
-    """A group of devices that hold different tokens of the same rows, for the same heads.
+class TokenExchange(DeviceGroup, abc.ABC):
+    """A group of devices that attend to each other's tokens.
 
     Workloads are those of the heads that a device has after the exchange of heads.
     """
@@ -38,12 +39,6 @@ class TokenExchange(abc.ABC):
     """True if attention.strategy=auto considers it."""
     has_ring_steps: ClassVar[bool] = False
     """True if the devices of a group wait for each other at each hop of a ring."""
-
-    degree: int
-    """Number of devices in a group."""
-    stride: int = 1
-    """Distance along `seq` between two devices of a group. The neighbors between them hold the same
-    tokens for other heads."""
 
     @classmethod
     def from_config(
@@ -65,12 +60,6 @@ class TokenExchange(abc.ABC):
     def config_fields(self) -> dict[str, Any]:
         """Fields of the config's attention, except strategy and ulysses_degree, that request it."""
         return {}
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """All groups, as positions along the mesh's `seq`."""
-        size = self.degree * self.stride
-        return [list(range(first, size, self.stride)) for first in range(self.stride)]
 
     @property
     def layout(self) -> Layout:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention import halo, halo_exchange
+from jaxsp.attention import halo
 from jaxsp.attention.chunk_group import ChunkGroup
 from jaxsp.attention.halo_exchange import Halo
 from jaxsp.attention.kernels import segments
@@ -35,7 +35,7 @@ of the kernel, and the memory of cuDNN's slots grows if chunks are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Zigzag(ChunkGroup):
+class Zigzag(ChunkGroup, TokenExchange):
     """Base class of exchanges whose devices keep their queries."""
 
     options = frozenset({"chunks_per_device"})
@@ -97,7 +97,7 @@ class Zigzag(ChunkGroup):
         return dataclasses.replace(
             workload.to_kernel_workload(),
             num_rows=chunks.num_rows,
-            row_tokens=Halo.from_workload(workload, layout=self.layout).row_tokens,
+            row_tokens=self._find_halo(workload).row_tokens,
             chunks_per_row=chunks.chunks_per_row,
             chunks_per_device=chunks.chunks_per_device,
         )
@@ -117,9 +117,30 @@ class Zigzag(ChunkGroup):
         )
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
-        if workload.has_window:
-            return halo_exchange.sent_bytes(workload, layout=self.layout)
-        return self.chunk_sent_bytes(workload)
+        if not workload.has_window:
+            return self.chunk_sent_bytes(workload)
+        hop_tokens = self._find_halo(workload).hop_tokens
+        if self.degree == 1 or not hop_tokens:
+            return {}
+        # k and v forward and backward, and their gradients: see `halo_exchange.return_halos`
+        num_chunks = self.chunks_per_device * workload.num_rows
+        kv_elements = num_chunks * 2 * workload.num_kv_heads * workload.head_dim
+        in_float32 = sum(hop_tokens[1:-1])
+        passes = 3 * sum(hop_tokens) - in_float32
+        if workload.recomputes_attention and workload.has_other_kinds:
+            passes += sum(hop_tokens)
+        size = passes * workload.itemsize + in_float32 * 4
+        return {"collective-permute": kv_elements * size}
+
+    def _find_halo(self, workload: LayerWorkload) -> Halo:
+        """The halo of layers with a window."""
+        assert workload.window is not None
+        num_chunks = self.layout.num_chunks
+        return Halo(
+            window=workload.window,
+            chunk_tokens=workload.row_tokens // num_chunks,
+            num_chunks=num_chunks,
+        )
 
     @abc.abstractmethod
     def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
@@ -130,7 +151,7 @@ class Zigzag(ChunkGroup):
         inputs = 3 * q + kv  # with the output and its gradient
         if not workload.has_window:
             return inputs + 4 * (q + kv)  # float32 sums, and what travels
-        halo = Halo.from_workload(workload, layout=self.layout)
+        halo = self._find_halo(workload)
         rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
         return inputs + rows
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
+from jaxsp.attention.kernel_selection import KERNELS
 from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.attention.registry import KERNELS
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.reporting import metrics

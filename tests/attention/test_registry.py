@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import registry
+from jaxsp.attention import kernel_selection, registry
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
@@ -84,7 +84,8 @@ def toys(monkeypatch):
     """Registers both, each as the first candidate of `auto`."""
     exchanges = {GatherAll.name: GatherAll} | registry.TOKEN_EXCHANGES
     monkeypatch.setattr(registry, "TOKEN_EXCHANGES", exchanges)
-    monkeypatch.setattr(registry, "KERNELS", {WholeMatrix.name: WholeMatrix()} | registry.KERNELS)
+    kernels = {WholeMatrix.name: WholeMatrix()} | kernel_selection.KERNELS
+    monkeypatch.setattr(kernel_selection, "KERNELS", kernels)
 
 
 def settings(**attention_fields):
@@ -100,7 +101,7 @@ def test_registries_and_config_have_the_same_names():
         return set(typing.get_args(AttentionConfig.model_fields[field].annotation)) - {"auto"}
 
     assert values("strategy") == registry.TOKEN_EXCHANGES.keys() | {"ulysses"}
-    assert values("kernel") == registry.KERNELS.keys()
+    assert values("kernel") == kernel_selection.KERNELS.keys()
 
 
 def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):

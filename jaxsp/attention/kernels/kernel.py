@@ -1,7 +1,7 @@
 """Base class of kernels: attention over the tokens that one device has, forward and backward.
 
 To add a kernel, write a subclass of `Kernel` in a file of its own and add it to
-`jaxsp.attention.registry.KERNELS`.
+`jaxsp.attention.kernel_selection.KERNELS`.
 """
 
 import abc

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.attention import registry
+from jaxsp.attention import kernel_selection
 from jaxsp.model import flops
 from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
@@ -228,7 +228,7 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
 @pytest.mark.e2e
 def test_without_ceilings_for_its_kernel_or_dtype_there_is_no_estimate(step):
     other = dataclasses.replace(
-        step, choice=dataclasses.replace(step.choice, kernel=registry.KERNELS["blockwise"])
+        step, choice=dataclasses.replace(step.choice, kernel=kernel_selection.KERNELS["blockwise"])
     )
     assert estimate(other) is None
 

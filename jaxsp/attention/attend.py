@@ -1,6 +1,5 @@
 """Attention as the model calls it: see `Attend`."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import kernel_selection, registry
+from jaxsp.attention import kernel_selection
+from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels import residuals
 from jaxsp.attention.kernels.kernel import (
     FunctionKernel,
@@ -18,9 +18,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.selection import AttentionChoice
 from jaxsp.attention.strategy import Strategy, combine
-from jaxsp.attention.workload import HasHeads
 from jaxsp.core.layout import Layout
 
 SCOPE = "attend"
@@ -32,9 +30,6 @@ KINDS_SCOPE = "layers_of_kinds"
 The number of layers of each kind follows, as in `layers_of_kinds_52_10`, so that a compiled program
 shows how often each branch of the switch between kinds runs.
 """
-
-_MIN_MENTIONED_LSE_BYTES = 64 * 2**20
-"""Minimum memory of log-sum-exps that a description mentions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +134,7 @@ class Attend:
 def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:
     """Returns a kernel, given itself, its name, or a function for whole rows."""
     if isinstance(kernel, str):
-        return registry.KERNELS[kernel]
+        return kernel_selection.KERNELS[kernel]
     return kernel if isinstance(kernel, Kernel) else FunctionKernel(kernel)
 
 
@@ -196,70 +191,3 @@ def find_collectives(program: str) -> list[str]:
         for line in program.splitlines()
         if f"/{SCOPE}/" in line and any(operation in line for operation in operations)
     ]
-
-
-def describe(choice: AttentionChoice, model: HasHeads) -> str:
-    """Describes a choice in one line."""
-    kernel = _describe_kernel(choice)
-    reason = ""
-    if choice.fallback_reason:
-        reason = f" ({choice.kernel.name} because {choice.fallback_reason})"
-    strategy = choice.strategy
-    if strategy.seq == 1:
-        return f"{kernel}, all heads on each device{reason}"
-    heads, kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
-    part = (
-        f"each device has {heads} of {model.num_heads} query heads and "
-        f"{kv_heads} of {model.num_kv_heads} K/V heads"
-    )
-    layout = strategy.layout
-    if not layout.keeps_order:
-        part += f", and {layout.chunks_per_device} of {layout.num_chunks} chunks of each row"
-    average = " on average" if len(set(choice.layer_scores)) > 1 else ""
-    traffic = (
-        f"it sends {_format_bytes(choice.sent_bytes)} per layer and microbatch{average} "
-        "if attention is not recomputed"
-    )
-    if choice.alternatives:
-        alternatives = ", ".join(
-            f"{description}: {_format_bytes(num_bytes)}"
-            for description, num_bytes in choice.alternatives
-        )
-        traffic += f" (alternatives: {alternatives})"
-    return f"{strategy.description}, {kernel}; {part}; {traffic}{reason}"
-
-
-def _describe_kernel(choice: AttentionChoice) -> str:
-    settings = choice.settings
-    description = f"{choice.kernel.describe()} kernel"
-    if settings.head_chunks > 1:
-        description += f", heads in {settings.head_chunks} chunks"
-    if settings.copies_segments:
-        description += (
-            f", segments copied to rows of their own in {settings.capacity_factor} times the memory"
-        )
-    if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
-        description += f", whose log-sum-exps need {settings.lse_bytes / 2**20:,.0f} MiB"
-    return description + "".join(f", {part}" for part in _describe_scores(choice.layer_scores))
-
-
-def _describe_scores(layer_scores: Sequence[ScoreConfig]) -> list[str]:
-    """Describes windows and softcaps, with the number of layers that have them if not all do.
-
-    Example: `["52 of 62 layers: each token sees the last 1,024 of its document"]`.
-    """
-    parts: collections.Counter[str] = collections.Counter()
-    for score in layer_scores:
-        if score.window is not None:
-            parts[f"each token sees the last {score.window:,} of its document"] += 1
-        if score.softcap is not None:
-            parts[f"scores are capped at {score.softcap:g}"] += 1
-    num_layers = len(layer_scores)
-    return [
-        part if count == num_layers else f"{count} of {num_layers} layers: {part}"
-        for part, count in parts.items()
-    ]
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
