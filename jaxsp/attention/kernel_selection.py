@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
-from jaxsp.attention.kernels.cudnn import CudnnKernel
+from jaxsp.attention.kernels.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import (
     Device,
     Kernel,

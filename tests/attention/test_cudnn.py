@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_slots
+from jaxsp.attention.kernels import cudnn_calls, cudnn_kernel, cudnn_slots
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall
 from jaxsp.attention.ring import Ring
 from jaxsp.core import axes
@@ -232,7 +232,7 @@ def test_the_residuals_do_not_grow_with_the_slots():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
-        forward = functools.partial(cudnn.forward, score=ScoreConfig())
+        forward = functools.partial(cudnn_kernel.forward, score=ScoreConfig())
         _, lse = jax.eval_shape(forward, q, k, v, starts, lengths)
         assert lse.shape == (1, 4, L), kind
         assert lse.dtype == jnp.float32

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import Attend, KernelSettings, ScoreConfig
-from jaxsp.attention.kernels import cudnn, cudnn_limits, cudnn_slots, segments
+from jaxsp.attention.kernels import cudnn_kernel, cudnn_limits, cudnn_slots, segments
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.registry import TOKEN_EXCHANGES
 from tests import batches, tolerances
@@ -196,7 +196,7 @@ def test_the_softmax_statistics_are_log_sum_exps_in_the_expected_layout(slots, r
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     bf16_inputs = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, actual_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1))(
+    _, actual_BhL = jax.jit(functools.partial(cudnn_kernel.forward, head_chunks=1))(
         *bf16_inputs, starts, lengths
     )
     segment_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))

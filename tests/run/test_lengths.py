@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.attention.kernels.cudnn import CudnnKernel
+from jaxsp.attention.kernels.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
