@@ -11,7 +11,7 @@ import types
 import jax
 import pytest
 
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
+from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
 from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import hardware
@@ -33,7 +33,7 @@ def test_cudnn_supports_every_case(h100):
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
-    formula = cudnn_memory.workspace_bytes(CASE.work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR))
+    formula = cudnn_memory.workspace_bytes(CASE.work, CallSplit(1, cudnn_bins.CAPACITY_FACTOR))
     monkeypatch.setattr(cudnn_calls, "read_workspace_bytes", lambda text: formula // 2)
     actual = workspace.measure(CASE, h100)
     assert (actual.status, actual.head_chunks, actual.ratio) == (report.OK, 1, 0.5)
@@ -54,7 +54,7 @@ def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
 def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
     case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
     text = workspace.compile_case(
-        case, h100, split=CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
+        case, h100, split=CallSplit(1, cudnn_bins.CAPACITY_FACTOR)
     ).as_text()
     assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
 

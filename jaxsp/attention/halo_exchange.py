@@ -13,8 +13,8 @@ from jaxsp.attention.chunk_group import ChunkGroup
 from jaxsp.core import axes
 
 _ROW_MULTIPLES = (2048, 512)
-"""Preferred divisors of a row. cuDNN divides rows of several segments by 4 and by 16, into slots of
-a multiple of 128 tokens: see `cudnn_slots.plan_calls`."""
+"""Preferred divisors of a row. cuDNN divides rows of several segments by 4 and by 16, into bins of
+a multiple of 128 tokens: see `cudnn_bins.plan_calls`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

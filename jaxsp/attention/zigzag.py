@@ -31,7 +31,7 @@ from jaxsp.config.schema import AttentionConfig
 
 MIN_CHUNK_TOKENS = 1024
 """Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
-of the kernel, and the memory of cuDNN's slots grows if chunks are short."""
+of the kernel, and the memory of cuDNN's bins grows if chunks are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

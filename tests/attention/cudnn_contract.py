@@ -1,13 +1,13 @@
-"""The contract of jax's cuDNN calls, computed on CPUs slot by slot, with offsets into memory.
+"""The contract of jax's cuDNN calls, computed on CPUs bin by bin, with offsets into memory.
 
-All that cuDNN leaves undefined is NaN here: outputs and gradients of tokens in no slot, and the
-log-sum-exp after the end of a slot's segment. All that cuDNN does not read, these functions do not
+All that cuDNN leaves undefined is NaN here: outputs and gradients of tokens in no bin, and the
+log-sum-exp after the end of a bin's segment. All that cuDNN does not read, these functions do not
 read: a log-sum-exp of NaN after the end of a segment changes nothing. A window of w keeps the
-scores where key + w > query, both counted from the slot's first token: the token itself is one of
+scores where key + w > query, both counted from the bin's first token: the token itself is one of
 the w.
 
 Sources: openxla/xla xla/stream_executor/cuda/cuda_dnn.cc, where q, k, v, o and their gradients have
-ragged offsets and the log-sum-exp, [slots, heads, tokens of a slot, 1], has none.
+ragged offsets and the log-sum-exp, [bins, heads, tokens of a bin, 1], has none.
 NVIDIA/cudnn-frontend scaled_dot_product_flash_attention.h, where the padding mask replaces the
 score minus the log-sum-exp; its utils/attn_score_modifiers.h, sliding_window_mask, for windows.
 """
@@ -24,7 +24,7 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def attend(q, k, v, mask, scale):
-    """Output [T, h, K] and log-sum-exp [h, T] of one slot."""
+    """Output [T, h, K] and log-sum-exp [h, T] of one bin."""
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = _einsum("qhK,khK->hqk", q, k) * scale
     scores = jnp.where(mask[None], scores, -jnp.inf)
@@ -33,27 +33,27 @@ def attend(q, k, v, mask, scale):
     return _einsum("hqk,khK->qhK", weights, v), lse
 
 
-def slots(q, k, seqlen, q_offsets, kv_offsets):
-    """For each slot: indices of its tokens in q and in k, and which of its T tokens it holds.
+def bins(q, k, seqlen, q_offsets, kv_offsets):
+    """For each bin: indices of its tokens in q and in k, and which of its T tokens it holds.
 
-    Without offsets, each row is a slot, with a length if the call has lengths.
+    Without offsets, each row is a bin, with a length if the call has lengths.
     """
     R, T, h, K = q.shape
     if q_offsets.ndim == 1:
         first_q = first_k = jnp.arange(R, dtype=jnp.int32) * T
         lengths = seqlen if len(seqlen) else jnp.full(R, T, jnp.int32)
     else:
-        # XLA reads one offset more than there are slots, from memory that is at least as long.
-        num_slots = R * (q_offsets.shape[1] - 1)
-        first_q = q_offsets.reshape(-1)[:num_slots] // (h * K)
-        first_k = kv_offsets.reshape(-1)[:num_slots] // (k.shape[2] * K)
+        # XLA reads one offset more than there are bins, from memory that is at least as long.
+        num_bins = R * (q_offsets.shape[1] - 1)
+        first_q = q_offsets.reshape(-1)[:num_bins] // (h * K)
+        first_k = kv_offsets.reshape(-1)[:num_bins] // (k.shape[2] * K)
         lengths = seqlen.reshape(-1)
     position = jnp.arange(T, dtype=jnp.int32)[None]
     return first_q[:, None] + position, first_k[:, None] + position, position < lengths[:, None]
 
 
 def causal_mask(num_tokens, window):
-    """Keys that each query of a slot attends to. A window of None or 0, as in XLA, is no window."""
+    """Keys that each query of a bin attends to. A window of None or 0, as in XLA, is no window."""
     query = jnp.arange(num_tokens)[:, None]
     key = jnp.arange(num_tokens)[None]
     if window:
@@ -101,7 +101,7 @@ def off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout, scale)
 
 
 def gradients(q, k, v, out, dout, lse, mask, scale):
-    """dq, dk and dv of one slot, from q of [T, h, K] and lse of [h, T]."""
+    """dq, dk and dv of one bin, from q of [T, h, K] and lse of [h, T]."""
     num_kv_heads = k.shape[1]
     repeats = q.shape[1] // num_kv_heads
     k, v = (jnp.repeat(x, repeats, axis=1) for x in (k, v))
@@ -110,7 +110,7 @@ def gradients(q, k, v, out, dout, lse, mask, scale):
     delta = _einsum("qhK,qhK->hq", dout, out)[..., None]
     dweights = _einsum("qhK,khK->hqk", dout, v)
     dscores = jnp.where(mask[None], weights * (dweights - delta), 0) * scale
-    # Tokens outside the slot are NaN, and 0 * NaN is NaN.
+    # Tokens outside the bin are NaN, and 0 * NaN is NaN.
     is_query = mask.any(1)[:, None, None]
     is_key = mask.any(0)[:, None, None]
     q, dout = (jnp.where(is_query, x, 0) for x in (q, dout))
@@ -121,7 +121,7 @@ def gradients(q, k, v, out, dout, lse, mask, scale):
 
 
 def scatter(values, tokens, inside, like):
-    """Writes the values of all slots to their tokens, and NaN to tokens of no slot."""
+    """Writes the values of all bins to their tokens, and NaN to tokens of no bin."""
     memory = jnp.full_like(flat(like), jnp.nan)
     tokens = jnp.where(inside, tokens, len(memory))
     return memory.at[tokens].set(values, mode="drop").reshape(like.shape).astype(like.dtype)
@@ -144,17 +144,17 @@ def forward(
 ):
     if mask_type.name == "PADDING":
         return off_diagonal_forward(q, k, v, q_lengths, kv_lengths, scale)
-    tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
+    tokens_q, tokens_k, inside = bins(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
     causal = causal_mask(q.shape[1], sliding_window_length)
 
-    def slot(tokens_q, tokens_k, inside):
+    def compute_bin(tokens_q, tokens_k, inside):
         tokens_q = jnp.minimum(tokens_q, last)
         tokens_k = jnp.minimum(tokens_k, last)
         mask = causal & inside[:, None] & inside[None]
         return attend(flat(q)[tokens_q], flat(k)[tokens_k], flat(v)[tokens_k], mask, scale)
 
-    out, lse = jax.vmap(slot)(tokens_q, tokens_k, inside)
+    out, lse = jax.vmap(compute_bin)(tokens_q, tokens_k, inside)
     return scatter(out, tokens_q, inside, q), jnp.where(inside[:, None], lse, jnp.nan)
 
 
@@ -180,19 +180,19 @@ def backward(
 ):
     if mask_type.name == "PADDING":
         return off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout, scale)
-    tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
+    tokens_q, tokens_k, inside = bins(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
     causal = causal_mask(q.shape[1], sliding_window_length)
 
-    def slot(tokens_q, tokens_k, inside, lse):
+    def compute_bin(tokens_q, tokens_k, inside, lse):
         tokens_q = jnp.minimum(tokens_q, last)
         tokens_k = jnp.minimum(tokens_k, last)
         mask = causal & inside[:, None] & inside[None]
-        slot_q, slot_out, slot_dout = (flat(x)[tokens_q] for x in (q, out, dout))
-        slot_k, slot_v = (flat(x)[tokens_k] for x in (k, v))
-        return gradients(slot_q, slot_k, slot_v, slot_out, slot_dout, lse, mask, scale)
+        bin_q, bin_out, bin_dout = (flat(x)[tokens_q] for x in (q, out, dout))
+        bin_k, bin_v = (flat(x)[tokens_k] for x in (k, v))
+        return gradients(bin_q, bin_k, bin_v, bin_out, bin_dout, lse, mask, scale)
 
-    dq, dk, dv = jax.vmap(slot)(tokens_q, tokens_k, inside, lse)
+    dq, dk, dv = jax.vmap(compute_bin)(tokens_q, tokens_k, inside, lse)
     return (
         scatter(dq, tokens_q, inside, q),
         scatter(dk, tokens_k, inside, k),

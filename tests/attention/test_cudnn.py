@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels import cudnn_calls, cudnn_kernel, cudnn_slots
-from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall
+from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_kernel
+from jaxsp.attention.kernels.cudnn_bins import CallBins, PackedCall
 from jaxsp.attention.ring import Ring
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -88,8 +88,8 @@ CASES = [
     ("one", [0, 1], 4, 2, 16, 1, None),
     ("one", [2, 3], 6, 2, 16, 2, None),
     ("one", [0], 6, 2, 16, 6, None),
-    ("many", [0, 3], 4, 2, 96, 2, 100),  # shorter than a slot of either call
-    ("many", [2, 3], 2, 1, 64, 1, 200),  # longer than a slot of the second call
+    ("many", [0, 3], 4, 2, 96, 2, 100),  # shorter than a bin of either call
+    ("many", [2, 3], 2, 1, 64, 1, 200),  # longer than a bin of the second call
     ("many", [0, 3], 2, 1, 256, 1, None),
     ("two", [0, 3], 2, 1, 192, 1, 77),
     ("one", [0, 1], 2, 1, 128, 1, 77),
@@ -228,7 +228,7 @@ def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
     assert num_calls(1, policies.nothing_saveable) == (4, 2)
 
 
-def test_the_residuals_do_not_grow_with_the_slots():
+def test_the_residuals_do_not_grow_with_the_bins():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
@@ -239,29 +239,29 @@ def test_the_residuals_do_not_grow_with_the_slots():
 
 
 def test_calls_have_capacity_for_four_times_the_rows_with_any_number_of_segments():
-    actual = cudnn_slots.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
-    assert [(call.longer_than, call.slot_tokens, call.num_slots) for call in actual] == [
+    actual = cudnn_bins.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
+    assert [(call.longer_than, call.bin_tokens, call.num_bins) for call in actual] == [
         (32768, 131072, 4),
         (8192, 32768, 16),
         (0, 8192, 64),
     ]
     for num_rows, max_segments in ((1, 5), (2, 64), (3, 1000)):
-        calls = cudnn_slots.plan_calls(
+        calls = cudnn_bins.plan_calls(
             num_rows=num_rows, row_tokens=2**20, max_segments=max_segments
         )
         assert (
-            max(call.num_slots * call.slot_tokens for call in calls)
-            <= cudnn_slots.CAPACITY_FACTOR * num_rows * 2**20
+            max(call.num_bins * call.bin_tokens for call in calls)
+            <= cudnn_bins.CAPACITY_FACTOR * num_rows * 2**20
         )
-        assert calls[-1].num_slots >= num_rows * max_segments
-    few = cudnn_slots.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
-    assert few == (PackedCall(longer_than=0, slot_tokens=2**20, num_slots=4, num_tokens=2**21),)
+        assert calls[-1].num_bins >= num_rows * max_segments
+    few = cudnn_bins.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
+    assert few == (PackedCall(longer_than=0, bin_tokens=2**20, num_bins=4, num_tokens=2**21),)
 
 
 @pytest.mark.parametrize("row_tokens", [128, 384, 512, 6144])
 @pytest.mark.parametrize("max_segments", [2, 5, 17, 300])
-@pytest.mark.parametrize("capacity_factor", cudnn_slots.CAPACITY_FACTORS)
-def test_every_segment_of_random_rows_has_one_slot(max_segments, row_tokens, capacity_factor):
+@pytest.mark.parametrize("capacity_factor", cudnn_bins.CAPACITY_FACTORS)
+def test_every_segment_of_random_rows_has_one_bin(max_segments, row_tokens, capacity_factor):
     rng = np.random.default_rng(max_segments)
     starts, lengths = np.zeros((2, 2, max_segments), np.int32)
     for row in range(2):
@@ -272,26 +272,26 @@ def test_every_segment_of_random_rows_has_one_slot(max_segments, row_tokens, cap
         gaps = rng.integers(0, 3, len(cuts))
         starts[row, : len(cuts)] = cuts
         lengths[row, : len(cuts)] = np.maximum(ends - cuts - gaps, 1)
-    in_slots = []
-    calls = cudnn_slots.plan_calls(
+    in_bins = []
+    calls = cudnn_bins.plan_calls(
         num_rows=2,
         row_tokens=row_tokens,
         max_segments=max_segments,
         capacity_factor=capacity_factor,
     )
-    tables = cudnn_slots.make_tables(
+    tables = cudnn_bins.make_tables(
         jnp.asarray(starts),
         jnp.asarray(lengths),
         row_tokens=row_tokens,
         capacity_factor=capacity_factor,
     )
     for index, call in enumerate(calls):
-        slots = tables.get_slots(index)
-        used = [(int(a), int(n)) for a, n in zip(slots.starts_S, slots.lengths_S, strict=True) if n]
+        bins = tables.get_bins(index)
+        used = [(int(a), int(n)) for a, n in zip(bins.starts_S, bins.lengths_S, strict=True) if n]
         assert used == sorted(used)
-        assert all(call.longer_than < n <= call.slot_tokens for _, n in used)
-        in_slots += used
-    assert sorted(in_slots) == [
+        assert all(call.longer_than < n <= call.bin_tokens for _, n in used)
+        in_bins += used
+    assert sorted(in_bins) == [
         (row * row_tokens + int(a), int(n))
         for row in range(2)
         for a, n in zip(starts[row], lengths[row], strict=True)
@@ -300,29 +300,29 @@ def test_every_segment_of_random_rows_has_one_slot(max_segments, row_tokens, cap
 
 
 def test_expanding_a_compressed_log_sum_exp_restores_it():
-    slots = cudnn_slots.make_tables(
+    bins = cudnn_bins.make_tables(
         jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8
-    ).get_slots(0)
-    assert slots.starts_S.tolist() == [0, 3, 9, 0]
-    assert slots.lengths_S.tolist() == [3, 5, 6, 0]
-    assert slots.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
+    ).get_bins(0)
+    assert bins.starts_S.tolist() == [0, 3, 9, 0]
+    assert bins.lengths_S.tolist() == [3, 5, 6, 0]
+    assert bins.bin_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
     lse = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
     is_used = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
-    actual = cudnn_slots.expand_lse(
-        cudnn_slots.compress_lse(jnp.asarray(lse), slots), slots, slot_tokens=8
+    actual = cudnn_bins.expand_lse(
+        cudnn_bins.compress_lse(jnp.asarray(lse), bins), bins, bin_tokens=8
     )
     assert (
-        np.asarray(actual) == np.where(is_used[:, None], lse, np.float32(cudnn_slots.MASKED_LSE))
+        np.asarray(actual) == np.where(is_used[:, None], lse, np.float32(cudnn_bins.MASKED_LSE))
     ).all()
 
 
-def test_slot_offsets_are_counted_in_elements_of_each_array():
+def test_bin_offsets_are_counted_in_elements_of_each_array():
     """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16.
 
     Unused offsets are at the end of the memory.
     """
-    slots = CallSlots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
-    assert cudnn_calls._slot_offsets(slots, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [
+    bins = CallBins(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
+    assert cudnn_calls._bin_offsets(bins, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [
         0,
         192,
         576,
@@ -330,7 +330,7 @@ def test_slot_offsets_are_counted_in_elements_of_each_array():
         1024,
         1024,
     ]
-    assert cudnn_calls._slot_offsets(slots, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [
+    assert cudnn_calls._bin_offsets(bins, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [
         0,
         96,
         288,

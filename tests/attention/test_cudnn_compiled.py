@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
+from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
 from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.planner.compile import compiled
@@ -81,10 +81,8 @@ def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, 
     text = program(h100, slots=slots, K=K, window=window)
     assert windows(text, "") == windows(text, "Backward") == expected
     assert cudnn_calls.read_workspace_bytes(text) is None, "sizes are known only with a GPU"
-    calls = (
-        cudnn_slots.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
-    )
-    shapes = [(call.num_slots, H, call.slot_tokens) for call in calls] or [(1, H, L)]
+    calls = cudnn_bins.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
+    shapes = [(call.num_bins, H, call.bin_tokens) for call in calls] or [(1, H, L)]
     results = [
         line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line
     ]
@@ -97,7 +95,7 @@ def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, 
     assert max(map(len, lse_shapes)) == 1
     assert set.union(*lse_shapes) == set(shapes)
     assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_memory.lse_bytes(
-        workload, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
+        workload, CallSplit(1, cudnn_bins.CAPACITY_FACTOR)
     )
 
 

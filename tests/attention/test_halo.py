@@ -10,7 +10,7 @@ from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.halo_exchange import Halo
-from jaxsp.attention.kernels import blockwise_rows, cudnn_slots
+from jaxsp.attention.kernels import blockwise_rows, cudnn_bins
 from jaxsp.attention.ring import Ring
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_cudnn, test_strategies
@@ -166,8 +166,8 @@ def test_windows_go_through_cudnn(kind, strategy, window):
 
 def test_rows_of_a_kernel_divide_as_evenly_as_chunks_if_that_costs_little():
     def slots(halo):
-        calls = cudnn_slots.plan_calls(num_rows=2, row_tokens=halo.row_tokens, max_segments=64)
-        return sum(call.num_slots * call.slot_tokens for call in calls[-1:]) / halo.row_tokens
+        calls = cudnn_bins.plan_calls(num_rows=2, row_tokens=halo.row_tokens, max_segments=64)
+        return sum(call.num_bins * call.bin_tokens for call in calls[-1:]) / halo.row_tokens
 
     halo = Halo(window=1024, chunk_tokens=65536, num_chunks=16)
     assert (halo.num_tokens, halo.row_tokens) == (1023, 67584)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import Attend, KernelSettings, ScoreConfig
-from jaxsp.attention.kernels import cudnn_kernel, cudnn_limits, cudnn_slots, segments
+from jaxsp.attention.kernels import cudnn_bins, cudnn_kernel, cudnn_limits, segments
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.registry import TOKEN_EXCHANGES
 from tests import batches, tolerances
@@ -256,4 +256,4 @@ def test_the_last_segment_of_a_row_of_a_million_tokens_is_correct(require_suppor
             batches.relative_error(np.asarray(actual[name][:, -last:]), expected[name])
             < tolerances.KERNEL_BF16
         ), name
-    assert len(cudnn_slots.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3
+    assert len(cudnn_bins.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3

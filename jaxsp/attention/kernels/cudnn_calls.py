@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxsp.attention.kernels.cudnn_slots import CallSlots
+from jaxsp.attention.kernels.cudnn_bins import CallBins
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
@@ -57,8 +57,8 @@ class SegmentRows(NamedTuple):
     lengths_S: Int32[Array, "S"]
 
 
-CallMask = CallSlots | SegmentRows | OffDiagonalBlock | None
-"""Mask of a call: slots of packed rows, rows of one segment, off-diagonal blocks, or None for
+CallMask = CallBins | SegmentRows | OffDiagonalBlock | None
+"""Mask of a call: bins of packed rows, rows of one segment, off-diagonal blocks, or None for
 whole rows."""
 
 
@@ -95,7 +95,7 @@ def forward(
     """Output and log-sum-exp.
 
     Shapes: the log-sum-exp is f32[B, h, L] for whole rows and off-diagonal blocks, and f32[S, h, T]
-        for slots and rows of one segment, undefined after the end of each segment.
+        for bins and rows of one segment, undefined after the end of each segment.
     """
     operands = _operands(q, k, v, call_mask)
     params = _primitive_params(q, call_mask, score)
@@ -113,7 +113,7 @@ def backward(
     out: Array,
     dout: Array,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv; undefined at tokens of no segment if the call has slots or segments."""
+    """dq, dk and dv; undefined at tokens of no segment if the call has bins or segments."""
     operands = _operands(q, k, v, call_mask)
     params = _primitive_params(q, call_mask, score)
     dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(*operands, lse, out, dout, **params)
@@ -161,18 +161,18 @@ def _operands(q: Array, k: Array, v: Array, call_mask: CallMask) -> tuple[Array,
     elif call_mask is not None:
         lengths_RS = call_mask.lengths_S.reshape(len(q), -1)
         lengths = (lengths_RS, lengths_RS)
-        offsets = (_slot_offsets(call_mask, q), _slot_offsets(call_mask, k))
+        offsets = (_bin_offsets(call_mask, q), _bin_offsets(call_mask, k))
     return q, k, v, unused, *lengths, *offsets, unused, unused
 
 
-def _slot_offsets(slots: CallSlots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
-    """Offset of each slot in an array's memory, in elements of this array.
+def _bin_offsets(bins: CallBins, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
+    """Offset of each bin in an array's memory, in elements of this array.
 
-    Unused slots are at the end of the memory, and so is the extra offset at the end of each row.
+    Unused bins are at the end of the memory, and so is the extra offset at the end of each row.
     """
     R, T, X, K = x_RTXK.shape
     end = R * T
-    starts_S = jnp.where(slots.lengths_S > 0, slots.starts_S, end)
+    starts_S = jnp.where(bins.lengths_S > 0, bins.starts_S, end)
     return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
 
 
@@ -180,8 +180,8 @@ def _primitive_params(q: Array, call_mask: CallMask, score: ScoreConfig) -> dict
     """Static parameters of a call.
 
     cuDNN keeps the scores where key + window > query and, as it is causal, key <= query. Both are
-    counted from the slot's first token, and the window includes the token itself. A window as long
-    as the slots is left out.
+    counted from the bin's first token, and the window includes the token itself. A window as long
+    as the bins is left out.
     Source: sliding_window_mask in NVIDIA/cudnn-frontend utils/attn_score_modifiers.h, aligned to
         the top left, with the left bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets
         to sliding_window_length.
@@ -189,7 +189,7 @@ def _primitive_params(q: Array, call_mask: CallMask, score: ScoreConfig) -> dict
     library = _library()
     masks = {
         type(None): "CAUSAL",
-        CallSlots: "PADDING_CAUSAL",
+        CallBins: "PADDING_CAUSAL",
         SegmentRows: "PADDING_CAUSAL",
         OffDiagonalBlock: "PADDING",
     }

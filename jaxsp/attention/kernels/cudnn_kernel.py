@@ -3,7 +3,7 @@
 The library's calls are wrapped in jaxsp's own custom_vjp (residuals.py), which names the output and
 the log-sum-exp, so that a remat policy can keep or offload them. Heads are processed in chunks
 (cudnn_chunked.py), and segments of different lengths in separate calls (cudnn_masks.py,
-cudnn_slots.py).
+cudnn_bins.py).
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention.kernels import (
+    cudnn_bins,
     cudnn_calls,
     cudnn_chunked,
     cudnn_limits,
     cudnn_masks,
     cudnn_memory,
-    cudnn_slots,
 )
+from jaxsp.attention.kernels.cudnn_bins import SegmentTables
 from jaxsp.attention.kernels.cudnn_masks import OffDiagonalCall
-from jaxsp.attention.kernels.cudnn_slots import SegmentTables
 from jaxsp.attention.kernels.kernel import (
     ChunkKernel,
     Device,
@@ -49,7 +49,7 @@ def forward(
     *,
     score: ScoreConfig,
     head_chunks: int = 1,
-    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_bins.CAPACITY_FACTOR,
     copies_segments: bool = False,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Causal softmax attention inside each segment: output, 0 at padding, and log-sum-exp,
@@ -61,11 +61,11 @@ def forward(
     token; otherwise the output is NaN.
 
     Args:
-        tables: result of `cudnn_slots.make_tables` for these segments; None: computed here.
+        tables: result of `cudnn_bins.make_tables` for these segments; None: computed here.
         score: without a softcap.
         head_chunks: number of chunks of the heads, computed one after another; one of
             `cudnn_memory.legal_head_chunks`.
-        capacity_factor: one of `cudnn_slots.CAPACITY_FACTORS`.
+        capacity_factor: one of `cudnn_bins.CAPACITY_FACTORS`.
         copies_segments: see `KernelSettings`.
     Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
     Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
@@ -95,7 +95,7 @@ def backward(
     *,
     score: ScoreConfig,
     head_chunks: int = 1,
-    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_bins.CAPACITY_FACTOR,
     copies_segments: bool = False,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include keys that are not in `k`.
@@ -214,7 +214,7 @@ class CudnnKernel(Kernel):
         *,
         row_tokens: int,
     ) -> SegmentTables | None:
-        return cudnn_slots.make_tables(
+        return cudnn_bins.make_tables(
             starts_BM,
             lengths_BM,
             row_tokens=row_tokens,

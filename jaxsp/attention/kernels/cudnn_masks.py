@@ -1,4 +1,4 @@
-"""Calls of cuDNN's attention by mask: packed slots, whole rows and off-diagonal blocks."""
+"""Calls of cuDNN's attention by mask: packed bins, whole rows and off-diagonal blocks."""
 
 import dataclasses
 from typing import Protocol, runtime_checkable
@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from jaxsp.attention.kernels import cudnn_calls, cudnn_slots
-from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
+from jaxsp.attention.kernels import cudnn_bins, cudnn_calls
+from jaxsp.attention.kernels.cudnn_bins import CallBins, PackedCall, SegmentTables
 from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
@@ -64,77 +64,77 @@ class WholeRowCall:
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
         # Queries at padding attend to the segment before them, and must add 0 to its gradients.
-        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_slots.MASKED_LSE)
+        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_bins.MASKED_LSE)
         return cudnn_calls.backward(None, self.score, lse_BhL, q, k, v, out, dout)
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotCall:
-    """The segments of one range of lengths, each in a slot."""
+class BinCall:
+    """The segments of one range of lengths, each in a bin."""
 
     call: PackedCall
-    slots: CallSlots
+    bins: CallBins
     score: ScoreConfig
     inside_BL: Array
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         B, L, h, _ = q.shape
-        arrays = map(self._as_slot_rows, (q, k, v))
-        out, lse_ShT = cudnn_calls.forward(self.slots, self.score, *arrays)
-        lse_Nh = cudnn_slots.compress_lse(lse_ShT, self.slots)
+        arrays = map(self._as_bin_rows, (q, k, v))
+        out, lse_ShT = cudnn_calls.forward(self.bins, self.score, *arrays)
+        lse_Nh = cudnn_bins.compress_lse(lse_ShT, self.bins)
         return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
         lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
-        lse_ShT = cudnn_slots.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
-        arrays = map(self._as_slot_rows, (q, k, v, out, dout))
-        dq, dk, dv = cudnn_calls.backward(self.slots, self.score, lse_ShT, *arrays)
+        lse_ShT = cudnn_bins.expand_lse(lse_Nh, self.bins, bin_tokens=self.call.bin_tokens)
+        arrays = map(self._as_bin_rows, (q, k, v, out, dout))
+        dq, dk, dv = cudnn_calls.backward(self.bins, self.score, lse_ShT, *arrays)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
-    def _as_slot_rows(self, x_BLXK: Array) -> Array:
-        """The same memory as more and shorter rows, each as long as a slot."""
-        return x_BLXK.reshape(self.call.num_rows, self.call.slot_tokens, *x_BLXK.shape[2:])
+    def _as_bin_rows(self, x_BLXK: Array) -> Array:
+        """The same memory as more and shorter rows, each as long as a bin."""
+        return x_BLXK.reshape(self.call.num_rows, self.call.bin_tokens, *x_BLXK.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
 class CopiedCall:
-    """The segments of one range of lengths, each copied to a row of its own as long as a slot.
+    """The segments of one range of lengths, each copied to a row of its own as long as a bin.
 
     For GPUs before Hopper, on which cuDNN computes no packed rows.
 
-    Memory: copies of the inputs and results of all slots, `capacity_factor` times the rows.
+    Memory: copies of the inputs and results of all bins, `capacity_factor` times the rows.
     """
 
     call: PackedCall
-    slots: CallSlots
+    bins: CallBins
     score: ScoreConfig
     inside_BL: Array
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         B, L, h, _ = q.shape
-        segments = cudnn_calls.SegmentRows(self.slots.lengths_S)
+        segments = cudnn_calls.SegmentRows(self.bins.lengths_S)
         out, lse_ShT = cudnn_calls.forward(segments, self.score, *map(self._copy, (q, k, v)))
-        lse_Nh = cudnn_slots.compress_lse(lse_ShT, self.slots)
+        lse_Nh = cudnn_bins.compress_lse(lse_ShT, self.bins)
         return self._copy_back(out, q), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
-        segments = cudnn_calls.SegmentRows(self.slots.lengths_S)
+        segments = cudnn_calls.SegmentRows(self.bins.lengths_S)
         lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
-        lse_ShT = cudnn_slots.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
+        lse_ShT = cudnn_bins.expand_lse(lse_Nh, self.bins, bin_tokens=self.call.bin_tokens)
         arrays = map(self._copy, (q, k, v, out, dout))
         dq, dk, dv = cudnn_calls.backward(segments, self.score, lse_ShT, *arrays)
         return self._copy_back(dq, q), self._copy_back(dk, k), self._copy_back(dv, v)
 
     def _copy(self, x_BLXK: Array) -> Float[Array, "S T X K"]:
         x_NXK = x_BLXK.reshape(-1, *x_BLXK.shape[2:])
-        return x_NXK[self.slots.tokens_ST(self.call.slot_tokens)]
+        return x_NXK[self.bins.tokens_ST(self.call.bin_tokens)]
 
     def _copy_back(self, x_STXK: Array, like: Array) -> Array:
-        return x_STXK[self.slots.slot_N, self.slots.position_N].reshape(like.shape)
+        return x_STXK[self.bins.bin_N, self.bins.position_N].reshape(like.shape)
 
 
 def make_row_calls(
@@ -157,14 +157,12 @@ def make_row_calls(
         return [WholeRowCall(inside_BL, starts_BM[:, 0] == 0, score)], inside_BL
     split = {"row_tokens": row_tokens, "capacity_factor": capacity_factor}
     if tables is None:
-        tables = cudnn_slots.make_tables(starts_BM, lengths_BM, **split)
+        tables = cudnn_bins.make_tables(starts_BM, lengths_BM, **split)
     assert tables is not None
     calls: list[MaskedCall] = []
-    for index, packed_call in enumerate(
-        cudnn_slots.plan_calls(num_rows=B, max_segments=M, **split)
-    ):
-        slots = tables.get_slots(index)
-        inside_BL = (slots.slot_N >= 0).reshape(B, row_tokens)
-        call_class = CopiedCall if copies_segments else SlotCall
-        calls.append(call_class(packed_call, slots, score, inside_BL))
+    for index, packed_call in enumerate(cudnn_bins.plan_calls(num_rows=B, max_segments=M, **split)):
+        bins = tables.get_bins(index)
+        inside_BL = (bins.bin_N >= 0).reshape(B, row_tokens)
+        call_class = CopiedCall if copies_segments else BinCall
+        calls.append(call_class(packed_call, bins, score, inside_BL))
     return calls, (tables.segment_N >= 0).reshape(B, row_tokens)

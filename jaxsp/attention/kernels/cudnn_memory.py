@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxsp.attention.kernels import cudnn_slots
+from jaxsp.attention.kernels import cudnn_bins
 from jaxsp.attention.kernels.kernel import Device, KernelWorkload, divisors, lowest_capability
 
 MAX_ELEMENTS = 2**31 - 1
@@ -25,7 +25,7 @@ class CallSplit(NamedTuple):
     head_chunks: int
     """One of `legal_head_chunks`."""
     capacity_factor: int
-    """One of `cudnn_slots.CAPACITY_FACTORS`."""
+    """One of `cudnn_bins.CAPACITY_FACTORS`."""
 
 
 def legal_head_chunks(workload: KernelWorkload) -> list[int]:
@@ -48,9 +48,7 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
 
     Args: head_chunks: one of `legal_head_chunks`; None: as few as possible.
     """
-    factors = (
-        cudnn_slots.CAPACITY_FACTORS if workload.is_packed else cudnn_slots.CAPACITY_FACTORS[:1]
-    )
+    factors = cudnn_bins.CAPACITY_FACTORS if workload.is_packed else cudnn_bins.CAPACITY_FACTORS[:1]
     splits = [
         CallSplit(chunks, factor)
         for chunks in legal_head_chunks(workload)
@@ -69,25 +67,25 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
 
 def lse_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     """Memory of the log-sum-exps of the largest call in cuDNN's form: float32, for every token of
-    every slot.
+    every bin.
 
     They are live in the forward pass until they are compressed, and in the backward pass once they
     are expanded, for one call and one head chunk at a time. A compiled program's memory analysis
     counts them.
     """
     heads = workload.num_heads // split.head_chunks
-    slot_tokens = [num_slots * tokens for num_slots, tokens in _call_slots(workload, split)]
-    return 4 * heads * max(*slot_tokens, workload.num_tokens)
+    bin_tokens = [num_bins * tokens for num_bins, tokens in _call_bins(workload, split)]
+    return 4 * heads * max(*bin_tokens, workload.num_tokens)
 
 
 def workspace_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     """Memory of cuDNN's workspace for the largest backward call. XLA's memory analysis lacks it if
     the GPU is absent.
 
-    For every token of every slot: float32 sums of dq and of dout * out, and where query heads share
+    For every token of every bin: float32 sums of dq and of dout * out, and where query heads share
     K/V heads, dk and dv of each query head. An estimate: the first two are exact. With
     has_score_workspace, the gradients of the scores replace the sums of dq: 2 bytes for every query
-    and key of every slot.
+    and key of every bin.
     Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in
     node/scaled_dot_product_flash_attention.h.
     """
@@ -101,7 +99,7 @@ def workspace_bytes(workload: KernelWorkload, split: CallSplit) -> int:
 
     calls = [
         backward_bytes(queries=n * tokens, keys=n * tokens, scores=n * tokens**2)
-        for n, tokens in _call_slots(workload, split)
+        for n, tokens in _call_bins(workload, split)
     ]
     if workload.chunks_per_row > 1:
         # All chunks of a row at once over their own keys, half of them over half of the earlier
@@ -114,18 +112,18 @@ def workspace_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     return max(calls)
 
 
-def _call_slots(workload: KernelWorkload, split: CallSplit) -> list[tuple[int, int]]:
-    """Number of slots of each call, and tokens of a slot; without packing, the rows of the only
+def _call_bins(workload: KernelWorkload, split: CallSplit) -> list[tuple[int, int]]:
+    """Number of bins of each call, and tokens of a bin; without packing, the rows of the only
     call."""
     if not workload.is_packed:
         return [(workload.num_rows, workload.row_tokens)]
-    calls = cudnn_slots.plan_calls(
+    calls = cudnn_bins.plan_calls(
         num_rows=workload.num_rows,
         row_tokens=workload.row_tokens,
         max_segments=workload.max_segments,
         capacity_factor=split.capacity_factor,
     )
-    return [(call.num_slots, call.slot_tokens) for call in calls]
+    return [(call.num_bins, call.bin_tokens) for call in calls]
 
 
 def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> bool:
@@ -157,7 +155,7 @@ def adapt_to_devices(workload: KernelWorkload, devices: Sequence[Device]) -> Ker
 
 
 def copied_bytes(workload: KernelWorkload, split: CallSplit) -> int:
-    """Memory of the copies of all slots in the largest backward call; 0 if nothing is copied.
+    """Memory of the copies of all bins in the largest backward call; 0 if nothing is copied.
 
     Queries, outputs, keys, values and their gradients.
 
@@ -165,7 +163,7 @@ def copied_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     """
     if not workload.copies_segments:
         return 0
-    tokens = max(num_slots * tokens for num_slots, tokens in _call_slots(workload, split))
+    tokens = max(num_bins * tokens for num_bins, tokens in _call_bins(workload, split))
     kv_heads = max(workload.num_kv_heads // split.head_chunks, 1)
     heads = 4 * (workload.num_heads // split.head_chunks + kv_heads)
     return 2 * tokens * heads * workload.head_dim

@@ -123,7 +123,7 @@ class KernelSettings:
     head_chunks: int = 1
     """Number of chunks of a device's heads, computed one after another."""
     capacity_factor: int = 4
-    """Capacity of the slots of a packed cuDNN call, as a multiple of the rows' tokens."""
+    """Capacity of the bins of a packed cuDNN call, as a multiple of the rows' tokens."""
     copies_segments: bool = False
     """True if cuDNN's calls compute copies of the segments, because the GPU has no packed calls."""
     workspace_bytes: int = 0
