@@ -107,7 +107,7 @@ class PlanRequest:
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     (row_tokens,) = request.config.data.row_lengths
-    config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
+    config = request.resolve_config(request.cluster).row_configs[row_tokens]
     plan = request.plan(config)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
@@ -127,10 +127,10 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
             continue
-        for row_tokens in row_lengths:
+        for row_tokens, row_config in config.row_configs.items():
             label = f"{devices}, rows of {row_tokens:,} tokens"
             try:
-                plan = request.plan(config.with_row_tokens(row_tokens), cluster)
+                plan = request.plan(row_config, cluster)
             except UserError as error:
                 refusals.append(f"{label}: {str(error).splitlines()[0]}")
                 request.console.print(f"{label}: refused [{progress.advance()}]")

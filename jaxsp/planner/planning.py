@@ -29,6 +29,7 @@ from jaxsp.training import (
     memory_formula,
     memory_problems,
     memory_suggestions,
+    row_meshes,
 )
 from jaxsp.training.memory_fit import CompiledStep
 from jaxsp.training.optimizers import param_groups
@@ -156,25 +157,24 @@ def plan_step(
     if problems:
         raise UserError(problems)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
-    program, choice = compiled.build_program(
-        config, model=model, devices=devices, device_bytes=int(cluster.memory_limit.device)
+    spec = row_meshes.make_step_spec(
+        config, model, devices=devices, device_bytes=int(cluster.memory_limit.device)
     )
-    limit = available_memory.subtract_reserves(program, cluster.memory_limit)
+    limit = available_memory.subtract_reserves(spec, cluster.memory_limit)
     fitted = memory_fit.fit(
-        program,
+        spec,
         limit=limit._replace(device=limit.device * (1 - cluster.headroom)),
-        workspace_bytes=choice.settings.workspace_bytes,
-        compile_step=lambda candidate: compiled.compile_program(candidate, choice),
+        compile_step=compiled.compile_step,
         measure=memory.measure_step,
     )
-    memory_compile.check_offloads(fitted.program, fitted.memory_use)
+    memory_compile.check_offloads(fitted.spec, fitted.memory_use)
     row_tokens = config.data.max_row_tokens
     document_tokens = min(document_tokens or row_tokens, row_tokens)
     return Plan(
         device_type=cluster.device_type,
         num_devices=cluster.num_devices,
         node_devices=cluster.node_devices,
-        mesh={axis: fitted.program.mesh.shape[axis] for axis in axes.ALL},
+        mesh={axis: fitted.spec.mesh.shape[axis] for axis in axes.ALL},
         row_tokens=row_tokens,
         rows_per_step=config.batch.rows_per_step,
         rows_per_microbatch=config.batch.rows_per_microbatch,
@@ -220,8 +220,8 @@ def _find_problems(
 
 def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
     """Fields of a plan: attention and memory options of the compiled step."""
-    program = step.program
-    choice = step.choice
+    program = step.spec
+    choice = program.attention
     return {
         "strategy": choice.strategy.description,
         "attention_bytes": choice.sent_bytes,
@@ -242,16 +242,14 @@ def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> di
     use = fitted.memory_use
     limit = fitted.memory_limit
     causes = memory_causes.find_causes(fitted)
-    phases = memory_formula.find_phases(
-        fitted.program, workspace_bytes=fitted.executable.choice.settings.workspace_bytes
-    )
+    phases = memory_formula.find_phases(fitted.spec)
     is_device_short = use.device_total > limit.device
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
     is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
     suggestions: Sequence[str] = []
     if fitted.shortage:
         suggestions = memory_suggestions.suggest_changes(
-            dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
+            dataclasses.replace(fitted.spec, config=config), is_device_short=is_device_short
         )
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
@@ -277,7 +275,7 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
     host_bytes = fitted.memory_use.host
     if not host_bytes:
         return 0.0
-    offloaded = memory_formula.program_offloaded_bytes(fitted.program)
+    offloaded = memory_formula.program_offloaded_bytes(fitted.spec)
     limit = min(fitted.memory_limit.host, memory_formula.pool_bytes(offloaded))
     return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
 
@@ -286,7 +284,7 @@ def _cost_fields(
     step: PlannedStep, config: Config, cluster: Cluster, *, document_tokens: int
 ) -> dict[str, Any]:
     """Fields of a plan: communication, FLOPs and estimated time."""
-    program = step.program
+    program = step.spec
     ceilings = cluster.gpu.ceilings
     node_devices = cluster.nvlink_domain_size
     collectives = comms.parse_collectives(step.dump.hlo_text)

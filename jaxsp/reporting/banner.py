@@ -21,7 +21,7 @@ from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.training import memory_descriptions, optimizer, sharding
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.optimizers import param_groups, schedules
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec, StepSpec
 
 
 class BannerEntry(NamedTuple):
@@ -34,14 +34,15 @@ class BannerEntry(NamedTuple):
     """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
-def describe_run(program: Program, inputs: RunInputs) -> list[BannerEntry]:
+def describe_run(program: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     """Returns the banner, first the lines that users check before they wait for a run."""
+    spec = program.longest
     return [
         BannerEntry("training", _describe_steps(program, inputs)),
         BannerEntry("batch", _describe_batch(program)),
-        _describe_optimizer(program),
-        BannerEntry("model", _describe_model(program, inputs)),
-        BannerEntry("rope", describe_rope(program)),
+        _describe_optimizer(spec),
+        BannerEntry("model", _describe_model(spec, inputs)),
+        BannerEntry("rope", describe_rope(spec)),
         BannerEntry("start", inputs.weights_origin),
         BannerEntry("changed", ", ".join(inputs.start.config_changes)),
         *itertools.starmap(
@@ -51,12 +52,12 @@ def describe_run(program: Program, inputs: RunInputs) -> list[BannerEntry]:
         BannerEntry("stop", _describe_stop(inputs)),
         BannerEntry("note", _describe_long_documents(program, inputs)),
         BannerEntry("evaluation", _describe_evaluation(program, inputs)),
-        BannerEntry("devices", _describe_devices(program)),
+        BannerEntry("devices", _describe_devices(spec)),
         *_describe_meshes(program, inputs),
-        BannerEntry("weights", _describe_placement(program), short=""),
-        *_describe_attention(program, inputs),
+        BannerEntry("weights", _describe_placement(spec), short=""),
+        *_describe_attention(program),
         *_describe_memory(program),
-        _describe_xla(program),
+        _describe_xla(spec),
         _describe_output(program, inputs),
         BannerEntry("trackers", _describe_trackers(program)),
     ]
@@ -72,7 +73,7 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
     return pairs
 
 
-def _describe_devices(program: Program) -> str:
+def _describe_devices(program: StepSpec) -> str:
     devices = program.mesh.devices.flatten()
     text = f"{len(devices)} x {devices[0].device_kind}"
     if jax.process_count() > 1:
@@ -80,36 +81,36 @@ def _describe_devices(program: Program) -> str:
     return f"{text}, jax {jax.__version__}, Python {platform.python_version()}"
 
 
-def _describe_meshes(program: Program, inputs: RunInputs) -> list[BannerEntry]:
+def _describe_meshes(program: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     """The mesh, or that of each row length, the longest first."""
-    lengths = reversed(program.config.data.row_lengths)
     origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
-    texts = {length: _describe_mesh(program.row_mesh(length).mesh) + origin for length in lengths}
+    texts = {
+        length: _describe_mesh(spec.mesh) + origin
+        for length, spec in reversed(program.steps.items())
+    }
     return _describe_by_length("mesh", texts)
 
 
-def _describe_attention(program: Program, inputs: RunInputs) -> list[BannerEntry]:
+def _describe_attention(program: RunSpec) -> list[BannerEntry]:
     """Attention, or that of each row length, the longest first."""
-    choices = dict(reversed(list(inputs.attention_choices.items())))
-    texts = {
-        length: attention.describe(choice, program.model) for length, choice in choices.items()
-    }
+    texts = {}
     shorts = {}
-    for length, choice in choices.items():
+    for length, spec in reversed(program.steps.items()):
+        choice = spec.attention
+        texts[length] = attention.describe(choice, spec.model)
         shorts[length], _, rest = texts[length].partition("; ")
         if rest and choice.fallback_reason:
             shorts[length] += f" ({choice.kernel.name} because {choice.fallback_reason})"
     return _describe_by_length("attention", texts, shorts)
 
 
-def _describe_memory(program: Program) -> list[BannerEntry]:
+def _describe_memory(program: RunSpec) -> list[BannerEntry]:
     """Memory options, or those of each row length, the longest first."""
-    lengths = program.config.data.row_lengths
     texts = {
-        length: memory_descriptions.describe(program.with_row_tokens(length))
-        for length in reversed(lengths)
+        length: memory_descriptions.describe(spec)
+        for length, spec in reversed(program.steps.items())
     }
-    return _describe_by_length("memory", texts, dict.fromkeys(lengths, ""))
+    return _describe_by_length("memory", texts, dict.fromkeys(texts, ""))
 
 
 def _describe_by_length(
@@ -128,7 +129,7 @@ def _describe_by_length(
     return entries
 
 
-def _describe_xla(program: Program) -> BannerEntry:
+def _describe_xla(program: StepSpec) -> BannerEntry:
     """XLA's options, shown to all if the config has some."""
     run = program.config.run
     is_requested = run.deterministic or bool(run.xla_options)
@@ -145,7 +146,7 @@ def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
     return f"{shape}: {groups} of {seq} devices; the devices of a group split each of its rows"
 
 
-def _describe_model(program: Program, inputs: RunInputs) -> str:
+def _describe_model(program: StepSpec, inputs: RunInputs) -> str:
     params = jax.tree.leaves(program.table)
     num_own = flops.num_parameters([param for param in params if not param.is_adapter])
     text = f"{inputs.hf_config['model_type']}, {num_own:,} parameters, {program.dtype} compute"
@@ -159,7 +160,7 @@ def _describe_model(program: Program, inputs: RunInputs) -> str:
     return f"{text}; the model's others are frozen in {' and '.join(formats)}"
 
 
-def _describe_adapter(program: Program) -> str:
+def _describe_adapter(program: StepSpec) -> str:
     """Describes the adapters, and the model's own weights that are trained with them."""
     adapter = program.config.adapter
     lora = program.model.lora
@@ -177,7 +178,7 @@ def _describe_adapter(program: Program) -> str:
     return text
 
 
-def _describe_placement(program: Program) -> str:
+def _describe_placement(program: StepSpec) -> str:
     num_shards = device_mesh.num_shards(program.mesh)
     if num_shards == 1:
         return "every device holds all weights"
@@ -192,10 +193,9 @@ def _describe_placement(program: Program) -> str:
     return text
 
 
-def _describe_batch(program: Program) -> str:
+def _describe_batch(program: RunSpec) -> str:
     """Describes the rows of a step, those of the longest row length first."""
-    config = program.config
-    by_length = [program.with_row_tokens(n) for n in reversed(config.data.row_lengths)]
+    by_length = list(reversed(program.steps.values()))
     rows = [
         f"{format_count(each.config.batch.rows_per_step, 'row')} of "
         f"{each.config.data.max_row_tokens:,} tokens"
@@ -208,7 +208,7 @@ def _describe_batch(program: Program) -> str:
     return f"per step {', or '.join(options)}"
 
 
-def _describe_microbatches(program: Program) -> str:
+def _describe_microbatches(program: StepSpec) -> str:
     """Describes the microbatches of a step of one row length."""
     num_microbatches = program.num_microbatches
     microbatches = "1 microbatch" if num_microbatches == 1 else f"{num_microbatches:,} microbatches"
@@ -217,7 +217,7 @@ def _describe_microbatches(program: Program) -> str:
     return f"{microbatches} of {per_group} per {owner}"
 
 
-def _describe_steps(program: Program, inputs: RunInputs) -> str:
+def _describe_steps(program: RunSpec, inputs: RunInputs) -> str:
     """Describes the length of the run, with the learning rate: what a user checks first."""
     config = program.config
     num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
@@ -234,7 +234,7 @@ def _describe_steps(program: Program, inputs: RunInputs) -> str:
     return f"{text}; learning rate {config.optimizer.learning_rate:g}"
 
 
-def _describe_optimizer(program: Program) -> BannerEntry:
+def _describe_optimizer(program: StepSpec) -> BannerEntry:
     config = program.config.optimizer
     num_warmup_steps = config.num_warmup_steps(program.num_steps)
     short = (
@@ -255,7 +255,7 @@ def _describe_optimizer(program: Program) -> BannerEntry:
     return BannerEntry("optimizer", "; ".join([text, *groups]), short="; ".join([short, *groups]))
 
 
-def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
+def _describe_evaluation(program: RunSpec, inputs: RunInputs) -> str:
     if not inputs.eval_sets:
         return ""
     run = program.config.run
@@ -283,7 +283,7 @@ def describe_documents(data: PackedDataset) -> str:
     return f"{text}; {exclusions}" if exclusions else text
 
 
-def describe_rope(program: Program) -> str:
+def describe_rope(program: StepSpec) -> str:
     """Describes RoPE where the config changes it, or it depends on the length of rows."""
     ropes = collections.Counter(layer.rope.description for layer in program.model.layers)
     has_choice = any(description.startswith("longrope") for description in ropes)
@@ -296,7 +296,7 @@ def describe_rope(program: Program) -> str:
     )
 
 
-def _describe_long_documents(program: Program, inputs: RunInputs) -> str:
+def _describe_long_documents(program: RunSpec, inputs: RunInputs) -> str:
     """Reports rows and documents longer than the model's range; all are trained on."""
     return context_range.describe_excess(
         inputs.hf_config,
@@ -311,7 +311,7 @@ def _describe_stop(inputs: RunInputs) -> str:
     return f"{inputs.stop_tokens}; the export has eos_token_id {inputs.hf_config['eos_token_id']}"
 
 
-def _describe_output(program: Program, inputs: RunInputs) -> BannerEntry:
+def _describe_output(program: RunSpec, inputs: RunInputs) -> BannerEntry:
     config = program.config
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if inputs.eval_sets:
@@ -338,7 +338,7 @@ def _describe_output(program: Program, inputs: RunInputs) -> BannerEntry:
     )
 
 
-def _describe_trackers(program: Program) -> str:
+def _describe_trackers(program: RunSpec) -> str:
     """Describes trackers that are not files of the run; only process 0 has trackers."""
     if jax.process_index() > 0:
         return ""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from jaxsp.core import durations, urls
 from jaxsp.data.packing.summary import format_count
 from jaxsp.reporting.metrics import MetricsLine
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 
 
 def summarize_run(
-    program: Program,
+    program: RunSpec,
     first: MetricsLine,
     last: MetricsLine,
     *,

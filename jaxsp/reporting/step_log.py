@@ -20,7 +20,7 @@ from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_step import StepMetrics
 
 SLOW_MFU = 0.01
@@ -91,7 +91,7 @@ class StepLog:
 
     def __init__(
         self,
-        program: Program,
+        program: RunSpec,
         inputs: RunInputs,
         writer: MetricsWriter,
         progress: Progress,
@@ -189,7 +189,7 @@ class StepLog:
 
     def _record_nonfinite_step(self, results: StepMetrics) -> None:
         loader = self._inputs.train_set.make_loader(
-            self._program.config, self._inputs.schedule, self._program.place_rows
+            self._program.config, self._inputs.schedule, self._program.placements
         )
         step_index = self._num_finished - self._inputs.start.step - 1
         self.nonfinite.record_step(self._num_finished, results, loader, step_index)
@@ -222,21 +222,21 @@ class StepLog:
         if peak is None:
             return None
         step_flops = self._count_flops(counts)
-        return step_flops / (SLOW_MFU * peak * 1e12 * self._program.mesh.devices.size)
+        return step_flops / (SLOW_MFU * peak * 1e12 * self._program.longest.mesh.size)
 
     def _count_flops(self, counts: StepCounts) -> float:
-        program = self._program
-        return flops.step_flops(program.model, counts.segment_lengths, program.table)
+        spec = self._program.longest
+        return flops.step_flops(spec.model, counts.segment_lengths, spec.table)
 
     @property
     def _peak_tflops(self) -> float | None:
-        return flops.peak_tflops(self._program.mesh.devices.flat[0].device_kind)
+        return flops.peak_tflops(self._program.longest.mesh.devices.flat[0].device_kind)
 
     def _build_line(
         self, step: DispatchedStep, results: StepMetrics, *, step_s: float, data_wait_s: float
     ) -> MetricsLine:
         config = self._program.config
-        mesh = self._program.mesh
+        mesh = self._program.longest.mesh
         counts = step.counts
         num_devices = mesh.devices.size
         num_tokens = int(results.num_tokens)

@@ -9,14 +9,14 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder, layers
 from jaxsp.model.layers import Parameter
 from jaxsp.training import trainable, weight_init
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialWeights:
     """Source of the weights of step 0, whose files were checked."""
 
-    program: Program
+    program: StepSpec
     reader: WeightReader | None
     """Weights of model.source; None: random ones."""
     adapter_reader: WeightReader | None
@@ -62,7 +62,7 @@ class InitialWeights:
 
 
 def open_sources(
-    program: Program, source: ModelFolder | None, adapter_source: ModelFolder | None
+    program: StepSpec, source: ModelFolder | None, adapter_source: ModelFolder | None
 ) -> InitialWeights:
     """Checks the files of the weights of step 0, and downloads them first if they are on the hub.
 

@@ -29,7 +29,7 @@ from jaxsp.training import (
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec, StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
 
@@ -48,7 +48,7 @@ class CompiledSteps:
     """Duration of the compilation."""
 
 
-def check_agreement(program: Program, inputs: RunInputs) -> None:
+def check_agreement(program: RunSpec, inputs: RunInputs) -> None:
     """Checks that all processes have the same config, data, options and starting step.
 
     Raises: UserError in all processes if they differ.
@@ -56,6 +56,7 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
     if jax.process_count() == 1:
         return
     start = inputs.start
+    choices = [spec.attention for spec in program.steps.values()]
     compared = [
         (f"data: {source.name}", digest)
         for data in (inputs.train_set, *inputs.eval_sets)
@@ -64,8 +65,8 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
     compared += [
         ("the config", repr(program.config)),
         ("the checkpoint to resume from", repr(start.rows_consumed)),
-        ("XLA_FLAGS", repr(program.compile_options)),
-        ("attention (the devices' memory or versions)", repr(inputs.attention_choices)),
+        ("XLA_FLAGS", repr(program.longest.compile_options)),
+        ("attention (the devices' memory or versions)", repr(choices)),
     ]
     digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
     hashes = [np.frombuffer(digest, np.int32) for digest in digests]
@@ -81,7 +82,7 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
             )
 
 
-def ranking_eval_set(program: Program, inputs: RunInputs) -> dict[str, str] | None:
+def ranking_eval_set(program: RunSpec, inputs: RunInputs) -> dict[str, str] | None:
     """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
     best_eval = program.config.checkpoint.best_eval
     for data in inputs.eval_sets:
@@ -90,7 +91,7 @@ def ranking_eval_set(program: Program, inputs: RunInputs) -> dict[str, str] | No
     return None
 
 
-def make_early_stopping(program: Program, inputs: RunInputs) -> EarlyStopping:
+def make_early_stopping(program: RunSpec, inputs: RunInputs) -> EarlyStopping:
     """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
     config = program.config
     is_resume = inputs.start.is_resume_in(run_paths.local_dir(config.run))
@@ -102,7 +103,7 @@ def make_early_stopping(program: Program, inputs: RunInputs) -> EarlyStopping:
 
 
 def describe_completion(
-    program: Program, inputs: RunInputs, early_stopping: EarlyStopping
+    program: RunSpec, inputs: RunInputs, early_stopping: EarlyStopping
 ) -> str | None:
     """Message for a run that has nothing left to do; None if it has steps to run."""
     directory = program.config.run.directory
@@ -119,16 +120,18 @@ def describe_completion(
     return None
 
 
-def report_checks(program: Program, inputs: RunInputs, console: rich.console.Console) -> None:
+def report_checks(program: RunSpec, inputs: RunInputs, console: rich.console.Console) -> None:
     """Runs the self-checks and the disk check, and prints a line for each result.
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
     lines: list[str | None] = [
-        *selfcheck.check_device(program, tuple(inputs.attention_choices.values()))
+        *selfcheck.check_device(
+            program.longest, [spec.attention for spec in program.steps.values()]
+        )
     ]
     if jax.process_index() == 0:
-        state = train_state.abstract_inputs(program)[0]
+        state = train_state.abstract_inputs(program.longest)[0]
         checkpoints = run_paths.local_dir(program.config.run) / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
             program.config,
@@ -153,7 +156,7 @@ class _CandidatePrinter:
         self._status = status
         self._count = 0
 
-    def __call__(self, candidate: Program) -> None:
+    def __call__(self, candidate: StepSpec) -> None:
         self._count += 1
         text = f"{self._title}: remat {candidate.remat_policy.remat}"
         if self._count > 1:
@@ -165,7 +168,7 @@ class _CandidatePrinter:
 
 
 def compile_steps(
-    program: Program, inputs: RunInputs, console: rich.console.Console
+    program: RunSpec, inputs: RunInputs, console: rich.console.Console
 ) -> CompiledSteps:
     """Compiles the step for each row length and reserves the host memory for offloaded arrays.
 
@@ -185,8 +188,7 @@ def compile_steps(
         began = time.perf_counter()
         with console.status(f"compiling {name}{progress}") as status:
             step = memory_compile.compile_fitting_step(
-                program.with_row_tokens(row_tokens),
-                workspace_bytes=inputs.attention_choices[row_tokens].settings.workspace_bytes,
+                program.steps[row_tokens],
                 on_candidate=_CandidatePrinter(f"compiling {name}{progress}", console, status),
             )
         compile_s = time.perf_counter() - began
@@ -199,5 +201,5 @@ def compile_steps(
         memory.append(memory_causes.find_causes(step))
         seconds += compile_s
         host_bytes = max(host_bytes, step.memory_use.host)
-    memory_compile.reserve_host_memory(program.for_longest_rows, host_bytes)
+    memory_compile.reserve_host_memory(program.longest, host_bytes)
     return CompiledSteps(functions=functions, memory=tuple(memory), seconds=seconds)

@@ -30,7 +30,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
 
@@ -68,7 +68,7 @@ class Session:
 
     def __init__(
         self,
-        program: Program,
+        program: RunSpec,
         inputs: RunInputs,
         console: rich.console.Console,
         preemption: Preemption,
@@ -88,13 +88,13 @@ class Session:
         self._early_stopping = early_stopping
         self._base_checksums = base_checksums
         self._eval_set = preflight.ranking_eval_set(program, inputs)
-        self._evaluator = Evaluator(program, inputs.eval_sets)
+        self._evaluator = Evaluator(program.longest, inputs.eval_sets)
         self._directory = run_paths.local_dir(config.run)
         self._is_resume = self._start.is_resume_in(self._directory)
         self._has_pending_evaluation = False
         self._is_stopped_early = False
         self._is_training = False
-        self._loader = inputs.train_set.make_loader(config, inputs.schedule, program.place_rows)
+        self._loader = inputs.train_set.make_loader(config, inputs.schedule, program.placements)
 
     def print_assignments(self) -> None:
         """Prints which rows of the first step each sequence-parallel group gets."""
@@ -131,7 +131,7 @@ class Session:
             self._checkpoint_writer = stack.enter_context(
                 CheckpointWriter(
                     self._directory / run_paths.CHECKPOINTS_DIR,
-                    table=self._program.table,
+                    table=self._program.longest.table,
                     retention=config.checkpoint,
                     status=self._status,
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps

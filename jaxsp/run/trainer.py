@@ -12,12 +12,12 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec, StepSpec
 from jaxsp.training.train_state import TrainState
 
 
 def train(
-    program: Program,
+    program: RunSpec,
     inputs: RunInputs,
     console: rich.console.Console,
     *,
@@ -53,7 +53,7 @@ def train(
     start_line = starts.describe_start(
         program, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
-    state, base_checksums = _make_state(program, inputs)
+    state, base_checksums = _make_state(program.longest, inputs)
     session = Session(
         program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
     )
@@ -79,7 +79,7 @@ def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> 
     return state
 
 
-def _make_state(program: Program, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
+def _make_state(program: StepSpec, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
     """State before the first step, restored from a checkpoint or with initial weights; and the
     checksums of the frozen weights.
 

@@ -46,7 +46,7 @@ def find_division_problems(
     """Problems with dividing rows of one length and their tokens among the devices.
 
     Args:
-        config: of rows of one length: `Config.with_row_tokens`.
+        config: of rows of one length, one of `Config.row_configs`.
         sizes: axis sizes of the mesh.
         layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
             chunks per device.

@@ -14,7 +14,7 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
 from jaxsp.training import train_step
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import StepTotals
 
 
@@ -62,12 +62,11 @@ def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
 class Evaluator:
     """Evaluates eval sets, any number of times. Compiles at the first evaluation.
 
-    Rows are packed as in training, with the longest row length. One batch is one microbatch. Sums
-    over batches are float64, on the host.
+    Rows are packed as in training, with the row length of the step. One batch is one microbatch.
+    Sums over batches are float64, on the host.
     """
 
-    def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
-        program = program.for_longest_rows
+    def __init__(self, program: StepSpec, eval_sets: Sequence[PackedDataset]):
         config = program.config
         num_groups = device_mesh.num_groups(program.mesh)
         rows_per_step = num_groups * config.batch.rows_per_microbatch
@@ -112,7 +111,8 @@ class Evaluator:
         compute_totals = self._compiled_totals
         began = time.perf_counter()
         schedule = data.make_schedule(self._config, epochs=1)
-        loader = data.make_loader(self._config, schedule, self._program.place_rows)
+        placements = {self._config.data.max_row_tokens: self._program.placement}
+        loader = data.make_loader(self._config, schedule, placements)
         totals = []
         dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
         for batch_totals in _fetch_one_behind(dispatched):

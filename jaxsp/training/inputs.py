@@ -10,7 +10,6 @@ from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.model import layers
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.row_meshes import AttentionChoices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,6 @@ class RunInputs:
     """Fields of the model's config.json."""
     weights_origin: str
     """Description of the source of the weights."""
-    attention_choices: AttentionChoices
     stop_tokens: str
     """Description of the tokens that end the turns of chats; empty without chats."""
     is_mesh_automatic: bool

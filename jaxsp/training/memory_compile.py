@@ -17,32 +17,24 @@ from jaxsp.training import (
     train_step,
 )
 from jaxsp.training.memory_fit import CompiledStep, MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 def compile_fitting_step(
-    program: Program,
+    program: StepSpec,
     *,
-    workspace_bytes: int,
-    on_candidate: Callable[[Program], None] = lambda candidate: None,
+    on_candidate: Callable[[StepSpec], None] = lambda candidate: None,
 ) -> CompiledStep:
     """Chooses the memory options that are `auto`, and compiles the step.
 
-    Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
-        on_candidate: called with a program before it is compiled.
-
+    Args: on_candidate: called with a step before it is compiled.
     Raises: UserError if the step does not fit; RuntimeError if XLA ignored some offloading.
     """
 
     def measure(run: jax.stages.Compiled) -> MemoryUse:
-        return memory_fit.max_over_processes(
-            memory_fit.read_memory_use(
-                run, kernel=program.attend.kernel, workspace_bytes=workspace_bytes
-            )
-        )
+        return memory_fit.max_over_processes(memory_fit.read_memory_use(run, program.attention))
 
-    def compile_candidate(candidate: Program) -> jax.stages.Compiled:
+    def compile_candidate(candidate: StepSpec) -> jax.stages.Compiled:
         on_candidate(candidate)
         return train_step.compile(candidate)
 
@@ -51,11 +43,10 @@ def compile_fitting_step(
     step = memory_fit.fit(
         program,
         limit=usable,
-        workspace_bytes=workspace_bytes,
         compile_step=compile_candidate,
         measure=measure,
     )
-    check_offloads(step.program, step.memory_use)
+    check_offloads(step.spec, step.memory_use)
     # Refuse only what exceeds the real limits: reserves and estimates may be too large
     is_device_short = step.memory_use.device > limits.device
     if is_device_short or step.memory_use.host > limits.pinned:
@@ -69,7 +60,7 @@ def compile_fitting_step(
     return step
 
 
-def check_offloads(program: Program, memory_use: MemoryUse) -> None:
+def check_offloads(program: StepSpec, memory_use: MemoryUse) -> None:
     """Checks that the compiled step offloads what the config requests.
 
     Raises: RuntimeError if XLA ignored some of the offloading.
@@ -86,7 +77,7 @@ def check_offloads(program: Program, memory_use: MemoryUse) -> None:
         )
 
 
-def reserve_host_memory(program: Program, host_bytes: int) -> None:
+def reserve_host_memory(program: StepSpec, host_bytes: int) -> None:
     """Reserves the host memory that each device's step needs.
 
     Call before weights are loaded: see `host_offload.reserve_pool`.
@@ -109,6 +100,6 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
             ) from None
 
 
-def is_gpu(program: Program) -> bool:
+def is_gpu(program: StepSpec) -> bool:
     """True if the devices are GPUs, which have memory of their own."""
     return program.mesh.devices.flat[0].platform == "gpu"

@@ -5,10 +5,10 @@ import math
 from jaxsp.core import units
 from jaxsp.training import memory_formula
 from jaxsp.training.memory_fit import CompiledStep
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
-def describe(program: Program) -> str:
+def describe(program: StepSpec) -> str:
     """Describes the memory options of a run; those that are `auto` are not decided yet."""
     memory = program.config.memory
     tiles = f": {_describe_tiles(program)}"
@@ -46,7 +46,7 @@ def describe_compiled(step: CompiledStep) -> str:
     """Describes the memory of a compiled step, and the memory options that were chosen for it."""
     size = units.format_bytes
     use = step.memory_use
-    program = step.program
+    program = step.spec
     device = f"{size(use.device)} on each device"
     if use.uncounted_workspace:
         device += f" and about {size(use.uncounted_workspace)} for cuDNN"
@@ -74,7 +74,7 @@ def describe_compiled(step: CompiledStep) -> str:
     return "; ".join(parts)
 
 
-def _describe_tiles(program: Program) -> str:
+def _describe_tiles(program: StepSpec) -> str:
     """Describes the tile sizes of the layers and of the loss."""
 
     def describe_tile(tile: int) -> str:
@@ -84,7 +84,7 @@ def _describe_tiles(program: Program) -> str:
     return f"layers {describe_tile(program.mlp_tile)}, loss {describe_tile(program.loss_tile)}"
 
 
-def _describe_traffic(program: Program) -> str:
+def _describe_traffic(program: StepSpec) -> str:
     """Describes the arrays of offload_optimizer in host memory, and the bytes copied per step."""
     offloaded = memory_formula.program_offloaded_bytes(program)
     weights = offloaded.weights

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention import AttentionChoice
 from jaxsp.core import units
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import host_offload, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 MAX_PREDICTED_RATIO = 1.15
 """Maximum ratio of predicted to available memory for which a candidate is compiled.
@@ -52,7 +52,7 @@ class MemoryUse(NamedTuple):
 class CompiledStep:
     """A step whose memory options are decided."""
 
-    program: Program
+    spec: StepSpec
     executable: Any
     """Result of `compile_step`, an argument of `fit`."""
     memory_use: MemoryUse
@@ -64,17 +64,15 @@ class CompiledStep:
 
 
 def fit(
-    program: Program,
+    program: StepSpec,
     *,
     limit: MemoryLimit,
-    workspace_bytes: int,
-    compile_step: Callable[[Program], Any],
+    compile_step: Callable[[StepSpec], Any],
     measure: Callable[[Any], MemoryUse],
 ) -> CompiledStep:
     """Compiles candidates, and returns the first that fits, or else the last one.
 
     Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
         compile_step: compiles a program whose memory options are decided.
         measure: memory of what `compile_step` returned; must be equal in all processes, so that all
             choose the same candidate.
@@ -83,7 +81,7 @@ def fit(
     scale = 1.0
     reason = ""
     for candidate in candidates:
-        predicted = scale * memory_formula.predict_bytes(candidate, workspace_bytes=workspace_bytes)
+        predicted = scale * memory_formula.predict_bytes(candidate)
         is_last = candidate is candidates[-1]
         saves_attention = candidate.remat_policy.is_attention_saved
         if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:
@@ -97,7 +95,7 @@ def fit(
         # All candidates offload the same arrays: no other one helps if host memory is short
         if memory_use.device_total <= limit.device or is_last:
             return CompiledStep(
-                program=candidate,
+                spec=candidate,
                 executable=executable,
                 memory_use=memory_use,
                 memory_limit=limit,
@@ -110,7 +108,7 @@ def fit(
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
 
-def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Program]:
+def list_candidates(program: StepSpec, *, is_memory_known: bool) -> Iterator[StepSpec]:
     """Programs whose memory options are decided, the fastest first.
 
     Args:
@@ -134,7 +132,7 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
                 )
 
 
-def list_offloads_during_attention(program: Program, remat: str) -> list[str]:
+def list_offloads_during_attention(program: StepSpec, remat: str) -> list[str]:
     """Values of memory.offload_during_attention in the order in which they are tried."""
     memory = program.config.memory
     if memory.offload_during_attention != "auto":
@@ -146,7 +144,7 @@ def list_offloads_during_attention(program: Program, remat: str) -> list[str]:
     return ["never", "always"] if is_possible else ["never"]
 
 
-def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
+def list_remats(program: StepSpec, *, is_memory_known: bool) -> list[str]:
     """Values of memory.remat in the order in which they are tried."""
     memory = program.config.memory
     if memory.remat != "auto":
@@ -161,16 +159,14 @@ def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
     return ["save_attention_and_mlp", "save_attention", "full"]
 
 
-def replace_memory(program: Program, **memory: Any) -> Program:
+def replace_memory(program: StepSpec, **memory: Any) -> StepSpec:
     """Copy of a program with other values in the config's section `memory`."""
     config = program.config
     update = {"memory": config.memory.model_copy(update=memory)}
     return dataclasses.replace(program, config=config.model_copy(update=update))
 
 
-def read_memory_use(
-    executable: jax.stages.Compiled, *, kernel: Kernel, workspace_bytes: int
-) -> MemoryUse:
+def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) -> MemoryUse:
     """Memory of a compiled step, from XLA's memory analysis.
 
     If the step was compiled with a GPU present, cuDNN's workspace is a call's last result, and so
@@ -185,8 +181,9 @@ def read_memory_use(
         return size("argument") + size("output") - size("alias") + size("temp")
 
     workspace = None
+    workspace_bytes = choice.settings.workspace_bytes
     if workspace_bytes:
-        workspace = kernel.read_workspace_bytes(executable.as_text() or "")
+        workspace = choice.kernel.read_workspace_bytes(executable.as_text() or "")
     return MemoryUse(
         device=total(""),
         host=total("host_"),

@@ -14,26 +14,23 @@ from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, optimizer, sharding, trainable
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.trainable import Predicate
 
 
-def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
+def predict_bytes(program: StepSpec) -> int:
     """Predicts a step's memory on each device, in bytes.
 
     Arguments, gradients and saved activations are live during the whole step. The largest of four
     phases is added: the backward pass of a layer's MLP, that of its attention, the loss, and the
     gradient of the embedding.
-
-    Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
     """
     resident = resident_bytes(program)
-    phases = find_phases(program, workspace_bytes=workspace_bytes)
+    phases = find_phases(program)
     return int(resident.weights + resident.moments + max(phases.values()))
 
 
-def find_phases(program: Program, *, workspace_bytes: int = 0) -> dict[str, int]:
+def find_phases(program: StepSpec) -> dict[str, int]:
     """Finds the bytes of each phase of a step beside its arguments, by the phase's name."""
     model = program.model
     resident = resident_bytes(program)
@@ -51,7 +48,7 @@ def find_phases(program: Program, *, workspace_bytes: int = 0) -> dict[str, int]
         embedding = 4 * model.vocab_size * model.hidden_size
     return {
         "the backward pass of an MLP": in_layer + _mlp_bytes(program),
-        "the backward pass of attention": in_layer + _attention_bytes(program) + workspace_bytes,
+        "the backward pass of attention": in_layer + _attention_bytes(program),
         "the loss": saved + loss_gradients + _loss_bytes(program),
         "the gradient of the embedding": gradients + embedding + 2 * stream,
     }
@@ -69,7 +66,7 @@ class ResidentBytes(NamedTuple):
     """Activations that all layers save for the backward pass."""
 
 
-def resident_bytes(program: Program) -> ResidentBytes:
+def resident_bytes(program: StepSpec) -> ResidentBytes:
     """Arrays that a device holds during most of a step."""
     num_shards = device_mesh.num_shards(program.mesh)
     stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
@@ -88,12 +85,12 @@ def resident_bytes(program: Program) -> ResidentBytes:
     )
 
 
-def _stream_bytes(program: Program) -> int:
+def _stream_bytes(program: StepSpec) -> int:
     """Bytes of a layer's input."""
     return program.tokens_per_device * program.model.hidden_size * program.dtype.itemsize
 
 
-def _saved_bytes(program: Program) -> int:
+def _saved_bytes(program: StepSpec) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = program.model
     policy = program.remat_policy
@@ -106,7 +103,7 @@ def _saved_bytes(program: Program) -> int:
     return program.tokens_per_device * per_token
 
 
-def saved_product_widths(program: Program) -> list[int]:
+def saved_product_widths(program: StepSpec) -> list[int]:
     """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
     saves for the backward pass."""
     model = program.model
@@ -118,7 +115,7 @@ def saved_product_widths(program: Program) -> list[int]:
         widths += 2 * [model.intermediate_size]
     if policy.are_products_saved:
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
-        strategy = program.attend.strategy
+        strategy = program.attention.strategy
         if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
             _, local_kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
             kv_heads = local_kv_heads * strategy.heads.degree
@@ -133,7 +130,7 @@ def _attention_output_bytes(model: ModelConfig, itemsize: int) -> int:
     return model.num_heads * (model.head_dim * itemsize + 4)
 
 
-def _mlp_bytes(program: Program) -> int:
+def _mlp_bytes(program: StepSpec) -> int:
     """Bytes of the backward pass of a layer's MLP."""
     model = program.model
     itemsize = program.dtype.itemsize
@@ -151,21 +148,22 @@ def _mlp_bytes(program: Program) -> int:
     return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + gradients
 
 
-def _attention_bytes(program: Program) -> int:
-    """Bytes of the backward pass of a layer's attention, without the kernel's workspace: the
-    maximum of all layers."""
+def _attention_bytes(program: StepSpec) -> int:
+    """Bytes of the backward pass of a layer's attention: the maximum of all layers."""
     weights = sum(param.size for param in jax.tree.leaves(program.table["layers"]))
-    attend = program.attend
+    choice = program.attention
     backward = max(
-        attend.strategy.backward_bytes(layer, attend.settings)
+        choice.strategy.backward_bytes(layer, choice.settings)
         for layer in attention.count_workloads(program.config, program.model)
     )
     # The layer's input and its gradient, or a copy of a gradient for the all-to-all
     num_streams = 1 if program.remat_policy.offloads_during_attention else 2
-    return backward + num_streams * _stream_bytes(program) + program.dtype.itemsize * weights
+    streams = num_streams * _stream_bytes(program)
+    gathered = program.dtype.itemsize * weights
+    return backward + streams + gathered + choice.settings.workspace_bytes
 
 
-def _loss_bytes(program: Program) -> int:
+def _loss_bytes(program: StepSpec) -> int:
     """Bytes of the loss and its gradients."""
     model = program.model
     tokens = program.tokens_per_device
@@ -199,7 +197,7 @@ def _frozen_bytes(table: layers.Weights, num_shards: int, is_counted: Predicate)
     )
 
 
-def checkpoint_bytes(program: Program) -> int:
+def checkpoint_bytes(program: StepSpec) -> int:
     """Host memory for an asynchronous checkpoint of the state on the device, in bytes per device.
 
     The copies, and XLA's buffers for the transfers, which are pinned and stay allocated. They have
@@ -220,7 +218,7 @@ def checkpoint_bytes(program: Program) -> int:
     return copies + buffers
 
 
-def _device_state_bytes(program: Program, is_counted: Predicate = lambda param: True) -> int:
+def _device_state_bytes(program: StepSpec, is_counted: Predicate = lambda param: True) -> int:
     """Bytes of the optimizer state that a device holds in its own memory."""
     num_shards = device_mesh.num_shards(program.mesh)
     total = 0
@@ -231,7 +229,7 @@ def _device_state_bytes(program: Program, is_counted: Predicate = lambda param: 
     return total
 
 
-def _num_device_weights(program: Program, is_counted: Predicate = lambda param: True) -> int:
+def _num_device_weights(program: StepSpec, is_counted: Predicate = lambda param: True) -> int:
     """Elements of trained weights that a device holds in its own memory."""
 
     def is_held(param: Parameter) -> bool:
@@ -305,7 +303,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     )
 
 
-def program_offloaded_bytes(program: Program) -> OffloadedBytes:
+def program_offloaded_bytes(program: StepSpec) -> OffloadedBytes:
     """Arrays that a program keeps in host memory."""
     num_shards = device_mesh.num_shards(program.mesh)
     return offloaded_bytes(program.model, program.config, num_shards=num_shards)

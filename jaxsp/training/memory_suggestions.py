@@ -10,10 +10,10 @@ from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_fit, memory_problems
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
-def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
+def suggest_changes(program: StepSpec, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
     if is_device_short:
@@ -49,14 +49,14 @@ _OFFLOAD_FIELDS = ("offload_activations", "offload_optimizer")
 """Fields of MemoryConfig whose values are levels of offloading."""
 
 
-def _adjacent_levels(program: Program, field: str, *, offset: int) -> list[dict[str, str]]:
+def _adjacent_levels(program: StepSpec, field: str, *, offset: int) -> list[dict[str, str]]:
     """Change of a field of _OFFLOAD_FIELDS to the level at this offset; empty if there is none."""
     levels = get_args(MemoryConfig.model_fields[field].annotation)
     index = levels.index(getattr(program.config.memory, field)) + offset
     return [{field: levels[index]}] if 0 <= index < len(levels) else []
 
 
-def _host_memory_changes(program: Program) -> list[dict[str, Any]]:
+def _host_memory_changes(program: StepSpec) -> list[dict[str, Any]]:
     """Changes of `offload_every` that reduce host memory."""
     memory = program.config.memory
     policy = RematPolicy(remat="full", offload_activations=memory.offload_activations)
@@ -73,7 +73,7 @@ def _host_memory_changes(program: Program) -> list[dict[str, Any]]:
     return [change]
 
 
-def _device_memory_changes(program: Program) -> list[dict[str, Any]]:
+def _device_memory_changes(program: StepSpec) -> list[dict[str, Any]]:
     """Changes of memory options that reduce device memory, each by one level."""
     policy = program.remat_policy
     changes: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def _device_memory_changes(program: Program) -> list[dict[str, Any]]:
     return changes
 
 
-def _batch_changes(program: Program) -> list[str]:
+def _batch_changes(program: StepSpec) -> list[str]:
     """Changes of rows and segments that reduce device memory."""
     config = program.config
     changes = []
@@ -109,7 +109,7 @@ def _batch_changes(program: Program) -> list[str]:
     return changes
 
 
-def _can_split_rows(program: Program, seq: int) -> bool:
+def _can_split_rows(program: StepSpec, seq: int) -> bool:
     """True if the config's attention can shard rows over `seq` devices."""
     config = program.config
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})

@@ -38,7 +38,7 @@ from jaxsp.model import remat
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import compile_options, memory_fit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 ATTENTION_TOLERANCE = 1e-2
 """Maximum of `measure_attention_error` in bfloat16.
@@ -67,7 +67,7 @@ _LENGTHS_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.
 _WINDOW = 100
 
 
-def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[str]:
+def check_device(program: StepSpec, choices: Sequence[AttentionChoice]) -> list[str]:
     """Checks this process's devices, and returns a line for each check that passed.
 
     Attention is checked on the first, and offloading on all of them. CPUs are not checked. Each
@@ -132,7 +132,7 @@ class _AttentionCheck(NamedTuple):
     """Strategy on one device: whole rows, or chunks of rows."""
 
 
-def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCheck]:
+def _list_checks(program: StepSpec, choice: AttentionChoice) -> list[_AttentionCheck]:
     """Lists a check for each kind of layer over whole rows, and one over chunks of rows if the
     strategy computes those."""
     if not choice.kernel.needs_selfcheck:
@@ -155,7 +155,7 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
     ]
 
 
-def _check_attention(program: Program, check: _AttentionCheck, device: jax.Device) -> None:
+def _check_attention(program: StepSpec, check: _AttentionCheck, device: jax.Device) -> None:
     """Runs a check. Raises: UserError."""
     attention_errors = measure_attention_error(
         **check._asdict(),
@@ -352,7 +352,7 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
         )
 
 
-def _check_offloading(program: Program, devices: Sequence[jax.Device]) -> None:
+def _check_offloading(program: StepSpec, devices: Sequence[jax.Device]) -> None:
     """Raises UserError if gradients are wrong, with a suggestion that was tested on this device."""
     options = program.compile_options.options
     prefetch = {name: options[name] for name in compile_options.PREFETCH_FROM_HOST.keys() & options}
@@ -366,7 +366,7 @@ def _check_offloading(program: Program, devices: Sequence[jax.Device]) -> None:
         raise_on_offload_error(offload_error, devices[0], without_prefetch=without_prefetch)
 
 
-def _list_policies(program: Program) -> Iterator[RematPolicy]:
+def _list_policies(program: StepSpec) -> Iterator[RematPolicy]:
     """Policies that `memory_fit` may choose."""
     for remat_value in memory_fit.list_remats(program, is_memory_known=True):
         for value in memory_fit.list_offloads_during_attention(program, remat_value):

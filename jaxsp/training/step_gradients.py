@@ -24,8 +24,8 @@ from jaxsp.model.dropout import Keys
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, loss, sharding
-from jaxsp.training.program import Program
 from jaxsp.training.sharding import Shard
+from jaxsp.training.specs import StepSpec
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, wit
 
 
 def compute_gradients(
-    program: Program, master: layers.Weights, batch: Batch, step: Array | int = 0
+    program: StepSpec, master: layers.Weights, batch: Batch, step: Array | int = 0
 ) -> StepGradients:
     """Gradients and counts of a step. Call under jit. Args: step: its number, for dropout."""
 
@@ -66,7 +66,7 @@ def compute_gradients(
 
 
 def _local_gradients(
-    program: Program, master: layers.Weights, batch: Batch, step: Array
+    program: StepSpec, master: layers.Weights, batch: Batch, step: Array
 ) -> dict[str, Any]:
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
     gather = program.gather
@@ -127,7 +127,7 @@ def _local_gradients(
 
 
 def _select_returned(
-    program: Program, params: Sequence[Parameter], slots: Sequence[Array]
+    program: StepSpec, params: Sequence[Parameter], slots: Sequence[Array]
 ) -> dict[int, Array]:
     """Slots, by number, whose gradients the backward pass returns. It adds others to references.
 
@@ -150,7 +150,7 @@ def _loss_divisor(totals: dict[str, Array]) -> Array:
     return jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
 
 
-def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
+def compute_totals(program: StepSpec, master: layers.Weights, batch: Batch) -> StepTotals:
     """Loss and counts of a step's rows, without gradients. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
 
 
 def _sum_microbatch_loss(
-    program: Program,
+    program: StepSpec,
     values: layers.Weights,
     slots: layers.Weights,
     batch: Batch,
@@ -208,7 +208,7 @@ def _sum_microbatch_loss(
 
 
 def _make_token_keys(
-    program: Program, batch: Batch, step: Array, microbatch: Array | int
+    program: StepSpec, batch: Batch, step: Array, microbatch: Array | int
 ) -> Keys | None:
     """Random keys of this device's tokens in a microbatch; None without dropout."""
     lora = program.model.lora
@@ -252,7 +252,7 @@ def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[st
 
 
 def _run_on_mesh(
-    program: Program,
+    program: StepSpec,
     local: Callable,
     master: layers.Weights,
     batch: Batch,

@@ -14,7 +14,7 @@ from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import optimizer, optimizer_state, quantization, sharding, weight_init
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ class TrainState:
     """Number of steps done, an int32 scalar."""
 
 
-def random_state(program: Program, *, seed: int) -> TrainState:
+def random_state(program: StepSpec, *, seed: int) -> TrainState:
     """Random weights and an initial optimizer state, each on its devices."""
     master = weight_init.random_weights(
         program.table, seed=seed, mesh=program.mesh, is_on_host=program.is_on_host
@@ -38,7 +38,7 @@ def random_state(program: Program, *, seed: int) -> TrainState:
     return init_state(program, master)
 
 
-def init_state(program: Program, master: layers.Weights) -> TrainState:
+def init_state(program: StepSpec, master: layers.Weights) -> TrainState:
     """These weights and an initial optimizer state."""
     shapes = abstract_inputs(program)[0]
 
@@ -58,7 +58,7 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     return TrainState(master=master, opt_state=opt_state, step=step)
 
 
-def abstract_weights(program: Program) -> layers.Weights:
+def abstract_weights(program: StepSpec) -> layers.Weights:
     """Weights as jax.ShapeDtypeStructs with shardings."""
     num_shards = device_mesh.num_shards(program.mesh)
 
@@ -74,7 +74,7 @@ def abstract_weights(program: Program) -> layers.Weights:
     return jax.tree.map(describe, program.table)
 
 
-def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
+def abstract_inputs(program: StepSpec) -> tuple[TrainState, Batch]:
     """Inputs of a step as jax.ShapeDtypeStructs with shardings.
 
     They are enough to compile it, also for devices that are absent.
@@ -99,7 +99,7 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     return state, _abstract_batch(program)
 
 
-def _abstract_batch(program: Program) -> Batch:
+def _abstract_batch(program: StepSpec) -> Batch:
     """Batch of the longest rows, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
     config = program.config
     num_rows = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch

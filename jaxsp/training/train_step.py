@@ -21,7 +21,7 @@ from jaxsp.training import (
     train_state,
 )
 from jaxsp.training.optimizers import schedules
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import StepGradients
 from jaxsp.training.train_state import TrainState
 
@@ -47,7 +47,7 @@ class StepMetrics:
     """Sum of the loss tokens' weights, the divisor of the loss; None if rows have no weights."""
 
 
-def build_step(program: Program) -> jax.stages.Wrapped:
+def build_step(program: StepSpec) -> jax.stages.Wrapped:
     """Jitted step, which reuses the old state's memory for the new state."""
     config = program.config.optimizer
     schedule = schedules.build_schedule(config, program.num_steps)
@@ -100,7 +100,7 @@ def build_step(program: Program) -> jax.stages.Wrapped:
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
-def _global_norm(program: Program, gradients: StepGradients) -> Array:
+def _global_norm(program: StepSpec, gradients: StepGradients) -> Array:
     def sum_squares(param: Parameter, gradient: Array | None) -> Array | None:
         if gradient is None:
             return None
@@ -110,7 +110,7 @@ def _global_norm(program: Program, gradients: StepGradients) -> Array:
     return jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
 
 
-def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
+def _set_memory_kinds(program: StepSpec, state: TrainState) -> TrainState:
     """Marks offloaded arrays as arrays in host memory.
 
     Needed when the step is compiled for absent devices: its arguments then lack this mark.
@@ -131,7 +131,7 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
     return dataclasses.replace(state, master=master, opt_state=opt_state)
 
 
-def compile(program: Program) -> jax.stages.Compiled:
+def compile(program: StepSpec) -> jax.stages.Compiled:
     """Compiles the step. Raises: as `check_collectives` and `compile_options.compile_lowered`."""
     lowered = build_step(program).lower(*train_state.abstract_inputs(program))
     return check_collectives(
@@ -139,7 +139,7 @@ def compile(program: Program) -> jax.stages.Compiled:
     )
 
 
-def compile_totals(program: Program) -> jax.stages.Compiled:
+def compile_totals(program: StepSpec) -> jax.stages.Compiled:
     """Compiles `step_gradients.compute_totals`: loss and counts of a batch, without gradients.
 
     Raises: as `compile`.
@@ -153,7 +153,7 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
     )
 
 
-def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+def check_collectives(program: StepSpec, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     """Checks that attention communicates if it has to, and returns the compiled program.
 
     It does not have to on a mesh with seq = 1, nor if each token sees only itself (windows of 1).

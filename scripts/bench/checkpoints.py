@@ -16,15 +16,14 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.hf import model_config
-from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import train_state
-from jaxsp.training.program import Program
+from jaxsp.runtime import jax_platform
+from jaxsp.training import row_meshes, train_state
+from jaxsp.training.specs import StepSpec
 from scripts.bench import configs, machine, results
 
 MODULE = "scripts.bench.checkpoints"
@@ -75,12 +74,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def make_program(gigabytes: float) -> Program:
+def make_program(gigabytes: float) -> StepSpec:
     """A Llama model with as many layers as weights and moments of this size have."""
     layer_size = 16 * HIDDEN_SIZE**2
     embedding_size = 2 * VOCAB_SIZE * HIDDEN_SIZE
     num_layers = round((gigabytes * 1e9 / 12 - embedding_size) / layer_size)
-    model = {
+    fields = {
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -90,21 +89,17 @@ def make_program(gigabytes: float) -> Program:
         "num_key_value_heads": 8,
     }
     num_devices = jax.device_count()
-    return Program(
-        config=configs.make_config(
-            model,
-            mesh={"data": num_devices},
-            data={"row_tokens": 128},
-            batch={"rows_per_step": num_devices},
-        ),
-        model=model_config.parse_model_config(model, field="model.config"),
-        mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
-        attend=attention.make_attend(seq=1, kernel="blockwise"),
-        num_steps=1,
+    config = configs.make_config(
+        fields,
+        mesh={"data": num_devices},
+        data={"row_tokens": 128},
+        batch={"rows_per_step": num_devices},
     )
+    model = model_config.parse_model_config(fields, field="model.config")
+    return row_meshes.make_step_spec(config, model, devices=jax.devices())
 
 
-def time_checkpoints(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
+def time_checkpoints(program: StepSpec, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
     """Saves a random state several times, and reads the latest checkpoint."""
     state = jax.block_until_ready(train_state.random_state(program, seed=0))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt_state)))

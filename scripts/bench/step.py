@@ -114,19 +114,17 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         program, inputs, batch = build_case(case, folder, device)
     except UserError as error:
         return Result(status=report.REFUSED, message=_first_line(error), **fields)
-    (choice,) = inputs.attention_choices.values()
+    choice = program.longest.attention
     fields["fallback_reason"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_compile.compile_fitting_step(
-            program, workspace_bytes=choice.settings.workspace_bytes
-        )
+        fitted = memory_compile.compile_fitting_step(program.longest)
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_compile.reserve_host_memory(program, fitted.memory_use.host)
-        state = train_state.init_state(program, inputs.make_weights())
+        memory_compile.reserve_host_memory(program.longest, fitted.memory_use.host)
+        state = train_state.init_state(program.longest, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -153,7 +151,7 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
     config = cases.make_config(case, source=source, directory=folder / "run")
     program, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), program.place_rows
+        config, inputs.train_set.make_schedule(config, num_steps=1), program.placements
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]
@@ -167,8 +165,8 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
     return {
         "kernel_used": find_kernel(text, kernel),
         "workspace_gib": None if workspace is None else workspace / units.GIB,
-        "remat_used": fitted.program.remat_policy.remat,
-        "memory_used": memory_descriptions.describe(fitted.program),
+        "remat_used": fitted.spec.remat_policy.remat,
+        "memory_used": memory_descriptions.describe(fitted.spec),
         "planned_gib": fitted.memory_use.device_total / units.GIB,
         "host_gib": fitted.memory_use.host / units.GIB,
     }

@@ -17,9 +17,8 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_state
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches
-from jaxsp import attention
 
 fault, folder_name, port, index_text = sys.argv[1:]
 folder = pathlib.Path(folder_name)
@@ -28,9 +27,9 @@ jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_p
 coordinator = f"127.0.0.1:{port}"
 distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
 sharding.MIN_SHARDED_SIZE = 100
-attend = attention.make_attend(seq=1, kernel="blockwise")
-program = Program(
-    config=batches.make_config(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
+program = StepSpec(
+    config=batches.make_config(name="adamw"), model=batches.model(), num_steps=9,
+    attention=batches.attention_choice(),
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
 state = train_state.random_state(program, seed=0)

@@ -30,7 +30,7 @@ from jaxsp.training import (
     weight_init,
 )
 from jaxsp.training.memory_fit import MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -112,9 +112,8 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
     if problems := memory_problems.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
     choice = attention.choose(config, MODEL, devices=[gpu])
-    attend = attention.make_chosen_attend(choice)
     mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return Program(config=config, model=MODEL, mesh=mesh, attend=attend, num_steps=3), choice
+    return StepSpec(config=config, model=MODEL, mesh=mesh, attention=choice, num_steps=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +129,8 @@ class TrainingResult:
 @functools.cache
 def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
-    program, choice = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
-    step = memory_compile.compile_fitting_step(
-        program, workspace_bytes=choice.settings.workspace_bytes
-    )
+    program = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
+    step = memory_compile.compile_fitting_step(program)
     start = weight_init.random_weights(
         program.table, seed=0, mesh=program.mesh, is_on_host=program.is_on_host
     )
@@ -218,7 +215,7 @@ def test_memory_options_need_less_and_less_device_memory(gpu):
 @pytest.mark.parametrize("option", ["none", "state"])
 def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path):
     """Offloaded state is written from host memory that the next step reuses."""
-    program, _ = make_program(gpu, OPTIONS[option], "float32")
+    program = make_program(gpu, OPTIONS[option], "float32")
     run = train_step.compile(program)
     state = train_state.random_state(program, seed=0)
     rows = batches.put_on_mesh(ROWS, program.mesh)
@@ -242,9 +239,7 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
     gpu, activations, record_property
 ):
     """Asserts the second check; the first also loads cuDNN and cuBLAS, which a step needs too."""
-    program, choice = make_program(
-        gpu, {"remat": "save_attention", "offload_activations": activations}
-    )
+    program = make_program(gpu, {"remat": "save_attention", "offload_activations": activations})
     seconds = []
     for _ in range(2):
         began = time.perf_counter()

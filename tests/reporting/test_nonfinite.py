@@ -53,14 +53,14 @@ def folder(tmp_path_factory):
     )
     whole = jax.tree.map(
         lambda param, x: np.array(x)[..., *map(slice, param.shape)],
-        program.table,
+        program.longest.table,
         inputs.make_weights(),
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
     writer.export_model(
         whole,
-        table=decoder.param_table(program.model),
+        table=decoder.param_table(program.longest.model),
         fields=MODEL,
         tokenizer=tokenizer,
         directory=folder / "hf",
@@ -143,8 +143,8 @@ def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder
     program, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
     state = reader.restore(
         run_paths.find_latest(directory),
-        train_state.abstract_inputs(program)[0],
-        table=program.table,
+        train_state.abstract_inputs(program.longest)[0],
+        table=program.longest.table,
         num_steps=STEPS,
     )
     counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32]

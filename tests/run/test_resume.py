@@ -317,11 +317,11 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
         ),
         devices=jax.devices(),
     )
-    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
+    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.longest.table)
     folder = tmp_path / "hf"
     writer.export_model(
         whole,
-        table=program.table,
+        table=program.longest.table,
         fields=batches.UNEVEN_LLAMA,
         tokenizer=tokenizers.make_byte_tokenizer(),
         directory=folder,

@@ -28,7 +28,7 @@ from jaxsp.training import (
     train_step,
     trainable,
 )
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded
 from tests.attention import oracle
@@ -46,7 +46,7 @@ def program(
     row_tokens: int = 64,
     sizes: tuple[int, int, int] = (1, 1, 4),
     **config: Any,
-) -> Program:
+) -> StepSpec:
     """Makes a program with these memory options, without compiling it."""
     base = batches.make_config(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
@@ -54,11 +54,11 @@ def program(
         "data": base.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**mesh),
     }
-    return Program(
+    return StepSpec(
         config=base.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
+        attention=batches.attention_choice(seq=sizes[-1]),
         num_steps=1,
     )
 
@@ -173,7 +173,7 @@ def remove_padding(param: Parameter, stored: jax.Array | None) -> np.ndarray | N
 class Run:
     """A program on a mesh, with its compiled functions for rows of one shape."""
 
-    program: Program
+    program: StepSpec
     rows_per_microbatch: int
     gradients: Any
     step: Any
@@ -247,14 +247,15 @@ def compile_in_thread(
     """
 
     def make() -> Run:
-        attend = attention.make_attend(
-            seq=sizes[-1],
-            strategy=strategy,
-            kernel="blockwise",
-            layer_scores=model.layer_scores,
+        program = StepSpec(
+            config=config,
+            model=model,
+            mesh=batches.mesh(*sizes),
+            attention=batches.attention_choice(
+                seq=sizes[-1], strategy=strategy, layer_scores=model.layer_scores
+            ),
+            num_steps=NUM_STEPS,
         )
-        mesh = batches.mesh(*sizes)
-        program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         uncompiled = Run(program, rows_per_microbatch, None, None)
         rows = uncompiled.rows(arrays)
         state = uncompiled.state(draw_weights(model))

@@ -197,9 +197,7 @@ class Trial:
 
     def fit(self, program, device, *, host=math.inf):
         room = MemoryLimit(device, host)
-        return memory_fit.fit(
-            program, limit=room, workspace_bytes=0, compile_step=self.compile, measure=self.measure
-        )
+        return memory_fit.fit(program, limit=room, compile_step=self.compile, measure=self.measure)
 
 
 def gib_in(words):
@@ -218,7 +216,7 @@ def test_the_first_candidate_is_taken_if_it_fits():
     trial = Trial()
     actual = trial.fit(large(), max(formulas(large())))
     assert (
-        [decided(actual.program)]
+        [decided(actual.spec)]
         == [decided(program) for program in trial.compiled]
         == candidates(large())[:1]
     )
@@ -239,7 +237,7 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
     actual = trial.fit(program, room)
     assert first > 0
     assert decided(trial.compiled[0]) == candidates(program)[first]
-    assert memory_formula.predict_bytes(actual.program) <= room
+    assert memory_formula.predict_bytes(actual.spec) <= room
     assert not actual.shortage
 
 
@@ -249,7 +247,7 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     assert (
         [decided(program) for program in trial.compiled]
         == candidates(large())[-1:]
-        == [decided(actual.program)]
+        == [decided(actual.spec)]
     )
     sizes = [
         units.format_bytes(actual.memory_use.device_total),
@@ -277,7 +275,7 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
     assert len(expected) < next(
         number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room
     )
-    assert 1.5 * memory_formula.predict_bytes(actual.program) <= room
+    assert 1.5 * memory_formula.predict_bytes(actual.spec) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
@@ -286,7 +284,7 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     takes = formulas(program)
     right = Trial(factor=1.5).fit(program, takes[0])
     actual = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
-    assert decided(actual.program) == decided(right.program)
+    assert decided(actual.spec) == decided(right.spec)
     assert actual.memory_use.device_total <= actual.memory_limit.device
     assert gib_in(actual.shortage) == ["1.0 GiB"]
     assert "host" in actual.shortage
@@ -305,10 +303,10 @@ H100 = memory_limits.GPU_MEMORY_FRACTION * 79.1 * GIB
 def of_kind(sizes, **kind):
     """A program on a mesh whose attention has this kind."""
     seq = sizes[-1]
-    attend = dataclasses.replace(
-        runs.program({}).attend, strategy=make_strategy(seq=seq, **({"ulysses_degree": seq} | kind))
+    choice = batches.attention_choice(
+        strategy=make_strategy(seq=seq, **({"ulysses_degree": seq} | kind))
     )
-    return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
+    return dataclasses.replace(runs.program({}, sizes=sizes), attention=choice)
 
 
 @pytest.mark.parametrize(
@@ -492,9 +490,7 @@ def check_formula(made):
 
     It skips no candidate that fits, and few that do not fit are compiled.
     """
-    formula = memory_formula.predict_bytes(
-        made.program, workspace_bytes=made.choice.settings.workspace_bytes
-    )
+    formula = memory_formula.predict_bytes(made.spec)
     assert 0.9 < formula / memory.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
 
 

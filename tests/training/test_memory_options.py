@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import attention
+from jaxsp.attention import KernelSettings
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -36,7 +36,7 @@ from jaxsp.training import (
 )
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy
 from tests.training import runs
@@ -259,11 +259,11 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
 
 def residuals(memory, *, seq=4):
     """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
-    program = Program(
+    program = StepSpec(
         config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
         mesh=batches.mesh(1, 8 // seq, seq),
-        attend=attention.make_attend(seq=seq, kernel="blockwise"),
+        attention=batches.attention_choice(seq=seq),
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
@@ -486,19 +486,22 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     monkeypatch.setattr(
         memory_formula,
         "predict_bytes",
-        lambda program, *, workspace_bytes: (
-            int(TAKES[program.remat_policy.remat] * units.GIB) + workspace_bytes
+        lambda program: (
+            int(TAKES[program.remat_policy.remat] * units.GIB)
+            + program.attention.settings.workspace_bytes
         ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
-    def measured(run, *, kernel, workspace_bytes):
-        return MemoryUse(int(TAKES[compiled[-1]] * units.GIB), node.host, workspace_bytes)
+    def measured(run, choice):
+        num_bytes = int(TAKES[compiled[-1]] * units.GIB)
+        return MemoryUse(num_bytes, node.host, choice.settings.workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
-    return memory_compile.compile_fitting_step(
-        runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted
-    )
+    program = runs.program(memory, row_tokens=row_tokens)
+    settings = KernelSettings(workspace_bytes=node.uncounted)
+    choice = dataclasses.replace(program.attention, settings=settings)
+    return memory_compile.compile_fitting_step(dataclasses.replace(program, attention=choice))
 
 
 def gpus(device_gib, **changes):
@@ -512,14 +515,14 @@ def gpus(device_gib, **changes):
 )
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     actual = ready(monkeypatch, gpus(size), memory={})
-    assert actual.program.config.memory.remat == remat
+    assert actual.spec.config.memory.remat == remat
     assert (actual.full_remat_reason == "") == (remat != "full")
 
 
 def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     """Weights and moments are exact; a formula that exceeds the rest is reduced to it."""
     actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
-    resident = memory_formula.resident_bytes(actual.program)
+    resident = memory_formula.resident_bytes(actual.spec)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
         use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
         causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
@@ -542,7 +545,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
     actual = ready(monkeypatch, gpus(size, uncounted=int(uncounted * units.GIB)), memory={})
-    assert actual.program.config.memory.remat == "full"
+    assert actual.spec.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
         messages.containing("full", actual.full_remat_reason),

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import step_gradients, train_state, train_step
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -48,11 +47,11 @@ def cross_entropy(logits_TV, labels_T):
 
 def program(sizes, *, config=runs.SGD, **changes):
     """A program with loss tiles of 7 tokens."""
-    return Program(
+    return StepSpec(
         config=config,
         model=MODEL,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
+        attention=batches.attention_choice(seq=sizes[-1]),
         num_steps=1,
         **changes,
     )

@@ -200,7 +200,5 @@ def make_windowed(strategy, window):
     """Program on four devices of a model whose layers have a window."""
     layers = [dataclasses.replace(layer, window=window) for layer in runs.MODEL.layers]
     model = dataclasses.replace(runs.MODEL, layers=tuple(layers))
-    attend = attention.make_attend(
-        kernel="blockwise", strategy=strategy, layer_scores=model.layer_scores
-    )
-    return dataclasses.replace(runs.program({}, model=model), attend=attend)
+    choice = batches.attention_choice(strategy=strategy, layer_scores=model.layer_scores)
+    return dataclasses.replace(runs.program({}, model=model), attention=choice)

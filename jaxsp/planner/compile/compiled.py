@@ -7,31 +7,21 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jaxlib
 from jaxlib.mlir import ir
 
-from jaxsp.attention import AttentionChoice
-from jaxsp.config.schema import Config
 from jaxsp.core import errors, host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
 from jaxsp.runtime import memory_limits
-from jaxsp.training import (
-    compile_options,
-    optimizer,
-    row_meshes,
-    train_state,
-    train_step,
-)
+from jaxsp.training import compile_options, optimizer, train_state, train_step
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs; one of them is required."""
@@ -53,8 +43,7 @@ class CompilerDump:
 class PlannedStep:
     """A training step compiled for absent devices, and what it was compiled for."""
 
-    program: Program
-    choice: AttentionChoice
+    spec: StepSpec
     executable: jax.stages.Compiled
     dump: CompilerDump
 
@@ -160,20 +149,7 @@ def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
     )
 
 
-def build_program(
-    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
-) -> tuple[Program, AttentionChoice]:
-    """Builds the training program of a config on these devices, and chooses its attention.
-
-    Args: device_bytes: memory of a device that JAX may use.
-    Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
-    """
-    (row_tokens,) = config.data.row_lengths
-    choices = row_meshes.choose_attention(config, model, devices=devices, device_bytes=device_bytes)
-    return row_meshes.make_program(config, model, choices, devices=devices), choices[row_tokens]
-
-
-def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
+def compile_step(program: StepSpec) -> PlannedStep:
     """Compiles a training step as training does, with _FAST_COMPILE_OPTIONS.
 
     Raises: what `training.train_step.compile` raises.
@@ -198,8 +174,7 @@ def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read_dump(folder, end) for end in ends)
     return PlannedStep(
-        program=program,
-        choice=choice,
+        spec=program,
         executable=executable,
         dump=CompilerDump(hlo_text=text, buffer_assignment=buffers, live_ranges=lives),
     )
@@ -236,7 +211,7 @@ def _write_stub_ptxas(folder: pathlib.Path) -> None:
     assembler.chmod(0o755)
 
 
-def _mark_host_arguments(lowered: jax.stages.Lowered, program: Program) -> None:
+def _mark_host_arguments(lowered: jax.stages.Lowered, program: StepSpec) -> None:
     """Marks the arguments in host memory, because shardings on absent devices lose their memory
     kind."""
     state, batch = train_state.abstract_inputs(program)

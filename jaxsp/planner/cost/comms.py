@@ -24,7 +24,7 @@ from jaxsp.core.nodes import Groups, Load
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
 from jaxsp.training import optimizer
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 
@@ -130,7 +130,7 @@ def sum_node_bytes(collectives: Sequence[Collective], *, node_devices: int) -> f
     )
 
 
-def compute_formula_bytes(program: Program) -> dict[str, float]:
+def compute_formula_bytes(program: StepSpec) -> dict[str, float]:
     """Computes the bytes that a device must send in a step, by operation.
 
     Adds the formulas of attention, of the weights and of the optimizer. A few bytes of counts and

@@ -23,7 +23,7 @@ from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
 from jaxsp.planner.cost.timeline import ScheduledTransfer, Timeline
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 MATMULS = "matrix products"
 MEMORY_BANDWIDTH = "memory bandwidth"
@@ -85,8 +85,8 @@ def estimate_step(
 
     None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
     """
-    program = step.program
-    prefix = step.choice.kernel.custom_call_prefix
+    program = step.spec
+    prefix = step.spec.attention.kernel.custom_call_prefix
     if not prefix or program.dtype != jnp.bfloat16:
         return None
     module = hlo.parse_module(step.dump.hlo_text)
@@ -133,7 +133,7 @@ def estimate_step(
     )
 
 
-def _attention_flops(program: Program, forward_flops: float) -> tuple[float, float]:
+def _attention_flops(program: StepSpec, forward_flops: float) -> tuple[float, float]:
     """Operations of attention on a device in a step, forward and backward."""
     forward = forward_flops / program.mesh.size
     # five products instead of two: the scores again, and both gradients of both products
