@@ -20,10 +20,12 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.data.packing import summary
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
-from jaxsp.reporting import banner, metrics
+from jaxsp.model import rope
 from jaxsp.reporting import console as output
+from jaxsp.reporting import metrics
 from jaxsp.run import build, initial_weights, jax_limits, resume
 from jaxsp.runtime import compilation_cache, distributed, jsonl, run_paths
 from jaxsp.storage import copies
@@ -79,10 +81,10 @@ def main(arguments: list[str]) -> None:
     name = args.what if meta is None else f"{args.what}, step {step}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{name}; {config.model.compute_dtype} compute on {mesh}")
-    if rope := banner.describe_rope(spec):
-        print_line(f"rope: {rope}")
+    if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
+        print_line(f"rope: {text}")
     for data in resolved.evals:
-        print_line(f"{data.name}: {banner.describe_documents(data)}")
+        print_line(f"{data.name}: {summary.describe_documents(data)}")
     for result in Evaluator(spec, resolved.evals).run(master, num_steps=step):
         print_line(output.format_result(result))
         if out is not None and jax.process_index() == 0:

@@ -18,6 +18,7 @@ from jaxsp import cli
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
 from jaxsp.hf import context_range, folder, peft, published
@@ -224,7 +225,7 @@ def _print_data(config: Config, model: ModelConfig, console: rich.console.Consol
     schedule = train.make_schedule(config, num_steps=config.run.steps, epochs=config.run.epochs)
     for label, line in summary.describe_data(train, config, schedule):
         console.print(f"{label:<8}{line}")
-    console.print(f"{'steps':<8}{summary.format_count(len(schedule), 'step')}")
+    console.print(f"{'steps':<8}{format_count(len(schedule), 'step')}")
     return len(schedule)
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from jaxsp.core import durations, urls
-from jaxsp.data.packing.summary import format_count
+from jaxsp.core.units import format_count
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.training.specs import RunSpec
 

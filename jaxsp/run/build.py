@@ -112,7 +112,7 @@ def build_training(
         is_mesh_automatic=is_mesh_automatic,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
-        stop_tokens=resolved.stop_tokens.description,
+        stop_tokens=_describe_stop(resolved),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return program, inputs
@@ -183,6 +183,14 @@ def _describe_origin(
     if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return origin
+
+
+def _describe_stop(resolved: ResolvedConfig) -> str:
+    """Describes the tokens that end the turns of chats; empty without chats."""
+    description = resolved.stop_tokens.description
+    if not description:
+        return ""
+    return f"{description}; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
 
 
 def resolve_config(

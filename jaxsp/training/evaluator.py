@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
+from jaxsp.core.units import format_count
+from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
@@ -154,3 +157,23 @@ def _fetch_one_behind(dispatched: Iterable[StepTotals]) -> Iterator[StepTotals]:
             yield jax.device_get(running)
         running = totals
     yield jax.device_get(running)
+
+
+def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: bool) -> str:
+    """Describes the eval sets of a run, and when they are evaluated; empty without eval sets."""
+    if not eval_sets:
+        return ""
+    times = []
+    if run.eval_at_start and not is_resume:
+        times.append("before the first step")
+    if run.eval_every == "epoch":
+        times.append("after every epoch")
+    elif run.eval_every is not None:
+        times.append(f"every {format_count(run.eval_every, 'step')}")
+    text = " and ".join(filter(None, (", ".join(times), "after the last step")))
+    names = [f"{data.name} ({summary.describe_documents(data)})" for data in eval_sets]
+    text += f": {', '.join(names)}"
+    if run.early_stopping_patience is not None:
+        patience = format_count(run.early_stopping_patience, "evaluation")
+        text += f"; the run stops after {patience} without improvement"
+    return text

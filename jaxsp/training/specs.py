@@ -11,6 +11,7 @@ from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
+from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.model import layers, tiling
 from jaxsp.model.config import ModelConfig
@@ -223,3 +224,25 @@ class RunSpec:
             for row_tokens, spec in self.steps.items()
         }
         return RunSpec(config=self.config, steps=steps)
+
+
+def describe_batch(run_spec: RunSpec) -> str:
+    """Describes the rows of a step, those of the longest row length first."""
+    specs = list(reversed(run_spec.steps.values()))
+    rows = [
+        f"{format_count(spec.config.batch.rows_per_step, 'row')} of "
+        f"{spec.config.data.max_row_tokens:,} tokens"
+        for spec in specs
+    ]
+    parts = [_describe_microbatches(spec) for spec in specs]
+    if len(set(parts)) == 1:
+        return f"{' or '.join(rows)} per step, in {parts[0]}"
+    options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
+    return f"per step {', or '.join(options)}"
+
+
+def _describe_microbatches(spec: StepSpec) -> str:
+    microbatches = format_count(spec.num_microbatches, "microbatch")
+    per_group = format_count(spec.config.batch.rows_per_microbatch, "row")
+    owner = "device" if spec.mesh.shape[axes.SEQ] == 1 else "group"
+    return f"{microbatches} of {per_group} per {owner}"
