@@ -1,5 +1,5 @@
-"""Results of the command `jaxsp.plan`: one step, a table of GPUs and row lengths, the longest row,
-or a ranking of meshes."""
+"""Questions of `jaxsp plan`: one step, a table of GPUs and row lengths, the longest row, or a
+ranking of meshes."""
 
 import dataclasses
 import pathlib
@@ -67,12 +67,12 @@ class PlanRequest:
         )
         return config
 
-    def plan(self, config: Config, cluster: Cluster | None = None) -> Plan:
-        """Plans a step, by default for the first kind of GPU. Raises: UserError."""
+    def plan(self, config: Config, cluster: Cluster) -> Plan:
+        """Plans a step. Raises: UserError."""
         return planning.plan_step(
             config,
             model=self.sizes.model,
-            cluster=cluster or self.cluster,
+            cluster=cluster,
             document_tokens=self.document_tokens,
         )
 
@@ -108,7 +108,7 @@ def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     (row_tokens,) = request.config.data.row_lengths
     config = request.resolve_config(request.cluster).row_configs[row_tokens]
-    plan = request.plan(config)
+    plan = request.plan(config, request.cluster)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
     request.draw_lengths([plan])
