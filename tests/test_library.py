@@ -64,14 +64,14 @@ def loaded(base):
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
     run_spec, master = loaded
-    program = run_spec.longest
-    stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(program.table)]
+    spec = run_spec.longest
+    stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(spec.table)]
     assert any(
         place.stored_shape != row.shape
-        for place, row in zip(stored, jax.tree.leaves(program.table), strict=True)
+        for place, row in zip(stored, jax.tree.leaves(spec.table), strict=True)
     )
-    assert dict(program.mesh.shape) == SETTINGS["mesh"]
-    assert program.num_steps == 3
+    assert dict(spec.mesh.shape) == SETTINGS["mesh"]
+    assert spec.num_steps == 3
     library.save_model(master, tmp_path / "out", run_spec)
     before = pathlib.Path(base)
     after = tmp_path / "out"
@@ -94,11 +94,9 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
-    program, master = library.load_model(
-        base, SETTINGS | {"memory": {"offload_optimizer": "state"}}
-    )
+    spec, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
     assert any(host_memory.is_on_host(leaf) for leaf in jax.tree.leaves(master))
-    library.save_model(master, tmp_path / "out", program)
+    library.save_model(master, tmp_path / "out", spec)
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")
         for path in (pathlib.Path(base), tmp_path / "out")

@@ -333,7 +333,7 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
     host_bytes = fitted.memory_use.host
     if not host_bytes:
         return 0.0
-    offloaded = memory_formula.program_offloaded_bytes(fitted.spec)
+    offloaded = memory_formula.step_offloaded_bytes(fitted.spec)
     limit = min(fitted.memory_limit.host, memory_formula.pool_bytes(offloaded))
     return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
 

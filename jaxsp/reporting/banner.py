@@ -39,17 +39,17 @@ class BannerEntry(NamedTuple):
     """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
-def describe_run(program: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
+def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     """Returns the banner, first the lines that users check before they wait for a run."""
-    config = program.config
+    config = run_spec.config
     run = config.run
-    spec = program.longest
+    spec = run_spec.longest
     num_shards = device_mesh.num_shards(spec.mesh)
     has_xla_options = run.deterministic or bool(run.xla_options)
     xla = spec.compile_options.description
     return [
-        BannerEntry("training", run_inputs.describe_steps(program, inputs)),
-        BannerEntry("batch", specs.describe_batch(program)),
+        BannerEntry("training", run_inputs.describe_steps(run_spec, inputs)),
+        BannerEntry("batch", specs.describe_batch(run_spec)),
         BannerEntry(
             "optimizer",
             *optimizer.describe(
@@ -85,10 +85,10 @@ def describe_run(program: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             ),
         ),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        *_describe_meshes(program, inputs),
+        *_describe_meshes(run_spec, inputs),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
-        *_describe_attention(program),
-        *_describe_memory(program),
+        *_describe_attention(run_spec),
+        *_describe_memory(run_spec),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry(
@@ -116,21 +116,21 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
     return pairs
 
 
-def _describe_meshes(program: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
+def _describe_meshes(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     """The mesh, or that of each row length, the longest first."""
     origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
     texts = {
         length: device_mesh.describe(spec.mesh) + origin
-        for length, spec in reversed(program.steps.items())
+        for length, spec in reversed(run_spec.steps.items())
     }
     return _describe_by_length("mesh", texts)
 
 
-def _describe_attention(program: RunSpec) -> list[BannerEntry]:
+def _describe_attention(run_spec: RunSpec) -> list[BannerEntry]:
     """Attention, or that of each row length, the longest first."""
     texts = {}
     shorts = {}
-    for length, spec in reversed(program.steps.items()):
+    for length, spec in reversed(run_spec.steps.items()):
         choice = spec.attention
         texts[length] = attention.describe(choice, spec.model)
         shorts[length], _, rest = texts[length].partition("; ")
@@ -139,11 +139,11 @@ def _describe_attention(program: RunSpec) -> list[BannerEntry]:
     return _describe_by_length("attention", texts, shorts)
 
 
-def _describe_memory(program: RunSpec) -> list[BannerEntry]:
+def _describe_memory(run_spec: RunSpec) -> list[BannerEntry]:
     """Memory options, or those of each row length, the longest first."""
     texts = {
         length: memory_descriptions.describe(spec)
-        for length, spec in reversed(program.steps.items())
+        for length, spec in reversed(run_spec.steps.items())
     }
     return _describe_by_length("memory", texts, dict.fromkeys(texts, ""))
 

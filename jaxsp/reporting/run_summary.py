@@ -10,7 +10,7 @@ from jaxsp.training.specs import RunSpec
 
 
 def summarize_run(
-    program: RunSpec,
+    run_spec: RunSpec,
     first: MetricsLine,
     last: MetricsLine,
     *,
@@ -23,7 +23,7 @@ def summarize_run(
 
     Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
     """
-    directory = program.config.run.directory
+    directory = run_spec.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens

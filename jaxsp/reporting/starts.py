@@ -74,17 +74,17 @@ class StartLine:
 
 
 def describe_start(
-    program: RunSpec, inputs: RunInputs, *, memory: Sequence[StepMemory], compile_s: float
+    run_spec: RunSpec, inputs: RunInputs, *, memory: Sequence[StepMemory], compile_s: float
 ) -> StartLine:
     """Returns the line of a start."""
-    spec = program.longest
+    spec = run_spec.longest
     devices = spec.mesh.devices.flatten()
     checkpoint = inputs.start.checkpoint
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=inputs.start.step,
-        previous_step=_read_last_step(run_paths.local_dir(program.config.run) / METRICS_FILE),
+        previous_step=_read_last_step(run_paths.local_dir(run_spec.config.run) / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
         config_changes=list(inputs.start.config_changes),
         num_steps=spec.num_steps,
@@ -93,7 +93,7 @@ def describe_start(
         device_kind=devices[0].device_kind,
         num_processes=jax.process_count(),
         mesh=dict(spec.mesh.shape),
-        seq_by_row_tokens={str(n): seq for n, seq in program.config.degrees.items()},
+        seq_by_row_tokens={str(n): seq for n, seq in run_spec.config.degrees.items()},
         strategy=spec.attention.strategy.description,
         kernel=spec.attention.kernel.name,
         jaxsp_version=_find_version(),

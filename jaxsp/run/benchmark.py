@@ -60,14 +60,14 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
-        program, inputs = build.build_training(run_config, devices=jax.devices())
-    spec = program.longest
+        run_spec, inputs = build.build_training(run_config, devices=jax.devices())
+    spec = run_spec.longest
     began = time.perf_counter()
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_state.init_state(spec, inputs.make_weights())
-    loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.placements)
+    loader = inputs.train_set.make_loader(run_spec.config, inputs.schedule, run_spec.placements)
     seconds = []
     metrics_of_steps = []
     segment_lengths = np.zeros(0, np.int64)

@@ -64,7 +64,7 @@ class RunCheckpoint:
 def build_training(
     config: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
 ) -> tuple[RunSpec, RunInputs]:
-    """Builds the program and the inputs of a run; writes nothing except caches.
+    """Builds the steps and the inputs of a run; writes nothing except caches.
 
     Args:
         skip: damaged checkpoints, which the run must not resume from.
@@ -96,9 +96,9 @@ def build_training(
             data=train_set,
         )
     schedule = _make_schedule(config, train_set, start)
-    program = resolved.run_spec.replace(num_steps=start.step + len(schedule))
+    run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     weights = initial_weights.open_sources(
-        program.longest,
+        run_spec.longest,
         resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,
         resolved.adapter_folder if checkpoint is None else None,
     )
@@ -108,14 +108,14 @@ def build_training(
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
-        weights_origin=_describe_origin(program, weights, checkpoint),
+        weights_origin=_describe_origin(run_spec, weights, checkpoint),
         is_mesh_automatic=is_mesh_automatic,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
         stop_tokens=_describe_stop(resolved),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
-    return program, inputs
+    return run_spec, inputs
 
 
 def _find_checkpoint(
@@ -166,10 +166,10 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
 
 
 def _describe_origin(
-    program: RunSpec, weights: InitialWeights, checkpoint: RunCheckpoint | None
+    run_spec: RunSpec, weights: InitialWeights, checkpoint: RunCheckpoint | None
 ) -> str:
     """Describes where the weights of the first step come from."""
-    config = program.config
+    config = run_spec.config
     if checkpoint is not None:
         return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:

@@ -81,7 +81,7 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     return MemoryLimit(min(limits), host, memory_limits.pinned_pool_limit(os.environ))
 
 
-def subtract_reserves(program: StepSpec, limits: MemoryLimit) -> MemoryLimit:
+def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
     Args:
@@ -91,9 +91,9 @@ def subtract_reserves(program: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     fraction = memory_limits.gpu_memory_fraction(os.environ)
     memory = limits.device / fraction
     # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
-    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(program)))
+    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(spec)))
     device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
-    host = limits.host - memory_formula.checkpoint_bytes(program)
+    host = limits.host - memory_formula.checkpoint_bytes(spec)
     return MemoryLimit(device, host, limits.pool)
 
 
@@ -116,11 +116,9 @@ def make_layout(
     return GroupLayout(sizes, strategy, has_permutes)
 
 
-def outside_bytes(program: StepSpec) -> float:
+def outside_bytes(spec: StepSpec) -> float:
     """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
-    layout = make_layout(
-        program.config, program.model, program.mesh.shape, program.attention.strategy
-    )
+    layout = make_layout(spec.config, spec.model, spec.mesh.shape, spec.attention.strategy)
     return CUDA_BYTES + nccl_bytes([layout])
 
 

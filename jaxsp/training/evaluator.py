@@ -69,13 +69,13 @@ class Evaluator:
     Sums over batches are float64, on the host.
     """
 
-    def __init__(self, program: StepSpec, eval_sets: Sequence[PackedDataset]):
-        config = program.config
-        num_groups = device_mesh.num_groups(program.mesh)
+    def __init__(self, spec: StepSpec, eval_sets: Sequence[PackedDataset]):
+        config = spec.config
+        num_groups = device_mesh.num_groups(spec.mesh)
         rows_per_step = num_groups * config.batch.rows_per_microbatch
         batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
         self._config = config.model_copy(update={"batch": batch})
-        self._program = dataclasses.replace(program, config=self._config, has_weights=False)
+        self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)
         self._eval_sets = eval_sets
 
     def is_due(self, number: int) -> bool:
@@ -84,7 +84,7 @@ class Evaluator:
 
     @functools.cached_property
     def _compiled_totals(self) -> jax.stages.Compiled:
-        return train_step.compile_totals(self._program)
+        return train_step.compile_totals(self._spec)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation, if there are eval sets."""
@@ -114,7 +114,7 @@ class Evaluator:
         compute_totals = self._compiled_totals
         began = time.perf_counter()
         schedule = data.make_schedule(self._config, epochs=1)
-        placements = {self._config.data.max_row_tokens: self._program.placement}
+        placements = {self._config.data.max_row_tokens: self._spec.placement}
         loader = data.make_loader(self._config, schedule, placements)
         totals = []
         dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())

@@ -1,4 +1,4 @@
-"""Inputs of a run besides its program: data, weights, and the point to start from."""
+"""Inputs of a run besides its steps: data, weights, and the point to start from."""
 
 import dataclasses
 import pathlib

@@ -49,7 +49,7 @@ class StepMemory:
 def find_causes(step: CompiledStep) -> StepMemory:
     """Attributes the memory of a compiled step to its causes."""
     resident = memory_formula.resident_bytes(step.spec)
-    offloaded = memory_formula.program_offloaded_bytes(step.spec)
+    offloaded = memory_formula.step_offloaded_bytes(step.spec)
     use = step.memory_use
     workspace = use.workspace
     if use.uncounted_workspace:  # a plan adds only what does not fit into free memory

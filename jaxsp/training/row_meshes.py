@@ -201,7 +201,7 @@ def _choose_degree(specs: Mapping[int, StepSpec], limits: MemoryLimit) -> int:
         remats = memory_fit.list_remats(spec, is_memory_known=True)
         for candidate in memory_fit.list_candidates(spec, is_memory_known=True):
             needed = memory_formula.predict_bytes(candidate)
-            offloaded = memory_formula.program_offloaded_bytes(candidate).total
+            offloaded = memory_formula.step_offloaded_bytes(candidate).total
             if needed <= usable.device and offloaded <= usable.pinned:
                 policy = candidate.remat_policy
                 leaves_node = seq > memory_limits.DEVICES_PER_NODE

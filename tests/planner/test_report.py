@@ -1,5 +1,6 @@
 """Plans as text."""
 
+import dataclasses
 import re
 
 import pytest

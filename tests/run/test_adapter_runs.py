@@ -54,8 +54,8 @@ def settings(folder: pathlib.Path, *words: str):
 
 def train(config) -> None:
     num_devices = config.mesh.data * config.mesh.seq
-    program, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
 
 
 def write_base(directory: pathlib.Path) -> None:

@@ -50,16 +50,16 @@ def folder(tmp_path):
 
 def losses(chosen):
     """The loss of each document, by its first tokens: all other labels of a step are taken away."""
-    program, material = build.build_training(chosen, devices=jax.devices()[:4])
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:4])
     master = material.make_weights()
     actual = {}
     data = material.train_set
     totals = {
-        stream.row_tokens: train_step.compile_totals(program.steps[stream.row_tokens])
+        stream.row_tokens: train_step.compile_totals(run_spec.steps[stream.row_tokens])
         for stream in data.streams
     }
     for given, counts in data.make_loader(
-        chosen, data.make_schedule(chosen, epochs=1), program.placements
+        chosen, data.make_schedule(chosen, epochs=1), run_spec.placements
     ).batches():
         tokens = np.asarray(given.tokens_BL)
         labels = np.asarray(given.labels_BL)
@@ -105,8 +105,8 @@ def test_rows_that_cudnn_cannot_take_use_another_kernel(folder, monkeypatch):
 
 
 def train(chosen):
-    program, material = build.build_training(chosen, devices=jax.devices()[:4])
-    trainer.train(program, material, rich.console.Console(quiet=True))
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:4])
+    trainer.train(run_spec, material, rich.console.Console(quiet=True))
     directory = chosen.run.directory
     with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
         return [json.loads(line) for line in file]

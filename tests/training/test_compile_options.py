@@ -82,11 +82,11 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
         "mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024"
     )
     model = model_config.parse_model_config(config.model.config, field="model.config")
-    program = row_meshes.make_step_spec(config, model, devices=list(gpus(2, 4).devices.flat))
-    assert program.tokens_per_device == 2048
-    assert OVERLAP.items() <= program.compile_options.options.items()
+    spec = row_meshes.make_step_spec(config, model, devices=list(gpus(2, 4).devices.flat))
+    assert spec.tokens_per_device == 2048
+    assert OVERLAP.items() <= spec.compile_options.options.items()
     whole = dataclasses.replace(
-        program,
+        spec,
         config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"),
     )
     assert whole.compile_options.options == BASE

@@ -104,7 +104,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 @functools.cache
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
-    program = StepSpec(
+    spec = StepSpec(
         config=batches.make_config(
             compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}
         ),
@@ -113,9 +113,9 @@ def traced(grad_reduce_dtype):
         attention=batches.attention_choice(seq=4),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
+    run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.draw_weights(runs.MODEL))
-    return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
+    return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, spec))(
         state.master, run.rows(runs.ROWS)
     )
 

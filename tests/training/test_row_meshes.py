@@ -88,7 +88,7 @@ def needed(config, seq, remat):
 @pytest.fixture
 def whole_limits(monkeypatch):
     """The step may use all memory of the limits."""
-    monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
+    monkeypatch.setattr(available_memory, "subtract_reserves", lambda spec, limits: limits)
 
 
 @pytest.mark.usefixtures("whole_limits")
@@ -129,7 +129,7 @@ def test_auto_offloads_no_more_than_the_host_holds():
     """More tokens per device, as with the smallest groups, need more host memory."""
     config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
     spec = spec_of(config.with_degrees({1024: 1, 8192: 4})).longest
-    host = memory_formula.program_offloaded_bytes(spec).total
+    host = memory_formula.step_offloaded_bytes(spec).total
     degrees = row_meshes.resolve_degrees(
         config, model(), devices=jax.devices(), limits=MemoryLimit(math.inf, host)
     ).degrees

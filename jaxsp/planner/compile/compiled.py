@@ -149,32 +149,32 @@ def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
     )
 
 
-def compile_step(program: StepSpec) -> PlannedStep:
+def compile_step(spec: StepSpec) -> PlannedStep:
     """Compiles a training step as training does, with _FAST_COMPILE_OPTIONS.
 
     Raises: what `training.train_step.compile` raises.
     """
-    lowered = train_step.build_step(program).lower(*train_state.abstract_inputs(program))
-    if program.has_offloaded_state:
-        _mark_host_arguments(lowered, program)
+    lowered = train_step.build_step(spec).lower(*train_state.abstract_inputs(spec))
+    if spec.has_offloaded_state:
+        _mark_host_arguments(lowered, spec)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
         folder = pathlib.Path(name)
         _write_stub_ptxas(folder)
         options = (
             _FAST_COMPILE_OPTIONS
-            | program.compile_options.options
+            | spec.compile_options.options
             | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
         executable = train_step.check_collectives(
-            program,
+            spec,
             compile_options.compile_lowered(
-                lowered, dataclasses.replace(program.compile_options, options=options)
+                lowered, dataclasses.replace(spec.compile_options, options=options)
             ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read_dump(folder, end) for end in ends)
     return PlannedStep(
-        spec=program,
+        spec=spec,
         executable=executable,
         dump=CompilerDump(hlo_text=text, buffer_assignment=buffers, live_ranges=lives),
     )
@@ -211,20 +211,20 @@ def _write_stub_ptxas(folder: pathlib.Path) -> None:
     assembler.chmod(0o755)
 
 
-def _mark_host_arguments(lowered: jax.stages.Lowered, program: StepSpec) -> None:
+def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
     """Marks the arguments in host memory, because shardings on absent devices lose their memory
     kind."""
-    state, batch = train_state.abstract_inputs(program)
+    state, batch = train_state.abstract_inputs(spec)
 
     def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
-        on_host = program.is_on_host(param)
+        on_host = spec.is_on_host(param)
         is_weight_on_host = jax.tree.map(lambda _: on_host, weight)
         return is_weight_on_host, jax.tree.map(
             lambda x: on_host and x.shape == weight.shape, opt_state
         )
 
     weights, moments = optimizer.map_weights_and_state(
-        program.table, is_param_on_host, state.master, state.opt_state
+        spec.table, is_param_on_host, state.master, state.opt_state
     )
     # in the order of the arguments: master, opt_state, step, batch
     on_host = [*jax.tree.leaves((weights, moments)), False]

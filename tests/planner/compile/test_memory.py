@@ -62,8 +62,8 @@ def find_causes(step):
 
 
 def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(wide):
-    program = wide.spec
-    model = program.model
+    spec = wide.spec
+    model = spec.model
     device = find_causes(wide).device
     assert sum(device.values()) == memory.measure_step(wide).device_total
     D = model.hidden_size
@@ -71,7 +71,7 @@ def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(w
     K = model.head_dim
     layer_size = D * (2 * H + 2 * model.num_kv_heads) * K + 3 * D * model.intermediate_size
     num_weights = model.num_layers * layer_size + 2 * model.vocab_size * D
-    weights = 4 * num_weights / program.mesh.size
+    weights = 4 * num_weights / spec.mesh.size
     assert device[memory_causes.WEIGHTS] == pytest.approx(weights, rel=tolerances.MEMORY)
     assert device[memory_causes.WORKSPACE] == wide.spec.attention.settings.workspace_bytes
     saved = model.num_layers * programs.DEVICE_TOKENS * (2 * (D + H * K) + 4 * H)
@@ -101,7 +101,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
         **SIZES,
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 2))
-    formula = memory_formula.program_offloaded_bytes(step.spec)
+    formula = memory_formula.step_offloaded_bytes(step.spec)
     host = memory.measure_step(step).host
     assert host == pytest.approx(formula.total, rel=tolerances.MEMORY)
     assert sum(find_causes(step).host.values()) == host
@@ -134,9 +134,9 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
     if found := memory_problems.find_problems(config, platform="gpu"):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
-    program = step.spec
+    spec = step.spec
     host = memory.measure_step(step).host
-    assert host == memory_formula.program_offloaded_bytes(program).activations
+    assert host == memory_formula.step_offloaded_bytes(spec).activations
     check_prediction(step)
 
 
