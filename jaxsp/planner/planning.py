@@ -167,8 +167,8 @@ def plan_step(
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
-    Raises: UserError if training would refuse the config before it compiles, or for several row
-        lengths; RuntimeError if XLA ignores some of the requested offloading.
+    Raises: UserError if training would refuse the config before it compiles; RuntimeError if XLA
+        ignores some of the requested offloading.
     """
     began = time.perf_counter()
     problems = _find_problems(config, model, cluster, document_tokens)
@@ -209,14 +209,8 @@ def _find_problems(
     except UserError as error:
         problems.extend(error.problems)
     problems.extend(device_mesh.find_division_problems(config, sizes, layout=layout))
-    lengths = config.data.row_lengths
     row_tokens = config.data.max_row_tokens
     max_segments = config.data.max_segments_per_row
-    if len(lengths) > 1:
-        problems.append(
-            f"data.row_tokens = {list(lengths)}: must be one length in a plan. "
-            f"Use data.row_tokens={row_tokens}."
-        )
     if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
         problems.append(
             f"--document-tokens = {document_tokens}: rows of {row_tokens:,} tokens hold at most "

@@ -4,7 +4,7 @@ The modules describe themselves; here is the order.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxsp import attention
@@ -26,7 +26,7 @@ from jaxsp.training import (
     inputs as run_inputs,
 )
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import RunSpec, StepSpec
 
 
 class BannerEntry(NamedTuple):
@@ -85,10 +85,12 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             ),
         ),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        *_describe_meshes(run_spec, inputs),
+        *_describe_by_length("mesh", run_spec, lambda step: _describe_mesh(step, inputs)),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
-        *_describe_attention(run_spec),
-        *_describe_memory(run_spec),
+        *_describe_by_length("attention", run_spec, _describe_attention),
+        *_describe_by_length(
+            "memory", run_spec, lambda step: (memory_descriptions.describe(step), "")
+        ),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry(
@@ -116,49 +118,34 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
     return pairs
 
 
-def _describe_meshes(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
-    """The mesh, or that of each row length, the longest first."""
+def _describe_mesh(spec: StepSpec, inputs: RunInputs) -> tuple[str, str]:
     origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
-    texts = {
-        length: device_mesh.describe(spec.mesh) + origin
-        for length, spec in reversed(run_spec.steps.items())
-    }
-    return _describe_by_length("mesh", texts)
+    text = device_mesh.describe(spec.mesh) + origin
+    return text, text
 
 
-def _describe_attention(run_spec: RunSpec) -> list[BannerEntry]:
-    """Attention, or that of each row length, the longest first."""
-    texts = {}
-    shorts = {}
-    for length, spec in reversed(run_spec.steps.items()):
-        choice = spec.attention
-        texts[length] = attention.describe(choice, spec.model)
-        shorts[length], _, rest = texts[length].partition("; ")
-        if rest and choice.fallback_reason:
-            shorts[length] += f" ({choice.kernel.name} because {choice.fallback_reason})"
-    return _describe_by_length("attention", texts, shorts)
-
-
-def _describe_memory(run_spec: RunSpec) -> list[BannerEntry]:
-    """Memory options, or those of each row length, the longest first."""
-    texts = {
-        length: memory_descriptions.describe(spec)
-        for length, spec in reversed(run_spec.steps.items())
-    }
-    return _describe_by_length("memory", texts, dict.fromkeys(texts, ""))
+def _describe_attention(spec: StepSpec) -> tuple[str, str]:
+    choice = spec.attention
+    text = attention.describe(choice, spec.model)
+    short, _, rest = text.partition("; ")
+    if rest and choice.fallback_reason:
+        short += f" ({choice.kernel.name} because {choice.fallback_reason})"
+    return text, short
 
 
 def _describe_by_length(
-    label: str, texts: Mapping[int, str], shorts: Mapping[int, str] | None = None
+    label: str, run_spec: RunSpec, describe: Callable[[StepSpec], tuple[str, str]]
 ) -> list[BannerEntry]:
-    """Entries with the text of each row length, or a single one if all are equal."""
-    shorts = shorts or texts
-    first = next(iter(texts))
-    if len(set(texts.values())) == 1:
-        return [BannerEntry(label, texts[first], short=shorts[first])]
-    entries = []
-    for length, text in texts.items():
+    """Entries of each row length, the longest first, or a single one if all are equal.
+
+    Args: describe: returns the whole text and the short one of a step.
+    """
+    texts = {length: describe(spec) for length, spec in reversed(run_spec.steps.items())}
+    if len({text for text, _ in texts.values()}) == 1:
+        return [BannerEntry(label, *next(iter(texts.values())))]
+    entries: list[BannerEntry] = []
+    for length, (text, short) in texts.items():
         name = f"rows of {length:,} tokens: "
-        short = name + shorts[length] if shorts[length] else ""
-        entries.append(BannerEntry(label if length == first else "", name + text, short=short))
+        short = name + short if short else ""
+        entries.append(BannerEntry("" if entries else label, name + text, short=short))
     return entries

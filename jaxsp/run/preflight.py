@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Mapping
 
@@ -144,27 +145,24 @@ def report_checks(run_spec: RunSpec, inputs: RunInputs, console: rich.console.Co
         output.print_line(console, line)
 
 
-class _CandidatePrinter:
-    """Prints each candidate of memory options that are `auto`, before it is compiled.
+def _make_candidate_printer(
+    title: str, console: rich.console.Console, status: rich.status.Status
+) -> Callable[[StepSpec], None]:
+    """Returns a function that prints each candidate of memory options that are `auto`, before it
+    is compiled. On a GPU, XLA times kernels meanwhile, which may take minutes."""
+    numbers = itertools.count(1)
 
-    On a GPU, XLA times kernels meanwhile, which may take minutes.
-    """
-
-    def __init__(self, title: str, console: rich.console.Console, status: rich.status.Status):
-        self._title = title
-        self._console = console
-        self._status = status
-        self._count = 0
-
-    def __call__(self, candidate: StepSpec) -> None:
-        self._count += 1
-        text = f"{self._title}: remat {candidate.remat_policy.remat}"
-        if self._count > 1:
-            text += f", candidate {self._count}, because the one before does not fit"
-        if self._console.is_terminal:
-            self._status.update(text)
+    def print_candidate(candidate: StepSpec) -> None:
+        text = f"{title}: remat {candidate.remat_policy.remat}"
+        number = next(numbers)
+        if number > 1:
+            text += f", candidate {number}, because the one before does not fit"
+        if console.is_terminal:
+            status.update(text)
         else:
-            output.print_line(self._console, text)
+            output.print_line(console, text)
+
+    return print_candidate
 
 
 def compile_steps(
@@ -189,7 +187,9 @@ def compile_steps(
         with console.status(f"compiling {name}{progress}") as status:
             step = memory_compile.compile_fitting_step(
                 run_spec.steps[row_tokens],
-                on_candidate=_CandidatePrinter(f"compiling {name}{progress}", console, status),
+                on_candidate=_make_candidate_printer(
+                    f"compiling {name}{progress}", console, status
+                ),
             )
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))

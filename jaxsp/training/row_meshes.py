@@ -23,20 +23,16 @@ def choose_attention(
     model: HasHeads,
     *,
     devices: Sequence[Any],
-    device_bytes: int | None = None,
 ) -> dict[int, AttentionChoice]:
     """Chooses the attention for each row length.
 
-    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with the problems of all lengths.
     """
     problems = ProblemCollector()
     choices = {}
     for row_tokens, row_config in config.row_configs.items():
         with _collect(problems, config, row_tokens):
-            choices[row_tokens] = attention.choose(
-                row_config, model, devices=devices, device_bytes=device_bytes
-            )
+            choices[row_tokens] = attention.choose(row_config, model, devices=devices)
     problems.raise_if_any()
     return choices
 
@@ -121,8 +117,13 @@ def make_step_spec(
     devices: Sequence[Any],
     device_bytes: int | None = None,
 ) -> StepSpec:
-    """Makes the step of a config of one row length. Args and Raises: see `choose_attention`."""
-    choices = choose_attention(config, model, devices=devices, device_bytes=device_bytes)
+    """Makes the step of a config of one row length.
+
+    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
+    Raises: UserError for attention or a mesh that is not possible.
+    """
+    choice = attention.choose(config, model, devices=devices, device_bytes=device_bytes)
+    choices = {config.data.max_row_tokens: choice}
     return make_run_spec(config, model, choices, devices=devices).longest
 
 
@@ -152,7 +153,7 @@ def resolve_degrees(
 
     Args:
         limits: memory of a device and the host; None: what the devices report.
-        device_bytes: see `choose_attention`.
+        device_bytes: see `make_step_spec`.
         with_training: False: batch.rows_per_step does not matter.
     Raises: UserError if rows of a length cannot be divided among any number of devices.
     """

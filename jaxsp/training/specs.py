@@ -86,11 +86,6 @@ class StepSpec:
         )
 
     @property
-    def has_frozen_weights(self) -> bool:
-        """True if some weights are not trained."""
-        return self.config.has_frozen_weights
-
-    @property
     def has_offloaded_state(self) -> bool:
         """True if weights and optimizer state are in host memory between their uses."""
         return self.config.memory.offload_optimizer != "none"
@@ -242,7 +237,8 @@ def describe_batch(run_spec: RunSpec) -> str:
 
 
 def _describe_microbatches(spec: StepSpec) -> str:
-    microbatches = format_count(spec.num_microbatches, "microbatch")
+    count = spec.num_microbatches
+    microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
     per_group = format_count(spec.config.batch.rows_per_microbatch, "row")
     owner = "device" if spec.mesh.shape[axes.SEQ] == 1 else "group"
     return f"{microbatches} of {per_group} per {owner}"
