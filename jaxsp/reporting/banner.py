@@ -14,17 +14,7 @@ from jaxsp.model import rope
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_dir, run_paths
-from jaxsp.training import (
-    evaluator,
-    memory_descriptions,
-    optimizer,
-    sharding,
-    specs,
-    trainable,
-)
-from jaxsp.training import (
-    inputs as run_inputs,
-)
+from jaxsp.training import evaluator, memory_descriptions, optimizer, sharding, trainable
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec, StepSpec
 
@@ -48,8 +38,8 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     has_xla_options = run.deterministic or bool(run.xla_options)
     xla = spec.compile_options.description
     return [
-        BannerEntry("training", run_inputs.describe_steps(run_spec, inputs)),
-        BannerEntry("batch", specs.describe_batch(run_spec)),
+        BannerEntry("training", inputs.describe_steps(run_spec)),
+        BannerEntry("batch", run_spec.describe_batch()),
         BannerEntry(
             "optimizer",
             *optimizer.describe(

@@ -65,19 +65,18 @@ class RunInputs:
     write_model: Callable[[pathlib.Path], None]
     """Writes the small files of the model's Hugging Face folder: config and tokenizer."""
 
-
-def describe_steps(run_spec: RunSpec, inputs: RunInputs) -> str:
-    """Describes the length of the run, with the learning rate: what a user checks first."""
-    config = run_spec.config
-    num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
-    text = format_count(run_spec.num_steps, "step")
-    if inputs.start.step:
-        text += f" ({len(inputs.schedule):,} remaining)"
-    text += f" of {format_count(num_tokens, 'token')}"
-    steps_per_epoch = summary.num_steps_per_epoch(inputs.train_set, config)
-    if steps_per_epoch is not None:
-        epochs = f"{run_spec.num_steps / steps_per_epoch:.3g} epochs"
-        if config.run.epochs is not None:
-            epochs = format_count(config.run.epochs, "epoch")
-        text += f"; {epochs} of {format_count(steps_per_epoch, 'step')}"
-    return f"{text}; learning rate {config.optimizer.learning_rate:g}"
+    def describe_steps(self, run_spec: RunSpec) -> str:
+        """Describes the length of the run, with the learning rate: what a user checks first."""
+        config = run_spec.config
+        num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
+        text = format_count(run_spec.num_steps, "step")
+        if self.start.step:
+            text += f" ({len(self.schedule):,} remaining)"
+        text += f" of {format_count(num_tokens, 'token')}"
+        steps_per_epoch = summary.num_steps_per_epoch(self.train_set, config)
+        if steps_per_epoch is not None:
+            epochs = f"{run_spec.num_steps / steps_per_epoch:.3g} epochs"
+            if config.run.epochs is not None:
+                epochs = format_count(config.run.epochs, "epoch")
+            text += f"; {epochs} of {format_count(steps_per_epoch, 'step')}"
+        return f"{text}; learning rate {config.optimizer.learning_rate:g}"

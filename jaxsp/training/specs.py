@@ -183,6 +183,14 @@ class StepSpec:
             remat = memory.remat
         return dataclasses.replace(policy, remat=remat)
 
+    def describe_microbatches(self) -> str:
+        """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""
+        count = self.num_microbatches
+        microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
+        per_group = format_count(self.config.batch.rows_per_microbatch, "row")
+        owner = "device" if self.mesh.shape[axes.SEQ] == 1 else "group"
+        return f"{microbatches} of {per_group} per {owner}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -220,25 +228,16 @@ class RunSpec:
         }
         return RunSpec(config=self.config, steps=steps)
 
-
-def describe_batch(run_spec: RunSpec) -> str:
-    """Describes the rows of a step, those of the longest row length first."""
-    specs = list(reversed(run_spec.steps.values()))
-    rows = [
-        f"{format_count(spec.config.batch.rows_per_step, 'row')} of "
-        f"{spec.config.data.max_row_tokens:,} tokens"
-        for spec in specs
-    ]
-    parts = [_describe_microbatches(spec) for spec in specs]
-    if len(set(parts)) == 1:
-        return f"{' or '.join(rows)} per step, in {parts[0]}"
-    options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
-    return f"per step {', or '.join(options)}"
-
-
-def _describe_microbatches(spec: StepSpec) -> str:
-    count = spec.num_microbatches
-    microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
-    per_group = format_count(spec.config.batch.rows_per_microbatch, "row")
-    owner = "device" if spec.mesh.shape[axes.SEQ] == 1 else "group"
-    return f"{microbatches} of {per_group} per {owner}"
+    def describe_batch(self) -> str:
+        """Describes the rows of a step, those of the longest row length first."""
+        specs = list(reversed(self.steps.values()))
+        rows = [
+            f"{format_count(spec.config.batch.rows_per_step, 'row')} of "
+            f"{spec.config.data.max_row_tokens:,} tokens"
+            for spec in specs
+        ]
+        parts = [spec.describe_microbatches() for spec in specs]
+        if len(set(parts)) == 1:
+            return f"{' or '.join(rows)} per step, in {parts[0]}"
+        options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
+        return f"per step {', or '.join(options)}"
