@@ -323,7 +323,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     folder = tmp_path / "hf"
     writer.export_model(
         whole,
-        table=table,
+        table=run_spec.longest.table,
         fields=batches.UNEVEN_LLAMA,
         tokenizer=tokenizers.make_byte_tokenizer(),
         directory=folder,

@@ -321,7 +321,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "device": gpu,
         "strategy": attention.combine(1),
     }
-    assert tried == [(choice.kernel, arguments), (spec.remat_policy, [gpu], PREFETCH)]
+    assert tried == [(spec.attention.kernel, arguments), (spec.remat_policy, [gpu], PREFETCH)]
     attention_line, offload_line = lines
     assert "9.28.0" in attention_line
     assert "offload" in offload_line
