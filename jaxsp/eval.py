@@ -20,10 +20,12 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.data.packing import summary
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
-from jaxsp.reporting import banner, metrics
+from jaxsp.model import rope
 from jaxsp.reporting import console as output
+from jaxsp.reporting import metrics
 from jaxsp.run import build, initial_weights, jax_limits, resume
 from jaxsp.runtime import compilation_cache, distributed, jsonl, run_paths
 from jaxsp.storage import copies
@@ -62,28 +64,28 @@ def main(arguments: list[str]) -> None:
     if checkpoint is not None:
         copies.fetch(checkpoint)
     resolved = _resolve_config(config, checkpoint, meta)
-    program = resolved.program
+    spec = resolved.run_spec.longest
     if checkpoint is not None:
-        like = train_state.abstract_weights(program)
-        frozen = initial_weights.open_sources(program, resolved.model_folder, None).make_frozen()
-        master = reader.restore_weights(checkpoint, like, table=program.table, frozen=frozen)
-        base.check(checkpoint, base.compute_checksums(program.table, master))
+        like = train_state.abstract_weights(spec)
+        frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
+        master = reader.restore_weights(checkpoint, like, table=spec.table, frozen=frozen)
+        base.check(checkpoint, base.compute_checksums(spec.table, master))
     else:
         assert resolved.model_folder is not None, "WHAT is a model's source"
         master = initial_weights.open_sources(
-            program, resolved.model_folder, resolved.adapter_folder
+            spec, resolved.model_folder, resolved.adapter_folder
         ).make()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
     step = 0 if meta is None else meta.step
     name = args.what if meta is None else f"{args.what}, step {step}"
-    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{name}; {config.model.compute_dtype} compute on {mesh}")
-    if rope := banner.describe_rope(program):
-        print_line(f"rope: {rope}")
+    if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
+        print_line(f"rope: {text}")
     for data in resolved.evals:
-        print_line(f"{data.name}: {banner.describe_documents(data)}")
-    for result in Evaluator(program, resolved.evals).run(master, num_steps=step):
+        print_line(f"{data.name}: {summary.describe_documents(data)}")
+    for result in Evaluator(spec, resolved.evals).run(master, num_steps=step):
         print_line(output.format_result(result))
         if out is not None and jax.process_index() == 0:
             jsonl.append_record(out, result)

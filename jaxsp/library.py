@@ -15,16 +15,15 @@ Example:
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 1e-2},
     }
-    program, weights = library.load_model("models/base", config)
-    state = train_state.init_state(program, weights)
-    run_step = train_step.compile(program)
-    for batch in library.pack(documents, program):
+    run_spec, weights = library.load_model("models/base", config)
+    state = train_state.init_state(run_spec.longest, weights)
+    run_step = train_step.compile(run_spec.longest)
+    for batch in library.pack(documents, run_spec):
         state, metrics = run_step(state, batch)
         print(int(state.step), float(metrics.loss))
-    library.save_model(state.master, "models/tuned", program)
+    library.save_model(state.master, "models/tuned", run_spec)
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config import config_file
-from jaxsp.config.schema import Config
+from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -44,12 +43,13 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.model import layers
+from jaxsp.model.config import ModelConfig
 from jaxsp.run import build, initial_weights, jax_limits, merging
 from jaxsp.runtime import compilation_cache
 from jaxsp.training import row_meshes, trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.optimizers import param_groups
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 
 if TYPE_CHECKING:
     import datasets
@@ -64,7 +64,7 @@ def load_model(
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
-) -> tuple[Program, layers.Weights]:
+) -> tuple[RunSpec, layers.Weights]:
     """Loads a Hugging Face model onto a device mesh.
 
     Call it before anything else in the process uses JAX's devices if `config` has
@@ -79,11 +79,12 @@ def load_model(
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
-        The program, which describes the training step, and the weights, sharded over the mesh:
-        float32 if they are trained. `train_state.init_state(program, weights)` adds the
-        optimizer's state, `train_step.compile(program)` compiles the step.
+        The description of the run, whose `steps` has the training step for each row length, and
+        the weights, sharded over the mesh: float32 if they are trained.
+        `train_state.init_state(run_spec.longest, weights)` adds the optimizer's state,
+        `train_step.compile(run_spec.longest)` compiles the step of the longest rows.
     Raises: UserError with all problems of the config, the model's files and the mesh.
-    Example: `program, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
+    Example: `run_spec, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
     """
     full_config = _build_config(source, config)
     num_cpu_devices = full_config.mesh.virtual_cpu_devices
@@ -101,19 +102,19 @@ def load_model(
         full_config, devices=jax.devices(), problems=problems, for_training=False
     )
     assert resolved.model_folder is not None, "model.source is set"
-    program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
-    problems += param_groups.find_problems(program.config.optimizer, program.table)
-    problems += row_meshes.find_division_problems(
-        program.config, program.mesh.size, resolved.attention_choices
-    )
+    run_spec = resolved.run_spec.replace(loss=loss, has_weights=has_weights)
+    spec = run_spec.longest
+    problems += param_groups.find_problems(run_spec.config.optimizer, spec.table)
+    choices = {row_tokens: spec.attention for row_tokens, spec in run_spec.steps.items()}
+    problems += row_meshes.find_division_problems(run_spec.config, spec.mesh.size, choices)
     problems.raise_if_any()
-    weights = initial_weights.open_sources(program, resolved.model_folder, resolved.adapter_folder)
-    return program, weights.make()
+    weights = initial_weights.open_sources(spec, resolved.model_folder, resolved.adapter_folder)
+    return run_spec, weights.make()
 
 
 def pack(
     documents: NumberLists,
-    program: Program,
+    run_spec: RunSpec,
     *,
     labels: NumberLists | None = None,
     weights: NumberLists | None = None,
@@ -129,7 +130,7 @@ def pack(
         documents: token ids of each document, an iterable of lists or arrays.
             data.long_documents sets what happens to documents longer than a row; by default they
             are split. The first token of a document is never a label.
-        program: from `load_model`; its config has row_tokens, rows_per_step and steps.
+        run_spec: from `load_model`; its config has row_tokens, rows_per_step and steps.
         labels: a label for each token, not shifted: the token itself, or -100 for no loss. None:
             every token is a label.
         weights: a weight for the loss of predicting each token, finite and at least 0; needs
@@ -137,29 +138,30 @@ def pack(
     Returns:
         run.steps batches. Shapes: see `core.batch.Batch`. With rows of several lengths, each batch
         needs the step of its length:
-        `train_step.compile(program.with_row_tokens(batch.tokens_BL.shape[-1]))`.
+        `train_step.compile(run_spec.steps[batch.tokens_BL.shape[-1]])`.
     Raises:
         UserError for ids outside the vocabulary, lists of another length than their document's,
         and bad weights.
-    Example: `for batch in pack([[5, 6, 7], [8, 9]], program): ...`
+    Example: `for batch in pack([[5, 6, 7], [8, 9]], run_spec): ...`
     """
-    config = program.config
-    if (weights is not None) != program.has_weights:
+    config = run_spec.config
+    spec = run_spec.longest
+    if (weights is not None) != spec.has_weights:
         suggestion = "Call load_model with has_weights=True."
-        if program.has_weights:
+        if spec.has_weights:
             suggestion = "Pass weights to pack."
         raise UserError(
-            f"weights: the program was made with has_weights={program.has_weights}. {suggestion}"
+            f"weights: load_model was called with has_weights={spec.has_weights}. {suggestion}"
         )
-    data = _pack_documents("documents", documents, program, labels, weights)
-    schedule = data.make_schedule(config, num_steps=program.num_steps)
-    loader = data.make_loader(config, schedule, program.place_rows)
+    data = _pack_documents("documents", documents, config, spec.model, labels, weights)
+    schedule = data.make_schedule(config, num_steps=run_spec.num_steps)
+    loader = data.make_loader(config, schedule, run_spec.placements)
     return (batch for batch, _ in loader.batches())
 
 
 def pack_once(
     documents: NumberLists,
-    program: Program,
+    run_spec: RunSpec,
     *,
     labels: NumberLists | None = None,
     name: str = "eval",
@@ -167,40 +169,42 @@ def pack_once(
     """Packs documents for `Evaluator.evaluate`, which reads each of them once.
 
     Args:
-        documents: as in `pack`, also `program`, `labels` and the errors.
+        documents: as in `pack`, also `run_spec`, `labels` and the errors.
         name: name of the eval set in the result.
     """
-    return _pack_documents(name, documents, program.for_longest_rows, labels, weights=None)
+    spec = run_spec.longest
+    return _pack_documents(name, documents, spec.config, spec.model, labels, weights=None)
 
 
 def _pack_documents(
     name: str,
     documents: NumberLists,
-    program: Program,
+    config: Config,
+    model: ModelConfig,
     labels: NumberLists | None,
     weights: NumberLists | None,
 ) -> PackedDataset:
-    data = program.config.data
+    data = config.data
     packed = Documents(
-        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
+        [_make_dataset(documents, labels, weights, vocab_size=model.vocab_size)],
         source_names=["documents"],
         longest_row=data.max_row_tokens,
         long_documents=data.long_documents,
         field="documents",
     )
-    return dataset.pack_documents(name, packed, program.config, digests=[""])
+    return dataset.pack_documents(name, packed, config, digests=[""])
 
 
 def save_model(
     weights: layers.Weights,
     directory: str | pathlib.Path,
-    program: Program,
+    run_spec: RunSpec,
     *,
     dtype: Literal["bfloat16", "float32"] | None = None,
 ) -> None:
     """Saves weights as a Hugging Face folder that transformers loads.
 
-    Config, tokenizer and chat template are those of the model that the program was loaded from. The
+    Config, tokenizer and chat template are those of the model that `load_model` loaded. The
     folder appears under its name when it is complete. Adapters (LoRA) are merged into the weights;
     `save_adapter` saves them separately.
 
@@ -212,13 +216,13 @@ def save_model(
         One file of weights (5 GB) at a time on the host. Weights that are offloaded to host memory
         are copied there once more.
     Raises: UserError if the folder has files or cannot be written, and with several processes.
-    Example: `save_model(state.master, "models/tuned", program)`
+    Example: `save_model(state.master, "models/tuned", run_spec)`
     """
-    source, weights = _prepare_to_save(weights, directory, program)
-    table = program.table
-    if program.has_frozen_weights:
-        table, weights = merging.merge_state(weights, table=table, model=program.model)
-    config = program.config.model
+    config = run_spec.config.model
+    source, weights = _prepare_to_save(weights, directory, config)
+    table = run_spec.longest.table
+    if run_spec.config.has_frozen_weights:
+        table, weights = merging.merge_state(weights, table=table, model=run_spec.longest.model)
     writer.export_model(
         weights,
         table=table,
@@ -232,23 +236,24 @@ def save_model(
     )
 
 
-def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, program: Program) -> None:
-    """Saves the trained weights of a LoRA program as a folder that `peft.PeftModel` loads.
+def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, run_spec: RunSpec) -> None:
+    """Saves the trained weights of a model with LoRA as a folder that `peft.PeftModel` loads.
 
     Args: see `save_model`. The frozen ones among the weights are not saved.
     Raises: UserError if the folder has files or cannot be written, without an adapter in the
         config, and with several processes.
-    Example: `save_adapter(state.master, "adapters/tuned", program)`
+    Example: `save_adapter(state.master, "adapters/tuned", run_spec)`
     """
-    if program.model.lora is None:
+    spec = run_spec.longest
+    if spec.model.lora is None:
         raise UserError("save_adapter: adapter.type is none. Use save_model.")
-    source, weights = _prepare_to_save(weights, directory, program)
-    table = program.table
+    source, weights = _prepare_to_save(weights, directory, spec.config.model)
+    table = spec.table
     peft.save_adapter(
         trainable.select_trained(table, weights),
         table=trainable.select_trained(table, table),
-        adapter=program.config.adapter,
-        model=program.model,
+        adapter=spec.config.adapter,
+        model=spec.model,
         base=source.source,
         directory=directory,
         is_multimodal=text_part.is_multimodal(source.path),
@@ -257,9 +262,9 @@ def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, program
 
 
 def _prepare_to_save(
-    weights: layers.Weights, directory: str | pathlib.Path, program: Program
+    weights: layers.Weights, directory: str | pathlib.Path, config: ModelSourceConfig
 ) -> tuple[ModelFolder, layers.Weights]:
-    """Folder that a program was loaded from, and the weights as arrays that can be sliced."""
+    """Folder that a model was loaded from, and the weights as arrays that can be sliced."""
     writer.check_target(directory)
     leaves = jax.tree.leaves(weights)
     if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
@@ -267,15 +272,14 @@ def _prepare_to_save(
             "save_model: must run in one process that drives all devices, but this is one of "
             f"{jax.process_count()}. Use `jaxsp train` and `jaxsp export`."
         )
-    source = program.config.model.source
-    assert source is not None, "load_model sets model.source"
+    assert config.source is not None, "load_model sets model.source"
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
         is_on_host = isinstance(leaf, jax.Array) and host_memory.is_on_host(leaf)
         return np.asarray(leaf) if is_on_host else leaf
 
-    return folder.find(source), jax.tree.map(from_host, weights)
+    return folder.find(config.source), jax.tree.map(from_host, weights)
 
 
 def _build_config(source: str, config: Mapping[str, Any]) -> Config:

@@ -14,15 +14,16 @@ from collections.abc import Sequence
 import jax
 import rich.console
 
-from jaxsp import cli
+from jaxsp import cli, plan_modes
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
 from jaxsp.hf import context_range, folder, peft, published
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import modes, plots, report
+from jaxsp.planner import plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.run import data_sets, model_files
@@ -82,7 +83,7 @@ def main(arguments: list[str]) -> None:
     train_tokens = given.tokens
     if train_tokens is None and num_steps is not None:
         train_tokens = float(num_steps * config.batch.rows_per_step * row_tokens)
-    request = modes.PlanRequest(
+    request = plan_modes.PlanRequest(
         config=config,
         sizes=sizes,
         cluster=clusters[0],
@@ -95,13 +96,13 @@ def main(arguments: list[str]) -> None:
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(clusters[0])}")
     if given.meshes:
-        modes.plan_meshes(request)
+        plan_modes.plan_meshes(request)
     elif given.longest:
-        modes.find_longest(request)
+        plan_modes.find_longest(request)
     elif len(clusters) > 1 or len(config.data.row_lengths) > 1:
-        modes.plan_several(request, clusters)
+        plan_modes.plan_several(request, clusters)
     else:
-        modes.plan_one(request)
+        plan_modes.plan_one(request)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -224,7 +225,7 @@ def _print_data(config: Config, model: ModelConfig, console: rich.console.Consol
     schedule = train.make_schedule(config, num_steps=config.run.steps, epochs=config.run.epochs)
     for label, line in summary.describe_data(train, config, schedule):
         console.print(f"{label:<8}{line}")
-    console.print(f"{'steps':<8}{summary.format_count(len(schedule), 'step')}")
+    console.print(f"{'steps':<8}{format_count(len(schedule), 'step')}")
     return len(schedule)
 
 

@@ -53,11 +53,11 @@ def main(arguments: list[str]) -> None:
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    program, inputs = build.build_training(
+                    run_spec, inputs = build.build_training(
                         config, devices=jax.devices(), skip=damaged
                     )
                     trainer.train(
-                        program, inputs, console, preemption=preemption, verbose=args.verbose
+                        run_spec, inputs, console, preemption=preemption, verbose=args.verbose
                     )
                     break
                 except DamagedCheckpointError as damage:

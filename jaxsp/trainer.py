@@ -40,7 +40,7 @@ class Trainer:
     """A model on a device mesh, its optimizer state, and the step that trains it.
 
     The numbers are those of `jaxsp train` with the same config and rows. For another loop, use
-    `trainer.program` and `trainer.state` with the functions of `jaxsp.library`.
+    `trainer.run_spec` and `trainer.state` with the functions of `jaxsp.library`.
 
     Example: see the top of the file.
     """
@@ -54,13 +54,13 @@ class Trainer:
         has_weights: bool = False,
     ):
         """Loads the model; compiles nothing. Args and Raises: see `library.load_model`."""
-        program, weights = library.load_model(
+        run_spec, weights = library.load_model(
             model_source, config, loss=loss, has_weights=has_weights
         )
-        self.program = program
-        self.state = train_state.init_state(program, weights)
+        self.run_spec = run_spec
+        self.state = train_state.init_state(run_spec.longest, weights)
         self._steps: dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
-        self._evaluator = Evaluator(program, ())
+        self._evaluator = Evaluator(run_spec.longest, ())
 
     def pack(
         self,
@@ -70,7 +70,7 @@ class Trainer:
         weights: NumberLists | None = None,
     ) -> Iterator[Batch]:
         """Packs token ids into the batches of run.steps steps. See `library.pack`."""
-        return library.pack(documents, self.program, labels=labels, weights=weights)
+        return library.pack(documents, self.run_spec, labels=labels, weights=weights)
 
     def step(self, batch: Batch) -> StepMetrics:
         """Trains on a batch. Its metrics are arrays; reading one waits for the step.
@@ -80,10 +80,7 @@ class Trainer:
         """
         row_tokens = batch.tokens_BL.shape[-1]
         if row_tokens not in self._steps:
-            program = self.program.with_row_tokens(row_tokens)
-            compiled = memory_compile.compile_fitting_step(
-                program, workspace_bytes=program.attend.settings.workspace_bytes
-            )
+            compiled = memory_compile.compile_fitting_step(self.run_spec.steps[row_tokens])
             self._steps[row_tokens] = compiled.executable
         self.state, metrics = self._steps[row_tokens](self.state, batch)
         return metrics
@@ -92,9 +89,9 @@ class Trainer:
         self, documents: NumberLists, *, labels: NumberLists | None = None, name: str = "eval"
     ) -> EvalResult:
         """Loss, perplexity and accuracy of the present weights. Compiles at the first call."""
-        data = library.pack_once(documents, self.program, labels=labels, name=name)
+        data = library.pack_once(documents, self.run_spec, labels=labels, name=name)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Saves a Hugging Face folder, with adapters merged. See `library.save_model`."""
-        library.save_model(self.state.master, directory, self.program)
+        library.save_model(self.state.master, directory, self.run_spec)

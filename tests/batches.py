@@ -1,14 +1,15 @@
 """Small models and packed rows for tests, on any mesh, and comparisons of results."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsp.attention import Attend
+from jaxsp import attention
+from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
@@ -111,6 +112,24 @@ def make_config(
             "memory": {"loss_tile_tokens": 7} | (memory or {}),
             "adapter": adapter or {},
         }
+    )
+
+
+def attention_choice(
+    *,
+    seq: int = 1,
+    strategy: Strategy | None = None,
+    layer_scores: Sequence[ScoreConfig] | None = None,
+) -> AttentionChoice:
+    """The blockwise kernel, by default with Ulysses among `seq` devices."""
+    return AttentionChoice(
+        strategy=strategy or attention.combine(seq),
+        alternatives=(),
+        sent_bytes=0,
+        kernel=attention.as_kernel("blockwise"),
+        settings=KernelSettings(),
+        fallback_reason="",
+        layer_scores=tuple(layer_scores or [ScoreConfig()]),
     )
 
 

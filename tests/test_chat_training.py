@@ -61,8 +61,8 @@ def chat_run(tmp_path_factory):
             "logging": {"trackers": []},
         }
     )
-    program, material = build.build_training(config, devices=jax.devices()[:2])
-    trainer.train(program, material, rich.console.Console(quiet=True))
+    run_spec, material = build.build_training(config, devices=jax.devices()[:2])
+    trainer.train(run_spec, material, rich.console.Console(quiet=True))
     (folder / "chatml.jinja").unlink()
     return folder
 
@@ -132,8 +132,8 @@ def test_a_model_stops_at_the_end_of_the_turns_that_it_learned(tmp_path, capsys,
             "logging": {"trackers": []},
         }
     )
-    program, inputs = build.build_training(config, devices=jax.devices()[:1])
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    run_spec, inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
     stop_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [stop_id, tokenizer.eos_token_id]
     banner = (tmp_path / "run/banner.txt").read_text()

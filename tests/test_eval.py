@@ -97,9 +97,9 @@ def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtyp
             "logging": {"trackers": []},
         }
     )
-    program, inputs = build.build_training(config, devices=jax.devices())
+    run_spec, inputs = build.build_training(config, devices=jax.devices())
     assert "hf" in inputs.weights_origin
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     imported = load_tensors(tmp_path / "hf")
     exported = load_tensors(tmp_path / "out")

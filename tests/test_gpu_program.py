@@ -15,6 +15,7 @@ from jaxsp.hf import model_config, published
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
+from jaxsp.training import row_meshes
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +39,7 @@ def compiled_step(config):
     model = model_config.parse_model_config(config.model.config, field="model.config")
     count = config.mesh.data * config.mesh.seq
     devices = compiled.make_devices("h100-80gb", count)
-    return compiled.compile_program(*compiled.build_program(config, model=model, devices=devices))
+    return compiled.compile_step(row_meshes.make_step_spec(config, model, devices=devices))
 
 
 def small_step(slots, **memory):

@@ -1,6 +1,5 @@
 """jaxsp.library: a Hugging Face folder is loaded, token lists are packed, and a folder is saved."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -64,15 +63,16 @@ def loaded(base):
 
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
-    program, master = loaded
-    stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(program.table)]
+    run_spec, master = loaded
+    spec = run_spec.longest
+    stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(spec.table)]
     assert any(
         place.stored_shape != row.shape
-        for place, row in zip(stored, jax.tree.leaves(program.table), strict=True)
+        for place, row in zip(stored, jax.tree.leaves(spec.table), strict=True)
     )
-    assert dict(program.mesh.shape) == SETTINGS["mesh"]
-    assert program.num_steps == 3
-    library.save_model(master, tmp_path / "out", program)
+    assert dict(spec.mesh.shape) == SETTINGS["mesh"]
+    assert spec.num_steps == 3
+    library.save_model(master, tmp_path / "out", run_spec)
     before = pathlib.Path(base)
     after = tmp_path / "out"
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
@@ -81,7 +81,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert json.loads((after / "config.json").read_text()) == json.loads(
         (before / "config.json").read_text()
     )
-    library.save_model(master, tmp_path / "bfloat16", program, dtype="bfloat16")
+    library.save_model(master, tmp_path / "bfloat16", run_spec, dtype="bfloat16")
     (name,) = {
         str(tensor.dtype)
         for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()
@@ -94,11 +94,9 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
-    program, master = library.load_model(
-        base, SETTINGS | {"memory": {"offload_optimizer": "state"}}
-    )
+    spec, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
     assert any(host_memory.is_on_host(leaf) for leaf in jax.tree.leaves(master))
-    library.save_model(master, tmp_path / "out", program)
+    library.save_model(master, tmp_path / "out", spec)
     old, new = (
         safetensors.numpy.load_file(path / "model.safetensors")
         for path in (pathlib.Path(base), tmp_path / "out")
@@ -117,15 +115,15 @@ def pieces(rows):
 
 def test_documents_are_packed_with_labels_and_weights(loaded):
     """Each segment of a row is a whole document; labels and weights are shifted by one token."""
-    program = dataclasses.replace(loaded[0], has_weights=True)
+    run_spec = loaded[0].replace(has_weights=True)
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 2, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
     factors = [np.array(document) + 0.5 for document in documents]
-    actual = list(library.pack(documents, program, labels=labels, weights=factors))
+    actual = list(library.pack(documents, run_spec, labels=labels, weights=factors))
     assert len(actual) == 3
     described = [
         jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
-        for rows in (actual[0], train_state.abstract_inputs(program)[1])
+        for rows in (actual[0], train_state.abstract_inputs(run_spec.longest)[1])
     ]
     assert described[0] == described[1]
     right = [
@@ -162,9 +160,9 @@ BAD = [
 @pytest.mark.parametrize(("given", "says"), BAD, ids=str)
 def test_bad_lists_are_refused(loaded, given, says):
     given = {"documents": [[1, 2], [3, 4]]} | given
-    program = dataclasses.replace(loaded[0], has_weights="weights" in given)
+    run_spec = loaded[0].replace(has_weights="weights" in given)
     with pytest.raises(UserError, match="^" + messages.containing(*says)):
-        library.pack(given.pop("documents"), program, **given)
+        library.pack(given.pop("documents"), run_spec, **given)
 
 
 def test_documents_may_come_from_a_generator(loaded):
@@ -244,11 +242,11 @@ def test_batches_of_two_row_lengths_train_alike_whatever_devices_share_rows_of_e
             "data": {"row_tokens": [32, 128]},
             "batch": {"rows_per_step": 2},
         }
-        program, weights = library.load_model(base, settings)
-        state = train_state.init_state(program, weights)
-        steps = {n: train_step.compile(program.with_row_tokens(n)) for n in (32, 128)}
+        run_spec, weights = library.load_model(base, settings)
+        state = train_state.init_state(run_spec.longest, weights)
+        steps = {n: train_step.compile(spec) for n, spec in run_spec.steps.items()}
         results = []
-        for batch in library.pack(documents, program):
+        for batch in library.pack(documents, run_spec):
             row_tokens = batch.tokens_BL.shape[-1]
             state, metrics = steps[row_tokens](state, batch)
             results.append((row_tokens, float(metrics.loss), float(metrics.grad_norm)))

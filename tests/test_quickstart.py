@@ -130,13 +130,14 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     config = load_config(directory)
-    program, inputs = build.build_training(config, devices=jax.devices())
+    run_spec, inputs = build.build_training(config, devices=jax.devices())
     ((batch, _),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), program.place_rows
+        config, inputs.train_set.make_schedule(config, num_steps=1), run_spec.placements
     ).batches()
-    weights = reader.read_weights(run_paths.find_latest(directory), program.table)
-    master = runs.put_weights(program.table, weights, program.mesh)
-    compute_gradients = functools.partial(step_gradients.compute_gradients, program)
+    spec = run_spec.longest
+    weights = reader.read_weights(run_paths.find_latest(directory), spec.table)
+    master = runs.put_weights(spec.table, weights, spec.mesh)
+    compute_gradients = functools.partial(step_gradients.compute_gradients, spec)
     loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
 
     arrays = {

@@ -49,7 +49,7 @@ def choose(
     The kernel and its settings are the same for all layers.
 
     Args:
-        config: of rows of one length: `Config.with_row_tokens`.
+        config: of rows of one length, one of `Config.row_configs`.
         device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
         or calls of the kernel that do not fit an empty device.

@@ -91,7 +91,7 @@ class MeshConfig(ConfigSection):
     @property
     def degree(self) -> int:
         """The number of devices that share each row, in the config of one row length."""
-        assert isinstance(self.seq, int), "Config.with_row_tokens chooses one of a list"
+        assert isinstance(self.seq, int), "Config.row_configs have one of a list"
         return self.seq
 
 
@@ -207,8 +207,13 @@ class Config(ConfigSection):
         has_frozen_group = any(group.frozen for group in self.optimizer.groups)
         return has_frozen_group or self.adapter.type != "none"
 
-    def with_row_tokens(self, row_tokens: int) -> "Config":
-        """Returns the config of steps whose rows have one of the lengths.
+    @property
+    def row_configs(self) -> dict[int, "Config"]:
+        """The config of the steps with rows of each length, the shortest first."""
+        return {row_tokens: self._of_length(row_tokens) for row_tokens in self.data.row_lengths}
+
+    def _of_length(self, row_tokens: int) -> "Config":
+        """The config of steps whose rows have one of the lengths.
 
         Steps have as many tokens as with the longest rows, and microbatches as many tokens per
         device, if each device gets at least one row.

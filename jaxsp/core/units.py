@@ -11,3 +11,8 @@ def format_bytes(num_bytes: int | float) -> str:
             digits = 0 if num_bytes >= 1000 * unit else 1
             return f"{num_bytes / unit:,.{digits}f} {name}"
     return f"{num_bytes / 1024:,.1f} KiB"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Formats a number of things: `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

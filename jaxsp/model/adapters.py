@@ -71,3 +71,18 @@ def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -
             f"projection {', '.join(unknown)}. Use all-linear, or some of: {names}."
         )
     return tuple(p for p in projections if any(is_match(p, name) for name in targets))
+
+
+def describe(model: ModelConfig, lora: Lora, adapter: AdapterConfig) -> str:
+    """Describes the adapters, and the model's own weights that are trained with them."""
+    names = [target.rpartition(".")[2] for target in lora.targets]
+    targets = f"all {len(names)} projections"
+    if len(names) < len(list_projections(model)):
+        targets = ", ".join(names)
+    kind = "DoRA" if lora.is_dora else "LoRA"
+    text = f"{kind} of rank {lora.rank}, scale {lora.scale:g}, on {targets}"
+    if adapter.dropout:
+        text += f", with dropout {adapter.dropout:g}"
+    if adapter.modules_to_save:
+        text += f", and all of {' and '.join(adapter.modules_to_save)}"
+    return text

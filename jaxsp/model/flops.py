@@ -33,7 +33,7 @@ def step_flops(
     and a key. A segment of n tokens has n (n + 1) / 2 pairs; with a window of w, each token from
     number w on has w. The backward pass costs twice the forward pass, and once for a frozen matrix.
 
-    Args: table: parameter table of the program; None: all weights are trained.
+    Args: table: parameter table of the run; None: all weights are trained.
     """
     table = table or decoder.param_table(model)
     matrices = [param for param in jax.tree.leaves(table["layers"]) if param.is_matrix]

@@ -3,6 +3,7 @@
 Source: Su et al. 2021, arXiv:2104.09864.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -11,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.core.batch import POSITION_LIMIT
-from jaxsp.model.config import QueryScale, Rope
+from jaxsp.core.units import format_count
+from jaxsp.model.config import ModelConfig, QueryScale, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,3 +104,20 @@ def scale_queries(
     periods = positions_Bl // query_scale.original_max_position_embeddings
     factor_Bl = 1 + query_scale.beta * jnp.log(1 + periods.astype(jnp.float32))
     return (q_BlHK.astype(jnp.float32) * factor_Bl[..., None, None]).astype(q_BlHK.dtype)
+
+
+def describe(model: ModelConfig, *, is_changed: bool) -> str:
+    """Describes the embeddings of all layers; empty if they are the model's own, whatever the row
+    length.
+
+    Args: is_changed: True if the config changes them.
+    """
+    ropes = collections.Counter(layer.rope.description for layer in model.layers)
+    has_choice = any(description.startswith("longrope") for description in ropes)
+    if not is_changed and not has_choice:
+        return ""
+    if len(ropes) == 1:
+        return next(iter(ropes))
+    return "; ".join(
+        f"{description} in {format_count(count, 'layer')}" for description, count in ropes.items()
+    )

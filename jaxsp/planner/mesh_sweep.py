@@ -114,7 +114,7 @@ def list_combinations(
 def _with_longest_rows(config: Config) -> Config:
     """Returns the config of only the longest rows, one device for each."""
     config = config.with_degrees(dict.fromkeys(config.data.row_lengths, 1))
-    return config.with_row_tokens(config.data.max_row_tokens)
+    return config.row_configs[config.data.max_row_tokens]
 
 
 SAME_TIME_FACTOR = 1.05

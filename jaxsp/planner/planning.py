@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -15,7 +14,8 @@ from jaxsp.core.units import GIB
 from jaxsp.model import decoder, flops
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner.compile import compiled, memory
-from jaxsp.planner.compile.compiled import Cluster, PlannedStep
+from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
@@ -29,12 +29,34 @@ from jaxsp.training import (
     memory_formula,
     memory_problems,
     memory_suggestions,
+    row_meshes,
 )
-from jaxsp.training.memory_fit import CompiledStep
+from jaxsp.training.available_memory import MemoryLimit
+from jaxsp.training.memory_fit import CompiledStep, MemoryUse
 from jaxsp.training.optimizers import param_groups
 
 RESERVED = "reserved"
 """Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCollective:
+    """The collectives of one kind in a step."""
+
+    kind: str
+    axes: Sequence[str]
+    """Axes of the mesh that they run along, such as `data x seq`."""
+    bytes: float
+    """Bytes that a device sends in a step, read from the compiled program."""
+    formula: float
+    """The same by formula."""
+    node_bytes: float
+    """Bytes that leave a node."""
+    num_runs: int
+    seconds: float | None
+    """Estimate; None without a time estimate."""
+    waited_s: float | None
+    """Those seconds that no computation overlaps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,10 +127,7 @@ class Plan:
     """Bytes that a device sends in a step, read from the compiled program."""
     formula_bytes: float
     """Bytes that a device sends in a step, computed by formulas, as a check of sent_bytes."""
-    collectives: Sequence[Mapping[str, Any]]
-    """One entry per kind of collective: kind, axes, bytes, formula (bytes by formula), node_bytes
-    (bytes that leave a node), num_runs, seconds (estimate) and waited_s (those seconds that no
-    computation overlaps)."""
+    collectives: Sequence[PlannedCollective]
     model_flops: float
     """FLOPs of a step, counted as for MFU: causal attention within documents, no recomputation."""
     jax_version: str
@@ -148,43 +167,32 @@ def plan_step(
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
-    Raises: UserError if training would refuse the config before it compiles, or for several row
-        lengths; RuntimeError if XLA ignores some of the requested offloading.
+    Raises: UserError if training would refuse the config before it compiles; RuntimeError if XLA
+        ignores some of the requested offloading.
     """
     began = time.perf_counter()
     problems = _find_problems(config, model, cluster, document_tokens)
     if problems:
         raise UserError(problems)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
-    program, choice = compiled.build_program(
-        config, model=model, devices=devices, device_bytes=int(cluster.memory_limit.device)
+    spec = row_meshes.make_step_spec(
+        config, model, devices=devices, device_bytes=int(cluster.memory_limit.device)
     )
-    limit = available_memory.subtract_reserves(program, cluster.memory_limit)
+    limit = available_memory.subtract_reserves(spec, cluster.memory_limit)
     fitted = memory_fit.fit(
-        program,
+        spec,
         limit=limit._replace(device=limit.device * (1 - cluster.headroom)),
-        workspace_bytes=choice.settings.workspace_bytes,
-        compile_step=lambda candidate: compiled.compile_program(candidate, choice),
+        compile_step=compiled.compile_step,
         measure=memory.measure_step,
     )
-    memory_compile.check_offloads(fitted.program, fitted.memory_use)
-    row_tokens = config.data.max_row_tokens
-    document_tokens = min(document_tokens or row_tokens, row_tokens)
-    return Plan(
-        device_type=cluster.device_type,
-        num_devices=cluster.num_devices,
-        node_devices=cluster.node_devices,
-        mesh={axis: fitted.program.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=row_tokens,
-        rows_per_step=config.batch.rows_per_step,
-        rows_per_microbatch=config.batch.rows_per_microbatch,
-        max_segments_per_row=config.data.max_segments_per_row,
-        document_tokens=document_tokens,
-        **_option_fields(fitted.executable, config),
-        **_memory_fields(fitted, config, cluster),
-        **_cost_fields(fitted.executable, config, cluster, document_tokens=document_tokens),
-        jax_version=jax.__version__,
-        plan_s=time.perf_counter() - began,
+    memory_compile.check_offloads(fitted.spec, fitted.memory_use)
+    suggestions: Sequence[str] = []
+    if fitted.shortage:
+        is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
+        suggestions = memory_suggestions.suggest_changes(spec, is_device_short=is_device_short)
+    document_tokens = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
+    return _describe_step(
+        fitted, cluster, document_tokens=document_tokens, suggestions=suggestions, began=began
     )
 
 
@@ -201,14 +209,8 @@ def _find_problems(
     except UserError as error:
         problems.extend(error.problems)
     problems.extend(device_mesh.find_division_problems(config, sizes, layout=layout))
-    lengths = config.data.row_lengths
     row_tokens = config.data.max_row_tokens
     max_segments = config.data.max_segments_per_row
-    if len(lengths) > 1:
-        problems.append(
-            f"data.row_tokens = {list(lengths)}: must be one length in a plan. "
-            f"Use data.row_tokens={row_tokens}."
-        )
     if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
         problems.append(
             f"--document-tokens = {document_tokens}: rows of {row_tokens:,} tokens hold at most "
@@ -218,58 +220,106 @@ def _find_problems(
     return problems
 
 
-def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
-    """Fields of a plan: attention and memory options of the compiled step."""
-    program = step.program
-    choice = step.choice
-    return {
-        "strategy": choice.strategy.description,
-        "attention_bytes": choice.sent_bytes,
-        "alternative_bytes": dict(choice.alternatives),
-        "kernel": choice.kernel.name,
-        "kernel_title": choice.kernel.title,
-        "fallback_reason": choice.fallback_reason,
-        "head_chunks": choice.settings.head_chunks,
-        "remat": program.remat_policy.remat,
-        "mlp_tile_tokens": min(program.mlp_tile, program.tokens_per_device),
-        "loss_tile_tokens": min(program.loss_tile, program.tokens_per_device),
-        "memory_options": memory_descriptions.describe(program),
-    }
-
-
-def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> dict[str, Any]:
-    """Fields of a plan: memory, its limits, and suggestions if it does not fit."""
-    use = fitted.memory_use
-    limit = fitted.memory_limit
+def _describe_step(
+    fitted: CompiledStep,
+    cluster: Cluster,
+    *,
+    document_tokens: int,
+    suggestions: Sequence[str],
+    began: float,
+) -> Plan:
+    """Makes the plan of a compiled step. Args: began: time when planning began."""
+    spec = fitted.spec
+    choice = spec.attention
+    batch = spec.config.batch
+    row_tokens = spec.config.data.max_row_tokens
     causes = memory_causes.find_causes(fitted)
-    phases = memory_formula.find_phases(
-        fitted.program, workspace_bytes=fitted.executable.choice.settings.workspace_bytes
+    device_memory = {name: size / GIB for name, size in causes.device.items()}
+    device_memory[RESERVED] = (cluster.gpu.memory_bytes - fitted.memory_limit.device) / GIB
+    node_gib = cluster.node_devices / GIB
+    phases = memory_formula.find_phases(spec)
+    segment_lengths = roofline.make_segment_lengths(
+        rows=batch.rows_per_step, row_tokens=row_tokens, document_tokens=document_tokens
     )
+    collectives = comms.parse_collectives(fitted.executable.dump.hlo_text)
+    formula = comms.compute_formula_bytes(spec)
+    estimate = roofline.estimate_step(
+        fitted.executable,
+        collectives,
+        ceilings=cluster.gpu.ceilings,
+        node_devices=cluster.nvlink_domain_size,
+        segment_lengths=segment_lengths,
+    )
+    plan = Plan(
+        device_type=cluster.device_type,
+        num_devices=cluster.num_devices,
+        node_devices=cluster.node_devices,
+        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=row_tokens,
+        rows_per_step=batch.rows_per_step,
+        rows_per_microbatch=batch.rows_per_microbatch,
+        max_segments_per_row=spec.config.data.max_segments_per_row,
+        document_tokens=document_tokens,
+        strategy=choice.strategy.description,
+        attention_bytes=choice.sent_bytes,
+        alternative_bytes=dict(choice.alternatives),
+        kernel=choice.kernel.name,
+        kernel_title=choice.kernel.title,
+        fallback_reason=choice.fallback_reason,
+        head_chunks=choice.settings.head_chunks,
+        remat=spec.remat_policy.remat,
+        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
+        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
+        memory_options=memory_descriptions.describe(spec),
+        fits=not fitted.shortage,
+        memory_bottleneck=_find_bottleneck(fitted.memory_use, fitted.memory_limit),
+        shortage=fitted.shortage,
+        suggestions=suggestions,
+        device_gib=fitted.memory_use.device_total / GIB,
+        device_limit_gib=fitted.memory_limit.device / GIB,
+        host_gib=fitted.memory_use.host * node_gib,
+        host_limit_gib=fitted.memory_limit.host * node_gib,
+        host_pool_gib=_pinned_pool_bytes(fitted) * node_gib,
+        memory=device_memory,
+        host_memory={name: size * node_gib for name, size in causes.host.items()},
+        peak_phase=max(phases, key=lambda phase: phases[phase]),
+        sent_bytes=comms.sum_bytes(collectives),
+        formula_bytes=sum(formula.values()),
+        collectives=_compare_collectives(
+            collectives,
+            formula,
+            spec.mesh.shape,
+            estimate,
+            node_devices=cluster.nvlink_domain_size,
+        ),
+        model_flops=flops.step_flops(spec.model, segment_lengths, spec.table) / spec.mesh.size,
+        jax_version=jax.__version__,
+        plan_s=time.perf_counter() - began,
+    )
+    return plan if estimate is None else _add_estimate(plan, estimate, cluster.gpu.ceilings)
+
+
+def _add_estimate(plan: Plan, estimate: TimeEstimate, ceilings: Ceilings) -> Plan:
+    """Adds the fields of a time estimate."""
+    step_s = estimate.step_s
+    return dataclasses.replace(
+        plan,
+        hardware_flops=estimate.hardware_flops,
+        host_copy_bytes=estimate.host_copy_bytes,
+        step_s_estimate=step_s,
+        tokens_per_s_estimate=plan.rows_per_step * plan.row_tokens / step_s,
+        mfu_estimate=plan.model_flops / step_s / ceilings.peak_tflops / 1e12,
+        seconds_estimate=estimate.seconds,
+        time_bottleneck=roofline.find_bottleneck(estimate.seconds),
+    )
+
+
+def _find_bottleneck(use: MemoryUse, limit: MemoryLimit) -> str:
+    """The memory that runs out first: `device` or `host`."""
     is_device_short = use.device_total > limit.device
     is_device_fuller = use.device_total / limit.device >= use.host / limit.host
-    is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
-    suggestions: Sequence[str] = []
-    if fitted.shortage:
-        suggestions = memory_suggestions.suggest_changes(
-            dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
-        )
-    device_memory = {name: size / GIB for name, size in causes.device.items()}
-    device_memory[RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
-    node_gib = cluster.node_devices / GIB
-    return {
-        "fits": not fitted.shortage,
-        "memory_bottleneck": "device" if is_device_bottleneck else "host",
-        "shortage": fitted.shortage,
-        "suggestions": suggestions,
-        "device_gib": use.device_total / GIB,
-        "device_limit_gib": limit.device / GIB,
-        "host_gib": use.host * node_gib,
-        "host_limit_gib": limit.host * node_gib,
-        "host_pool_gib": _pinned_pool_bytes(fitted) * node_gib,
-        "memory": device_memory,
-        "host_memory": {name: size * node_gib for name, size in causes.host.items()},
-        "peak_phase": max(phases, key=lambda phase: phases[phase]),
-    }
+    is_device = is_device_short or (use.host <= limit.host and is_device_fuller)
+    return "device" if is_device else "host"
 
 
 def _pinned_pool_bytes(fitted: CompiledStep) -> float:
@@ -277,54 +327,9 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
     host_bytes = fitted.memory_use.host
     if not host_bytes:
         return 0.0
-    offloaded = memory_formula.program_offloaded_bytes(fitted.program)
+    offloaded = memory_formula.step_offloaded_bytes(fitted.spec)
     limit = min(fitted.memory_limit.host, memory_formula.pool_bytes(offloaded))
     return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
-
-
-def _cost_fields(
-    step: PlannedStep, config: Config, cluster: Cluster, *, document_tokens: int
-) -> dict[str, Any]:
-    """Fields of a plan: communication, FLOPs and estimated time."""
-    program = step.program
-    ceilings = cluster.gpu.ceilings
-    node_devices = cluster.nvlink_domain_size
-    collectives = comms.parse_collectives(step.dump.hlo_text)
-    formula = comms.compute_formula_bytes(program)
-    segment_lengths = roofline.make_segment_lengths(
-        rows=config.batch.rows_per_step,
-        row_tokens=config.data.max_row_tokens,
-        document_tokens=document_tokens,
-    )
-    estimate = roofline.estimate_step(
-        step,
-        collectives,
-        ceilings=ceilings,
-        node_devices=node_devices,
-        segment_lengths=segment_lengths,
-    )
-    model_flops = flops.step_flops(program.model, segment_lengths, program.table)
-    model_flops /= program.mesh.size
-    fields: dict[str, Any] = {
-        "sent_bytes": comms.sum_bytes(collectives),
-        "formula_bytes": sum(formula.values()),
-        "collectives": _compare_collectives(
-            collectives, formula, program.mesh.shape, estimate, node_devices=node_devices
-        ),
-        "model_flops": model_flops,
-    }
-    if estimate is None:
-        return fields
-    step_s = estimate.step_s
-    return fields | {
-        "hardware_flops": estimate.hardware_flops,
-        "host_copy_bytes": estimate.host_copy_bytes,
-        "step_s_estimate": step_s,
-        "tokens_per_s_estimate": config.batch.rows_per_step * config.data.max_row_tokens / step_s,
-        "mfu_estimate": model_flops / step_s / ceilings.peak_tflops / 1e12,
-        "seconds_estimate": estimate.seconds,
-        "time_bottleneck": roofline.find_bottleneck(estimate.seconds),
-    }
 
 
 def _compare_collectives(
@@ -334,7 +339,7 @@ def _compare_collectives(
     estimate: TimeEstimate | None,
     *,
     node_devices: int,
-) -> list[dict[str, Any]]:
+) -> list[PlannedCollective]:
     """Compares sent bytes with the formula, by operation; leaves out those that send nothing.
 
     One operation may run over several sets of axes: all-reduces of gradients span one axis, others
@@ -352,15 +357,15 @@ def _compare_collectives(
             lines = [sent.begin_line for sent in group]
             seconds, exposed_s = roofline.sum_transfers(estimate.transfer_seconds, lines)
         comparisons.append(
-            {
-                "kind": operation,
-                "axes": [" x ".join(names) for names in sorted(axes_of_groups)],
-                "bytes": comms.sum_bytes(group),
-                "formula": formula.get(operation, 0.0),
-                "node_bytes": comms.sum_node_bytes(group, node_devices=node_devices),
-                "num_runs": sum(sent.num_runs for sent in group),
-                "seconds": seconds,
-                "waited_s": exposed_s,
-            }
+            PlannedCollective(
+                kind=operation,
+                axes=[" x ".join(names) for names in sorted(axes_of_groups)],
+                bytes=comms.sum_bytes(group),
+                formula=formula.get(operation, 0.0),
+                node_bytes=comms.sum_node_bytes(group, node_devices=node_devices),
+                num_runs=sum(sent.num_runs for sent in group),
+                seconds=seconds,
+                waited_s=exposed_s,
+            )
         )
     return comparisons

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from jaxsp.core import axes, durations, errors, units
 from jaxsp.planner import search, tables
@@ -10,7 +9,7 @@ from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
-from jaxsp.planner.planning import RESERVED, Plan
+from jaxsp.planner.planning import RESERVED, Plan, PlannedCollective
 from jaxsp.planner.search import LongestRow, TriedLength
 from jaxsp.training import memory_causes
 
@@ -112,19 +111,20 @@ def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def _format_collective(collective: Mapping[str, Any]) -> str:
+def _format_collective(collective: PlannedCollective) -> str:
     """Bytes and seconds of an operation, in columns."""
-    num_bytes = collective["bytes"]
-    formula = collective["formula"]
+    num_bytes = collective.bytes
+    formula = collective.formula
     ratio = f"{num_bytes / formula:.2f}" if formula else "    "
-    seconds = tables.format_number(collective["seconds"], "{:.3f}")
-    exposed = tables.format_number(collective["waited_s"], "{:.3f}")
-    axes_text = " and ".join(collective["axes"])
-    node_bytes = collective["node_bytes"]
-    edge_text = f"; {node_bytes / 1e9:,.3f} GB leave each node" if node_bytes else ""
+    seconds = tables.format_number(collective.seconds, "{:.3f}")
+    exposed = tables.format_number(collective.waited_s, "{:.3f}")
+    axes_text = " and ".join(collective.axes)
+    edge_text = ""
+    if collective.node_bytes:
+        edge_text = f"; {collective.node_bytes / 1e9:,.3f} GB leave each node"
     return (
         f"{num_bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8} {exposed:>7}  "
-        f"{collective['kind']} along {axes_text}{edge_text}"
+        f"{collective.kind} along {axes_text}{edge_text}"
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
@@ -77,7 +78,7 @@ def find_longest_row(
     Args: on_result: called with each length.
     Raises: UserError if planning fails for another reason than the length.
     """
-    config = config.with_row_tokens(config.data.max_row_tokens)
+    config = config.row_configs[config.data.max_row_tokens]
     cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
@@ -146,9 +147,7 @@ def _find_next_split(
 
     def split(row_tokens: int) -> tuple[int, int] | None:
         try:
-            choice = compiled.build_program(
-                with_row_tokens(config, row_tokens), model=model, devices=devices
-            )[1]
+            choice = attention.choose(with_row_tokens(config, row_tokens), model, devices=devices)
         except UserError:
             return None
         # more chunks, or slots with less room

@@ -7,7 +7,7 @@ import rich.console
 import rich.text
 
 from jaxsp.core import durations
-from jaxsp.data.packing.summary import format_count
+from jaxsp.core.units import format_count
 from jaxsp.training.evaluator import EvalResult
 
 MAX_COLUMNS = 100

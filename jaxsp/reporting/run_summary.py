@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Sequence
 
 from jaxsp.core import durations, urls
-from jaxsp.data.packing.summary import format_count
+from jaxsp.core.units import format_count
 from jaxsp.reporting.metrics import MetricsLine
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 
 
 def summarize_run(
-    program: Program,
+    run_spec: RunSpec,
     first: MetricsLine,
     last: MetricsLine,
     *,
@@ -23,7 +23,7 @@ def summarize_run(
 
     Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
     """
-    directory = program.config.run.directory
+    directory = run_spec.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens

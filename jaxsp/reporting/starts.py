@@ -16,7 +16,7 @@ from jaxsp.reporting.metrics import METRICS_FILE
 from jaxsp.runtime import jsonl, run_dir, run_paths
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 
 STARTS_FILE = "starts.jsonl"
 
@@ -74,27 +74,28 @@ class StartLine:
 
 
 def describe_start(
-    program: Program, inputs: RunInputs, *, memory: Sequence[StepMemory], compile_s: float
+    run_spec: RunSpec, inputs: RunInputs, *, memory: Sequence[StepMemory], compile_s: float
 ) -> StartLine:
     """Returns the line of a start."""
-    devices = program.mesh.devices.flatten()
+    spec = run_spec.longest
+    devices = spec.mesh.devices.flatten()
     checkpoint = inputs.start.checkpoint
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=inputs.start.step,
-        previous_step=_read_last_step(run_paths.local_dir(program.config.run) / METRICS_FILE),
+        previous_step=_read_last_step(run_paths.local_dir(run_spec.config.run) / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
         config_changes=list(inputs.start.config_changes),
-        num_steps=program.num_steps,
-        num_parameters=flops.num_parameters(program.table),
+        num_steps=spec.num_steps,
+        num_parameters=flops.num_parameters(spec.table),
         num_devices=len(devices),
         device_kind=devices[0].device_kind,
         num_processes=jax.process_count(),
-        mesh=dict(program.mesh.shape),
-        seq_by_row_tokens={str(n): seq for n, seq in program.config.degrees.items()},
-        strategy=program.attend.strategy.description,
-        kernel=program.attend.kernel.name,
+        mesh=dict(spec.mesh.shape),
+        seq_by_row_tokens={str(n): seq for n, seq in run_spec.config.degrees.items()},
+        strategy=spec.attention.strategy.description,
+        kernel=spec.attention.kernel.name,
         jaxsp_version=_find_version(),
         jax_version=jax.__version__,
         python_version=platform.python_version(),

@@ -20,7 +20,7 @@ from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_step import StepMetrics
 
 SLOW_MFU = 0.01
@@ -91,13 +91,13 @@ class StepLog:
 
     def __init__(
         self,
-        program: Program,
+        run_spec: RunSpec,
         inputs: RunInputs,
         writer: MetricsWriter,
         progress: Progress,
         status: RunStatus,
     ):
-        self._program = program
+        self._run_spec = run_spec
         self._inputs = inputs
         self._writer = writer
         self._progress = progress
@@ -114,7 +114,7 @@ class StepLog:
         self.steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.nonfinite = NonfiniteTracker(program.config.run, writer)
+        self.nonfinite = NonfiniteTracker(run_spec.config.run, writer)
         self.first_line: MetricsLine
         self.last_line: MetricsLine
 
@@ -181,15 +181,15 @@ class StepLog:
             self.first_line = self.last_line
         if self.last_line.loss is not None:
             self.recent_losses.append(self.last_line.loss)
-        is_due = evaluator.is_due(self._program.config.run.log_every, self._num_finished)
-        if is_due or not results.is_finite or self._num_finished == self._program.num_steps:
+        is_due = evaluator.is_due(self._run_spec.config.run.log_every, self._num_finished)
+        if is_due or not results.is_finite or self._num_finished == self._run_spec.num_steps:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
 
     def _record_nonfinite_step(self, results: StepMetrics) -> None:
         loader = self._inputs.train_set.make_loader(
-            self._program.config, self._inputs.schedule, self._program.place_rows
+            self._run_spec.config, self._inputs.schedule, self._run_spec.placements
         )
         step_index = self._num_finished - self._inputs.start.step - 1
         self.nonfinite.record_step(self._num_finished, results, loader, step_index)
@@ -222,21 +222,21 @@ class StepLog:
         if peak is None:
             return None
         step_flops = self._count_flops(counts)
-        return step_flops / (SLOW_MFU * peak * 1e12 * self._program.mesh.devices.size)
+        return step_flops / (SLOW_MFU * peak * 1e12 * self._run_spec.longest.mesh.size)
 
     def _count_flops(self, counts: StepCounts) -> float:
-        program = self._program
-        return flops.step_flops(program.model, counts.segment_lengths, program.table)
+        spec = self._run_spec.longest
+        return flops.step_flops(spec.model, counts.segment_lengths, spec.table)
 
     @property
     def _peak_tflops(self) -> float | None:
-        return flops.peak_tflops(self._program.mesh.devices.flat[0].device_kind)
+        return flops.peak_tflops(self._run_spec.longest.mesh.devices.flat[0].device_kind)
 
     def _build_line(
         self, step: DispatchedStep, results: StepMetrics, *, step_s: float, data_wait_s: float
     ) -> MetricsLine:
-        config = self._program.config
-        mesh = self._program.mesh
+        config = self._run_spec.config
+        mesh = self._run_spec.longest.mesh
         counts = step.counts
         num_devices = mesh.devices.size
         num_tokens = int(results.num_tokens)

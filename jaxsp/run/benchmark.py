@@ -9,7 +9,6 @@ import time
 import jax
 import numpy as np
 
-from jaxsp.attention import AttentionChoice
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, units
 from jaxsp.core.errors import UserError
@@ -61,16 +60,14 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
-        program, inputs = build.build_training(run_config, devices=jax.devices())
-    (choice,) = inputs.attention_choices.values()
+        run_spec, inputs = build.build_training(run_config, devices=jax.devices())
+    spec = run_spec.longest
     began = time.perf_counter()
-    step = memory_compile.compile_fitting_step(
-        program, workspace_bytes=choice.settings.workspace_bytes
-    )
-    memory_compile.reserve_host_memory(program, step.memory_use.host)
+    step = memory_compile.compile_fitting_step(spec)
+    memory_compile.reserve_host_memory(spec, step.memory_use.host)
     compile_s = time.perf_counter() - began
-    state = train_state.init_state(program, inputs.make_weights())
-    loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.place_rows)
+    state = train_state.init_state(spec, inputs.make_weights())
+    loader = inputs.train_set.make_loader(run_spec.config, inputs.schedule, run_spec.placements)
     seconds = []
     metrics_of_steps = []
     segment_lengths = np.zeros(0, np.int64)
@@ -88,8 +85,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     num_tokens = [int(step_metrics.num_tokens) for step_metrics in metrics_of_steps[1:]]
     return BenchmarkResult(
         device_kind=jax.devices()[0].device_kind,
-        num_devices=program.mesh.size,
-        mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
+        num_devices=spec.mesh.size,
+        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
         num_steps=num_steps,
         losses=losses,
         num_loss_tokens=[int(step_metrics.num_loss_tokens) for step_metrics in metrics_of_steps],
@@ -97,17 +94,17 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         tokens_per_s=statistics.mean(num_tokens) / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
         device_gib=step.memory_use.device_total / units.GIB,
-        host_gib=step.memory_use.host * program.mesh.size / units.GIB,
-        remat=step.program.remat_policy.remat,
-        kernel=choice.kernel.name,
-        step_s_estimate=_estimate_step_s(step, choice, segment_lengths),
+        host_gib=step.memory_use.host * spec.mesh.size / units.GIB,
+        remat=step.spec.remat_policy.remat,
+        kernel=spec.attention.kernel.name,
+        step_s_estimate=_estimate_step_s(step, segment_lengths),
         compile_s=compile_s,
     )
 
 
 def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int) -> Config:
     """Config of a run of 1 + num_steps steps, without evaluation and profiling."""
-    config = config.with_row_tokens(config.data.max_row_tokens)
+    config = config.row_configs[config.data.max_row_tokens]
     run = {
         "directory": str(directory),
         "steps": 1 + num_steps,
@@ -125,17 +122,14 @@ def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int
     )
 
 
-def _estimate_step_s(
-    step: CompiledStep, choice: AttentionChoice, segment_lengths: np.ndarray
-) -> float | None:
+def _estimate_step_s(step: CompiledStep, segment_lengths: np.ndarray) -> float | None:
     """The planner's estimate of the step time; None for unknown devices."""
     gpu = gpus.find_by_device_kind(jax.devices()[0].device_kind)
     if gpu is None:
         return None
     hlo_text = step.executable.as_text() or ""
     planned = PlannedStep(
-        program=step.program,
-        choice=choice,
+        spec=step.spec,
         executable=step.executable,
         dump=CompilerDump(hlo_text=hlo_text, buffer_assignment="", live_ranges=""),
     )
@@ -143,7 +137,7 @@ def _estimate_step_s(
         planned,
         comms.parse_collectives(hlo_text),
         ceilings=gpu.ceilings,
-        node_devices=step.program.mesh.size,
+        node_devices=step.spec.mesh.size,
         segment_lengths=segment_lengths,
     )
     return None if estimate is None else estimate.step_s

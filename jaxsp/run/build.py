@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxsp.attention import AttentionChoice
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -29,8 +30,7 @@ from jaxsp.storage import copies
 from jaxsp.training import memory_problems, row_meshes
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.optimizers import param_groups
-from jaxsp.training.program import Program
-from jaxsp.training.row_meshes import AttentionChoices
+from jaxsp.training.specs import RunSpec
 
 if TYPE_CHECKING:
     import transformers
@@ -40,13 +40,12 @@ if TYPE_CHECKING:
 class ResolvedConfig:
     """Model, mesh and data of a config."""
 
-    program: Program
+    run_spec: RunSpec
     hf_config: dict[str, Any]
     model_folder: ModelFolder | None
     adapter_folder: ModelFolder | None
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
     stop_tokens: StopTokens
-    attention_choices: AttentionChoices
     train: PackedDataset | None
     """None unless it was resolved for training."""
     evals: tuple[PackedDataset, ...]
@@ -64,8 +63,8 @@ class RunCheckpoint:
 
 def build_training(
     config: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
-) -> tuple[Program, RunInputs]:
-    """Builds the program and the inputs of a run; writes nothing except caches.
+) -> tuple[RunSpec, RunInputs]:
+    """Builds the steps and the inputs of a run; writes nothing except caches.
 
     Args:
         skip: damaged checkpoints, which the run must not resume from.
@@ -84,7 +83,7 @@ def build_training(
         run_model_dir=model_dir,
     )
     is_mesh_automatic = config.mesh.seq == "auto"
-    config = resolved.program.config
+    config = resolved.run_spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
     start = StartPoint()
@@ -93,14 +92,14 @@ def build_training(
             checkpoint.meta,
             checkpoint.path,
             config,
-            model=resolved.program.model,
+            model=resolved.run_spec.longest.model,
             data=train_set,
         )
     schedule = _make_schedule(config, train_set, start)
-    program = dataclasses.replace(resolved.program, num_steps=start.step + len(schedule))
+    run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     weights = initial_weights.open_sources(
-        program,
-        resolved.model_folder if checkpoint is None or program.has_frozen_weights else None,
+        run_spec.longest,
+        resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,
         resolved.adapter_folder if checkpoint is None else None,
     )
     inputs = RunInputs(
@@ -109,15 +108,14 @@ def build_training(
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
-        weights_origin=_describe_origin(program, weights, checkpoint),
-        attention_choices=resolved.attention_choices,
+        weights_origin=_describe_origin(run_spec, weights, checkpoint),
         is_mesh_automatic=is_mesh_automatic,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
-        stop_tokens=resolved.stop_tokens.description,
+        stop_tokens=_describe_stop(resolved),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
-    return program, inputs
+    return run_spec, inputs
 
 
 def _find_checkpoint(
@@ -168,10 +166,10 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
 
 
 def _describe_origin(
-    program: Program, weights: InitialWeights, checkpoint: RunCheckpoint | None
+    run_spec: RunSpec, weights: InitialWeights, checkpoint: RunCheckpoint | None
 ) -> str:
     """Describes where the weights of the first step come from."""
-    config = program.config
+    config = run_spec.config
     if checkpoint is not None:
         return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:
@@ -185,6 +183,14 @@ def _describe_origin(
     if (run_paths.local_dir(config.run) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return origin
+
+
+def _describe_stop(resolved: ResolvedConfig) -> str:
+    """Describes the tokens that end the turns of chats; empty without chats."""
+    description = resolved.stop_tokens.description
+    if not description:
+        return ""
+    return f"{description}; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
 
 
 def resolve_config(
@@ -224,18 +230,17 @@ def resolve_config(
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
     )
-    program = row_meshes.make_program(
+    run_spec = row_meshes.make_run_spec(
         config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
     )
     stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
-        program=program,
+        run_spec=run_spec,
         hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
         tokenizer=tokenizer,
         stop_tokens=stops,
-        attention_choices=choices,
         train=train,
         evals=evals,
     )
@@ -248,7 +253,7 @@ def _resolve_mesh(
     problems: ProblemCollector,
     *,
     for_training: bool,
-) -> tuple[Config, AttentionChoices | None]:
+) -> tuple[Config, dict[int, AttentionChoice] | None]:
     """Chooses the mesh and the attention of each row length, and checks the step."""
     choices = None
     if model is not None:
@@ -267,7 +272,7 @@ def _resolve_mesh(
 def _check_step(
     config: Config,
     model: ModelConfig | None,
-    choices: AttentionChoices | None,
+    choices: Mapping[int, AttentionChoice] | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
     *,
@@ -275,9 +280,11 @@ def _check_step(
 ) -> None:
     """Checks meshes, memory options, batch and groups."""
     platform = devices[0].platform
-    row_configs = map(config.with_row_tokens, config.data.row_lengths)
-    of_lengths = [memory_problems.find_problems(c, platform=platform) for c in row_configs]
-    problems += dict.fromkeys(itertools.chain(*of_lengths))
+    found = [
+        memory_problems.find_problems(row_config, platform=platform)
+        for row_config in config.row_configs.values()
+    ]
+    problems += dict.fromkeys(itertools.chain(*found))
     problems += row_meshes.find_division_problems(
         config, len(devices), choices, with_training=for_training
     )
@@ -289,7 +296,7 @@ def _save_model_files(
     resolved: ResolvedConfig, model_dir: pathlib.Path | None, directory: pathlib.Path
 ) -> None:
     """Writes the model's small files (config, tokenizer) into a run directory."""
-    has_own_tokenizer = resolved.program.config.model.tokenizer is None
+    has_own_tokenizer = resolved.run_spec.config.model.tokenizer is None
     model_files.write_small_files(
         directory,
         run_model_dir=model_dir,

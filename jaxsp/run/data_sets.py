@@ -132,7 +132,7 @@ def _pack_sources(
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
     """Packs the training set (None unless `for_training`) and the eval sets."""
-    eval_config = config.with_row_tokens(config.data.max_row_tokens)
+    eval_config = config.row_configs[config.data.max_row_tokens]
     evals = [
         _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
         for field, source in opened.evals.items()

@@ -9,14 +9,14 @@ from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder, layers
 from jaxsp.model.layers import Parameter
 from jaxsp.training import trainable, weight_init
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitialWeights:
     """Source of the weights of step 0, whose files were checked."""
 
-    program: Program
+    spec: StepSpec
     reader: WeightReader | None
     """Weights of model.source; None: random ones."""
     adapter_reader: WeightReader | None
@@ -28,16 +28,16 @@ class InitialWeights:
         return "" if self.reader is None else self.reader.left_out
 
     def make(self) -> layers.Weights:
-        """All weights, on the program's mesh."""
-        return self._make(self.program.table)
+        """All weights, on the step's mesh."""
+        return self._make(self.spec.table)
 
     def make_frozen(self) -> layers.Weights:
         """The frozen weights only, in the structure of `trainable.select_frozen`."""
-        return self._make(trainable.select_frozen(self.program.table, self.program.table))
+        return self._make(trainable.select_frozen(self.spec.table, self.spec.table))
 
     def _make(self, table: layers.Weights) -> layers.Weights:
-        program = self.program
-        place: dict[str, Any] = {"mesh": program.mesh, "is_on_host": program.is_on_host}
+        spec = self.spec
+        place: dict[str, Any] = {"mesh": spec.mesh, "is_on_host": spec.is_on_host}
 
         def select(is_selected: trainable.Predicate) -> layers.Weights:
             return trainable.select(table, table, is_selected)
@@ -49,7 +49,7 @@ class InitialWeights:
 
         def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
             if reader is None:
-                return weight_init.random_weights(table, seed=program.config.run.seed, **place)
+                return weight_init.random_weights(table, seed=spec.config.run.seed, **place)
             return weight_init.load_weights(table, read_slice=reader.read, **place)
 
         base = select(lambda param: not is_in_adapter(param))
@@ -57,12 +57,12 @@ class InitialWeights:
             load(base, self.reader), load(select(is_in_adapter), self.adapter_reader)
         )
         if self.adapter_reader is None:
-            made = weight_init.init_magnitudes(table, made, mesh=program.mesh)
+            made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
         return made
 
 
 def open_sources(
-    program: Program, source: ModelFolder | None, adapter_source: ModelFolder | None
+    spec: StepSpec, source: ModelFolder | None, adapter_source: ModelFolder | None
 ) -> InitialWeights:
     """Checks the files of the weights of step 0, and downloads them first if they are on the hub.
 
@@ -73,9 +73,9 @@ def open_sources(
     """
     reader = None
     if source is not None:
-        model = dataclasses.replace(program.model, lora=None)
+        model = dataclasses.replace(spec.model, lora=None)
         reader = weights.open_folder(source, decoder.param_table(model))
     adapter_reader = None
     if adapter_source is not None:
-        adapter_reader = peft.open_weights(adapter_source, program.table)
-    return InitialWeights(program=program, reader=reader, adapter_reader=adapter_reader)
+        adapter_reader = peft.open_weights(adapter_source, spec.table)
+    return InitialWeights(spec=spec, reader=reader, adapter_reader=adapter_reader)

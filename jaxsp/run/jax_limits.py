@@ -75,11 +75,9 @@ def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: 
     num_shards = max(1, num_devices // config.mesh.replica)
     return max(
         memory_formula.pool_bytes(
-            memory_formula.offloaded_bytes(
-                model, config.with_row_tokens(row_tokens), num_shards=num_shards
-            )
+            memory_formula.offloaded_bytes(model, row_config, num_shards=num_shards)
         )
-        for row_tokens in config.data.row_lengths
+        for row_config in config.row_configs.values()
     )
 
 
@@ -97,8 +95,8 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
     for candidate in configs:
         with contextlib.suppress(UserError):  # reported later, with all others
             layouts = [
-                _make_layout(candidate.with_row_tokens(row_tokens), model, num_devices)
-                for row_tokens in config.data.row_lengths
+                _make_layout(row_config, model, num_devices)
+                for row_config in candidate.row_configs.values()
             ]
             nccl_bytes.append(available_memory.nccl_bytes(layouts))
     return available_memory.CUDA_BYTES + max(nccl_bytes)

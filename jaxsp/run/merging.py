@@ -66,7 +66,7 @@ def merge_base(
 def merge_state(
     weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
 ) -> tuple[layers.Weights, layers.Weights]:
-    """The whole model of all weights of a program with frozen weights, like `merge_base`.
+    """The whole model of all weights of a run with frozen weights, like `merge_base`.
 
     Args: weights: arrays of this process's devices or numpy's, as a training state has them.
     """

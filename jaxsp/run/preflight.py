@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Mapping
 
@@ -29,7 +30,7 @@ from jaxsp.training import (
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec, StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
 
@@ -48,7 +49,7 @@ class CompiledSteps:
     """Duration of the compilation."""
 
 
-def check_agreement(program: Program, inputs: RunInputs) -> None:
+def check_agreement(run_spec: RunSpec, inputs: RunInputs) -> None:
     """Checks that all processes have the same config, data, options and starting step.
 
     Raises: UserError in all processes if they differ.
@@ -56,22 +57,23 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
     if jax.process_count() == 1:
         return
     start = inputs.start
+    choices = [spec.attention for spec in run_spec.steps.values()]
     compared = [
         (f"data: {source.name}", digest)
         for data in (inputs.train_set, *inputs.eval_sets)
         for source, digest in data.digested_sources
     ]
     compared += [
-        ("the config", repr(program.config)),
+        ("the config", repr(run_spec.config)),
         ("the checkpoint to resume from", repr(start.rows_consumed)),
-        ("XLA_FLAGS", repr(program.compile_options)),
-        ("attention (the devices' memory or versions)", repr(inputs.attention_choices)),
+        ("XLA_FLAGS", repr(run_spec.longest.compile_options)),
+        ("attention (the devices' memory or versions)", repr(choices)),
     ]
     digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
     hashes = [np.frombuffer(digest, np.int32) for digest in digests]
     local = np.stack([np.array([start.step, 0], np.int32), *hashes])
     all_processes = multihost_utils.process_allgather(local)
-    resume.check_same_step(program.config.run, all_processes[:, 0, 0])
+    resume.check_same_step(run_spec.config.run, all_processes[:, 0, 0])
     is_different = (all_processes[:, 1:] != all_processes[0, 1:]).any((0, 2))
     for (name, _), differs in zip(compared, is_different, strict=True):
         if differs:
@@ -81,34 +83,34 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
             )
 
 
-def ranking_eval_set(program: Program, inputs: RunInputs) -> dict[str, str] | None:
+def ranking_eval_set(run_spec: RunSpec, inputs: RunInputs) -> dict[str, str] | None:
     """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
-    best_eval = program.config.checkpoint.best_eval
+    best_eval = run_spec.config.checkpoint.best_eval
     for data in inputs.eval_sets:
         if best_eval in (None, data.name):
-            return evaluator.identify_eval_set(data, program.config)
+            return evaluator.identify_eval_set(data, run_spec.config)
     return None
 
 
-def make_early_stopping(program: Program, inputs: RunInputs) -> EarlyStopping:
+def make_early_stopping(run_spec: RunSpec, inputs: RunInputs) -> EarlyStopping:
     """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
-    config = program.config
+    config = run_spec.config
     is_resume = inputs.start.is_resume_in(run_paths.local_dir(config.run))
     return EarlyStopping(
         config.run,
-        ranking_eval_set(program, inputs),
+        ranking_eval_set(run_spec, inputs),
         resumed_state=inputs.start.early_stopping if is_resume else None,
     )
 
 
 def describe_completion(
-    program: Program, inputs: RunInputs, early_stopping: EarlyStopping
+    run_spec: RunSpec, inputs: RunInputs, early_stopping: EarlyStopping
 ) -> str | None:
     """Message for a run that has nothing left to do; None if it has steps to run."""
-    directory = program.config.run.directory
-    if inputs.start.step >= program.num_steps:
+    directory = run_spec.config.run.directory
+    if inputs.start.step >= run_spec.num_steps:
         return (
-            f"{directory}: has all its {program.num_steps} steps. "
+            f"{directory}: has all its {run_spec.num_steps} steps. "
             "Raise run.steps or run.epochs to train longer."
         )
     if early_stopping.should_stop():
@@ -119,21 +121,23 @@ def describe_completion(
     return None
 
 
-def report_checks(program: Program, inputs: RunInputs, console: rich.console.Console) -> None:
+def report_checks(run_spec: RunSpec, inputs: RunInputs, console: rich.console.Console) -> None:
     """Runs the self-checks and the disk check, and prints a line for each result.
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
     lines: list[str | None] = [
-        *selfcheck.check_device(program, tuple(inputs.attention_choices.values()))
+        *selfcheck.check_device(
+            run_spec.longest, [spec.attention for spec in run_spec.steps.values()]
+        )
     ]
     if jax.process_index() == 0:
-        state = train_state.abstract_inputs(program)[0]
-        checkpoints = run_paths.local_dir(program.config.run) / run_paths.CHECKPOINTS_DIR
+        state = train_state.abstract_inputs(run_spec.longest)[0]
+        checkpoints = run_paths.local_dir(run_spec.config.run) / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
-            program.config,
+            run_spec.config,
             checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
-            num_steps=program.num_steps - inputs.start.step,
+            num_steps=run_spec.num_steps - inputs.start.step,
             leftover_bytes=files.leftover_bytes(checkpoints),
         )
         lines.append(warning)
@@ -141,31 +145,28 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
         output.print_line(console, line)
 
 
-class _CandidatePrinter:
-    """Prints each candidate of memory options that are `auto`, before it is compiled.
+def _make_candidate_printer(
+    title: str, console: rich.console.Console, status: rich.status.Status
+) -> Callable[[StepSpec], None]:
+    """Returns a function that prints each candidate of memory options that are `auto`, before it
+    is compiled. On a GPU, XLA times kernels meanwhile, which may take minutes."""
+    numbers = itertools.count(1)
 
-    On a GPU, XLA times kernels meanwhile, which may take minutes.
-    """
-
-    def __init__(self, title: str, console: rich.console.Console, status: rich.status.Status):
-        self._title = title
-        self._console = console
-        self._status = status
-        self._count = 0
-
-    def __call__(self, candidate: Program) -> None:
-        self._count += 1
-        text = f"{self._title}: remat {candidate.remat_policy.remat}"
-        if self._count > 1:
-            text += f", candidate {self._count}, because the one before does not fit"
-        if self._console.is_terminal:
-            self._status.update(text)
+    def print_candidate(candidate: StepSpec) -> None:
+        text = f"{title}: remat {candidate.remat_policy.remat}"
+        number = next(numbers)
+        if number > 1:
+            text += f", candidate {number}, because the one before does not fit"
+        if console.is_terminal:
+            status.update(text)
         else:
-            output.print_line(self._console, text)
+            output.print_line(console, text)
+
+    return print_candidate
 
 
 def compile_steps(
-    program: Program, inputs: RunInputs, console: rich.console.Console
+    run_spec: RunSpec, inputs: RunInputs, console: rich.console.Console
 ) -> CompiledSteps:
     """Compiles the step for each row length and reserves the host memory for offloaded arrays.
 
@@ -185,9 +186,10 @@ def compile_steps(
         began = time.perf_counter()
         with console.status(f"compiling {name}{progress}") as status:
             step = memory_compile.compile_fitting_step(
-                program.with_row_tokens(row_tokens),
-                workspace_bytes=inputs.attention_choices[row_tokens].settings.workspace_bytes,
-                on_candidate=_CandidatePrinter(f"compiling {name}{progress}", console, status),
+                run_spec.steps[row_tokens],
+                on_candidate=_make_candidate_printer(
+                    f"compiling {name}{progress}", console, status
+                ),
             )
         compile_s = time.perf_counter() - began
         duration = durations.describe(round(compile_s, 1))
@@ -199,5 +201,5 @@ def compile_steps(
         memory.append(memory_causes.find_causes(step))
         seconds += compile_s
         host_bytes = max(host_bytes, step.memory_use.host)
-    memory_compile.reserve_host_memory(program.for_longest_rows, host_bytes)
+    memory_compile.reserve_host_memory(run_spec.longest, host_bytes)
     return CompiledSteps(functions=functions, memory=tuple(memory), seconds=seconds)

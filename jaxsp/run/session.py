@@ -30,7 +30,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
 
@@ -68,7 +68,7 @@ class Session:
 
     def __init__(
         self,
-        program: Program,
+        run_spec: RunSpec,
         inputs: RunInputs,
         console: rich.console.Console,
         preemption: Preemption,
@@ -77,8 +77,8 @@ class Session:
         base_checksums: dict[str, str],
     ):
         """Args: base_checksums: checksums of the frozen weights, for checkpoints."""
-        config = program.config
-        self._program = program
+        config = run_spec.config
+        self._run_spec = run_spec
         self._config = config
         self._inputs = inputs
         self._start = inputs.start
@@ -87,14 +87,14 @@ class Session:
         self._status = preemption.status
         self._early_stopping = early_stopping
         self._base_checksums = base_checksums
-        self._eval_set = preflight.ranking_eval_set(program, inputs)
-        self._evaluator = Evaluator(program, inputs.eval_sets)
+        self._eval_set = preflight.ranking_eval_set(run_spec, inputs)
+        self._evaluator = Evaluator(run_spec.longest, inputs.eval_sets)
         self._directory = run_paths.local_dir(config.run)
         self._is_resume = self._start.is_resume_in(self._directory)
         self._has_pending_evaluation = False
         self._is_stopped_early = False
         self._is_training = False
-        self._loader = inputs.train_set.make_loader(config, inputs.schedule, program.place_rows)
+        self._loader = inputs.train_set.make_loader(config, inputs.schedule, run_spec.placements)
 
     def print_assignments(self) -> None:
         """Prints which rows of the first step each sequence-parallel group gets."""
@@ -131,7 +131,7 @@ class Session:
             self._checkpoint_writer = stack.enter_context(
                 CheckpointWriter(
                     self._directory / run_paths.CHECKPOINTS_DIR,
-                    table=self._program.table,
+                    table=self._run_spec.longest.table,
                     retention=config.checkpoint,
                     status=self._status,
                     # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
@@ -142,7 +142,7 @@ class Session:
             )
             self._progress = stack.enter_context(
                 Progress(
-                    self._console, first_step=self._start.step, num_steps=self._program.num_steps
+                    self._console, first_step=self._start.step, num_steps=self._run_spec.num_steps
                 )
             )
             self._trace = stack.enter_context(
@@ -181,7 +181,7 @@ class Session:
             return False
         self._is_training = True
         self._log = StepLog(
-            self._program, self._inputs, self._metrics_writer, self._progress, self._status
+            self._run_spec, self._inputs, self._metrics_writer, self._progress, self._status
         )
         self._checkpoints = CheckpointSchedule(
             self._checkpoint_writer,
@@ -224,7 +224,7 @@ class Session:
         The time is not part of any step's time. The evaluation comes first, because its results
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
-        is_last = step == self._program.num_steps
+        is_last = step == self._run_spec.num_steps
         should_save, should_evaluate = self._find_due(step, is_last=is_last)
         should_stop_trace = self._trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
@@ -269,7 +269,7 @@ class Session:
         step = self._checkpoints.last_saved_step
         if not self._log.can_continue:
             raise NeedsAttentionError(self._log.nonfinite.stop_message(saved_step=step))
-        is_complete = step >= self._program.num_steps
+        is_complete = step >= self._run_spec.num_steps
         if self._is_stopped_early and not is_complete:
             self._print_early_stop(step)
         elif self._preemption.reason is not None and not is_complete:
@@ -279,7 +279,7 @@ class Session:
             )
             return
         summary_pairs = run_summary.summarize_run(
-            self._program,
+            self._run_spec,
             self._log.first_line,
             self._log.last_line,
             recent_losses=self._log.recent_losses,
@@ -294,7 +294,7 @@ class Session:
         if self._is_training and not self._log.can_continue:
             return "failed"
         step = self._log.num_steps if self._is_training else self._start.step
-        is_complete = self._is_stopped_early or step >= self._program.num_steps
+        is_complete = self._is_stopped_early or step >= self._run_spec.num_steps
         return "finished" if is_complete or self._preemption.reason is None else "stopped"
 
     def _print_early_stop(self, step: int) -> None:

@@ -12,12 +12,12 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.program import Program
+from jaxsp.training.specs import RunSpec, StepSpec
 from jaxsp.training.train_state import TrainState
 
 
 def train(
-    program: Program,
+    run_spec: RunSpec,
     inputs: RunInputs,
     console: rich.console.Console,
     *,
@@ -38,24 +38,24 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(program.config.run, RunStatus())
-    preflight.check_agreement(program, inputs)
-    early_stopping = preflight.make_early_stopping(program, inputs)
-    if message := preflight.describe_completion(program, inputs, early_stopping):
-        eval_set = preflight.ranking_eval_set(program, inputs)
-        finished_run.finish_run(program.config, inputs.start, eval_set=eval_set)
+    preemption = preemption or Preemption(run_spec.config.run, RunStatus())
+    preflight.check_agreement(run_spec, inputs)
+    early_stopping = preflight.make_early_stopping(run_spec, inputs)
+    if message := preflight.describe_completion(run_spec, inputs, early_stopping):
+        eval_set = preflight.ranking_eval_set(run_spec, inputs)
+        finished_run.finish_run(run_spec.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
-    entries = banner.describe_run(program, inputs)
+    entries = banner.describe_run(run_spec, inputs)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
-    preflight.report_checks(program, inputs, console)
-    compiled = preflight.compile_steps(program, inputs, console)
+    preflight.report_checks(run_spec, inputs, console)
+    compiled = preflight.compile_steps(run_spec, inputs, console)
     start_line = starts.describe_start(
-        program, inputs, memory=compiled.memory, compile_s=compiled.seconds
+        run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
-    state, base_checksums = _make_state(program, inputs)
+    state, base_checksums = _make_state(run_spec.longest, inputs)
     session = Session(
-        program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
+        run_spec, inputs, console, preemption, early_stopping, base_checksums=base_checksums
     )
     if verbose:
         session.print_assignments()
@@ -79,7 +79,7 @@ def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> 
     return state
 
 
-def _make_state(program: Program, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
+def _make_state(spec: StepSpec, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
     """State before the first step, restored from a checkpoint or with initial weights; and the
     checksums of the frozen weights.
 
@@ -87,15 +87,15 @@ def _make_state(program: Program, inputs: RunInputs) -> tuple[TrainState, dict[s
     """
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
-        state = train_state.init_state(program, inputs.make_weights())
-        return state, base.compute_checksums(program.table, state.master)
+        state = train_state.init_state(spec, inputs.make_weights())
+        return state, base.compute_checksums(spec.table, state.master)
     state = reader.restore(
         checkpoint,
-        train_state.abstract_inputs(program)[0],
-        table=program.table,
+        train_state.abstract_inputs(spec)[0],
+        table=spec.table,
         num_steps=inputs.start.step,
         frozen=inputs.make_frozen_weights(),
     )
-    base_checksums = base.compute_checksums(program.table, state.master)
+    base_checksums = base.compute_checksums(spec.table, state.master)
     base.check(checkpoint, base_checksums)
     return state, base_checksums

@@ -1,6 +1,7 @@
 """The device mesh: replica x data x seq."""
 
 import math
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
+from jaxsp.core.units import format_count
 
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -46,7 +48,7 @@ def find_division_problems(
     """Problems with dividing rows of one length and their tokens among the devices.
 
     Args:
-        config: of rows of one length: `Config.with_row_tokens`.
+        config: of rows of one length, one of `Config.row_configs`.
         sizes: axis sizes of the mesh.
         layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
             chunks per device.
@@ -129,3 +131,22 @@ def num_groups(mesh: jax.sharding.Mesh) -> int:
 def num_shards(mesh: jax.sharding.Mesh) -> int:
     """Number of shards that a sharded weight has."""
     return mesh.shape[axes.DATA] * mesh.shape[axes.SEQ]
+
+
+def describe_devices(mesh: jax.sharding.Mesh) -> str:
+    """Describes the devices of a mesh, and the versions of JAX and Python."""
+    devices = mesh.devices.flatten()
+    text = f"{len(devices)} x {devices[0].device_kind}"
+    if jax.process_count() > 1:
+        text += f" in {jax.process_count()} processes"
+    return f"{text}, jax {jax.__version__}, Python {platform.python_version()}"
+
+
+def describe(mesh: jax.sharding.Mesh) -> str:
+    """Describes the axes of a mesh, and what its groups do."""
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    seq = mesh.shape[axes.SEQ]
+    if seq == 1:
+        return f"{shape}: every device works on whole rows"
+    groups = format_count(num_groups(mesh), "sequence-parallel group")
+    return f"{shape}: {groups} of {seq} devices; the devices of a group split each of its rows"

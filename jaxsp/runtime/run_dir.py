@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import files, paths, urls
+from jaxsp.core import durations, files, paths, urls
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
 LOCK_FILE = "lock"
@@ -260,3 +261,31 @@ def _wait_until_visible(directory: pathlib.Path) -> None:
         f"run.directory = {directory}: was created by process 0, but process "
         f"{jax.process_index()} does not see it. Use a folder that all nodes share."
     )
+
+
+def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[str, str]:
+    """Describes what a run writes: all names, and the directory with the times of checkpoints.
+
+    Args: first_step: number of steps before the start.
+    """
+    run = config.run
+    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
+    if has_eval_sets:
+        names.append("eval.jsonl")
+    if "tensorboard" in config.logging.trackers:
+        names.append("tensorboard/")
+    profiled = config.logging.profile_steps
+    if profiled is not None and profiled[0] > first_step:
+        names.append("profile/")
+    times = "at the end"
+    if run.save_every == "epoch":
+        times = "after every epoch"
+    elif run.save_every is not None:
+        interval = format_count(run.save_steps or 0, "step")
+        if run.save_interval is not None:
+            interval = durations.to_text(run.save_interval)
+        times = f"every {interval} and at the end"
+    names += ["model/", f"checkpoints/ ({times})"]
+    directory = run.directory
+    short = f"{directory}, with a checkpoint {times}; details: {directory}/banner.txt"
+    return f"{directory}: {', '.join(names)}", short

@@ -17,7 +17,7 @@ from jaxsp.core import axes, nodes
 from jaxsp.core.units import GIB
 from jaxsp.runtime import cluster, distributed, memory_limits
 from jaxsp.training import memory_formula
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 FRAGMENTATION_FRACTION = 0.022
 """Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
@@ -81,7 +81,7 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     return MemoryLimit(min(limits), host, memory_limits.pinned_pool_limit(os.environ))
 
 
-def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
+def subtract_reserves(spec: StepSpec, limits: MemoryLimit) -> MemoryLimit:
     """Memory available to a step, after fragmentation, CUDA, NCCL and checkpoints.
 
     Args:
@@ -91,9 +91,9 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
     fraction = memory_limits.gpu_memory_fraction(os.environ)
     memory = limits.device / fraction
     # In a run, `raise_limits` has already reduced JAX's fraction; in a plan, nothing has
-    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(program)))
+    fraction = min(fraction, memory_limits.choose_fraction(memory, outside_bytes(spec)))
     device = memory * fraction * (1 - FRAGMENTATION_FRACTION)
-    host = limits.host - memory_formula.checkpoint_bytes(program)
+    host = limits.host - memory_formula.checkpoint_bytes(spec)
     return MemoryLimit(device, host, limits.pool)
 
 
@@ -116,15 +116,10 @@ def make_layout(
     return GroupLayout(sizes, strategy, has_permutes)
 
 
-def outside_bytes(program: Program) -> float:
-    """Estimate of a device's memory that a run needs outside of JAX's part, for CUDA and NCCL."""
-    layouts = []
-    for row_tokens in program.config.data.row_lengths:
-        of_length = program.with_row_tokens(row_tokens)
-        sizes = of_length.mesh.shape
-        strategy = of_length.attend.strategy
-        layouts.append(make_layout(of_length.config, program.model, sizes, strategy))
-    return CUDA_BYTES + nccl_bytes(layouts)
+def outside_bytes(spec: StepSpec) -> float:
+    """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
+    layout = make_layout(spec.config, spec.model, spec.mesh.shape, spec.attention.strategy)
+    return CUDA_BYTES + nccl_bytes([layout])
 
 
 def nccl_bytes(layouts: Sequence[GroupLayout]) -> float:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
+from jaxsp.core.units import format_count
+from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
 from jaxsp.training import train_step
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import StepTotals
 
 
@@ -62,18 +65,17 @@ def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
 class Evaluator:
     """Evaluates eval sets, any number of times. Compiles at the first evaluation.
 
-    Rows are packed as in training, with the longest row length. One batch is one microbatch. Sums
-    over batches are float64, on the host.
+    Rows are packed as in training, with the row length of the step. One batch is one microbatch.
+    Sums over batches are float64, on the host.
     """
 
-    def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
-        program = program.for_longest_rows
-        config = program.config
-        num_groups = device_mesh.num_groups(program.mesh)
+    def __init__(self, spec: StepSpec, eval_sets: Sequence[PackedDataset]):
+        config = spec.config
+        num_groups = device_mesh.num_groups(spec.mesh)
         rows_per_step = num_groups * config.batch.rows_per_microbatch
         batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
         self._config = config.model_copy(update={"batch": batch})
-        self._program = dataclasses.replace(program, config=self._config, has_weights=False)
+        self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)
         self._eval_sets = eval_sets
 
     def is_due(self, number: int) -> bool:
@@ -82,7 +84,7 @@ class Evaluator:
 
     @functools.cached_property
     def _compiled_totals(self) -> jax.stages.Compiled:
-        return train_step.compile_totals(self._program)
+        return train_step.compile_totals(self._spec)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation, if there are eval sets."""
@@ -112,7 +114,8 @@ class Evaluator:
         compute_totals = self._compiled_totals
         began = time.perf_counter()
         schedule = data.make_schedule(self._config, epochs=1)
-        loader = data.make_loader(self._config, schedule, self._program.place_rows)
+        placements = {self._config.data.max_row_tokens: self._spec.placement}
+        loader = data.make_loader(self._config, schedule, placements)
         totals = []
         dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
         for batch_totals in _fetch_one_behind(dispatched):
@@ -154,3 +157,23 @@ def _fetch_one_behind(dispatched: Iterable[StepTotals]) -> Iterator[StepTotals]:
             yield jax.device_get(running)
         running = totals
     yield jax.device_get(running)
+
+
+def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: bool) -> str:
+    """Describes the eval sets of a run, and when they are evaluated; empty without eval sets."""
+    if not eval_sets:
+        return ""
+    times = []
+    if run.eval_at_start and not is_resume:
+        times.append("before the first step")
+    if run.eval_every == "epoch":
+        times.append("after every epoch")
+    elif run.eval_every is not None:
+        times.append(f"every {format_count(run.eval_every, 'step')}")
+    text = " and ".join(filter(None, (", ".join(times), "after the last step")))
+    names = [f"{data.name} ({summary.describe_documents(data)})" for data in eval_sets]
+    text += f": {', '.join(names)}"
+    if run.early_stopping_patience is not None:
+        patience = format_count(run.early_stopping_patience, "evaluation")
+        text += f"; the run stops after {patience} without improvement"
+    return text

@@ -1,16 +1,18 @@
-"""Inputs of a run besides its program: data, weights, and the point to start from."""
+"""Inputs of a run besides its steps: data, weights, and the point to start from."""
 
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxsp.core.units import format_count
+from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.model import layers
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.row_meshes import AttentionChoices
+from jaxsp.training.specs import RunSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,6 @@ class RunInputs:
     """Fields of the model's config.json."""
     weights_origin: str
     """Description of the source of the weights."""
-    attention_choices: AttentionChoices
     stop_tokens: str
     """Description of the tokens that end the turns of chats; empty without chats."""
     is_mesh_automatic: bool
@@ -63,3 +64,19 @@ class RunInputs:
     """Creates the frozen weights only, in the structure of `trainable.select_frozen`."""
     write_model: Callable[[pathlib.Path], None]
     """Writes the small files of the model's Hugging Face folder: config and tokenizer."""
+
+    def describe_steps(self, run_spec: RunSpec) -> str:
+        """Describes the length of the run, with the learning rate: what a user checks first."""
+        config = run_spec.config
+        num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
+        text = format_count(run_spec.num_steps, "step")
+        if self.start.step:
+            text += f" ({len(self.schedule):,} remaining)"
+        text += f" of {format_count(num_tokens, 'token')}"
+        steps_per_epoch = summary.num_steps_per_epoch(self.train_set, config)
+        if steps_per_epoch is not None:
+            epochs = f"{run_spec.num_steps / steps_per_epoch:.3g} epochs"
+            if config.run.epochs is not None:
+                epochs = format_count(config.run.epochs, "epoch")
+            text += f"; {epochs} of {format_count(steps_per_epoch, 'step')}"
+        return f"{text}; learning rate {config.optimizer.learning_rate:g}"

@@ -188,7 +188,7 @@ def _call_token_loss(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -
     losses_X = token_loss(logits_XV, labels_X)
     if (losses_X.shape, losses_X.dtype) != (labels_X.shape, logits_XV.dtype):
         raise UserError(
-            f"Program.loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
+            f"loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
             f"float32{list(logits_XV.shape)}. Return one loss per token, "
             f"float32{list(labels_X.shape)}, without summing."
         )

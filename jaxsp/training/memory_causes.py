@@ -48,16 +48,16 @@ class StepMemory:
 
 def find_causes(step: CompiledStep) -> StepMemory:
     """Attributes the memory of a compiled step to its causes."""
-    resident = memory_formula.resident_bytes(step.program)
-    offloaded = memory_formula.program_offloaded_bytes(step.program)
+    resident = memory_formula.resident_bytes(step.spec)
+    offloaded = memory_formula.step_offloaded_bytes(step.spec)
     use = step.memory_use
     workspace = use.workspace
     if use.uncounted_workspace:  # a plan adds only what does not fit into free memory
         workspace = use.estimated_workspace
     available = step.memory_limit.device
     return StepMemory(
-        row_tokens=step.program.config.data.max_row_tokens,
-        remat=step.program.remat_policy.remat,
+        row_tokens=step.spec.config.data.max_row_tokens,
+        remat=step.spec.remat_policy.remat,
         device=_split(
             use.device_total,
             {

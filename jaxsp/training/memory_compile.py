@@ -17,45 +17,36 @@ from jaxsp.training import (
     train_step,
 )
 from jaxsp.training.memory_fit import CompiledStep, MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 def compile_fitting_step(
-    program: Program,
+    spec: StepSpec,
     *,
-    workspace_bytes: int,
-    on_candidate: Callable[[Program], None] = lambda candidate: None,
+    on_candidate: Callable[[StepSpec], None] = lambda candidate: None,
 ) -> CompiledStep:
     """Chooses the memory options that are `auto`, and compiles the step.
 
-    Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
-        on_candidate: called with a program before it is compiled.
-
+    Args: on_candidate: called with a step before it is compiled.
     Raises: UserError if the step does not fit; RuntimeError if XLA ignored some offloading.
     """
 
     def measure(run: jax.stages.Compiled) -> MemoryUse:
-        return memory_fit.max_over_processes(
-            memory_fit.read_memory_use(
-                run, kernel=program.attend.kernel, workspace_bytes=workspace_bytes
-            )
-        )
+        return memory_fit.max_over_processes(memory_fit.read_memory_use(run, spec.attention))
 
-    def compile_candidate(candidate: Program) -> jax.stages.Compiled:
+    def compile_candidate(candidate: StepSpec) -> jax.stages.Compiled:
         on_candidate(candidate)
         return train_step.compile(candidate)
 
-    limits = available_memory.find_limits(program.mesh.devices.flat)
-    usable = available_memory.subtract_reserves(program, limits)
+    limits = available_memory.find_limits(spec.mesh.devices.flat)
+    usable = available_memory.subtract_reserves(spec, limits)
     step = memory_fit.fit(
-        program,
+        spec,
         limit=usable,
-        workspace_bytes=workspace_bytes,
         compile_step=compile_candidate,
         measure=measure,
     )
-    check_offloads(step.program, step.memory_use)
+    check_offloads(step.spec, step.memory_use)
     # Refuse only what exceeds the real limits: reserves and estimates may be too large
     is_device_short = step.memory_use.device > limits.device
     if is_device_short or step.memory_use.host > limits.pinned:
@@ -64,19 +55,19 @@ def compile_fitting_step(
             shortage = memory_fit.describe_shortage(
                 step.memory_use, usable._replace(device=math.inf)
             )
-        changes = memory_suggestions.suggest_changes(program, is_device_short=is_device_short)
+        changes = memory_suggestions.suggest_changes(spec, is_device_short=is_device_short)
         raise UserError(f"the step needs {shortage}. Try {errors.format_choices(changes)}.")
     return step
 
 
-def check_offloads(program: Program, memory_use: MemoryUse) -> None:
+def check_offloads(spec: StepSpec, memory_use: MemoryUse) -> None:
     """Checks that the compiled step offloads what the config requests.
 
     Raises: RuntimeError if XLA ignored some of the offloading.
     """
-    offloaded = memory_formula.program_offloaded_bytes(program)
+    offloaded = memory_formula.step_offloaded_bytes(spec)
     least = offloaded.total - offloaded.gradients
-    if is_gpu(program) and memory_use.host < least:
+    if is_gpu(spec) and memory_use.host < least:
         size = units.format_bytes
         raise RuntimeError(
             f"memory.offload_activations and memory.offload_optimizer need {size(least)} of host "
@@ -86,21 +77,21 @@ def check_offloads(program: Program, memory_use: MemoryUse) -> None:
         )
 
 
-def reserve_host_memory(program: Program, host_bytes: int) -> None:
+def reserve_host_memory(spec: StepSpec, host_bytes: int) -> None:
     """Reserves the host memory that each device's step needs.
 
     Call before weights are loaded: see `host_offload.reserve_pool`.
     """
-    if host_bytes and is_gpu(program):
+    if host_bytes and is_gpu(spec):
         if jax.process_index() == 0:
             distributed.log(
                 f"reserving {units.format_bytes(host_bytes)} of pinned host memory for each "
                 "GPU, which can take minutes"
             )
         try:
-            host_offload.reserve_pool(program.mesh.local_devices, host_bytes)
+            host_offload.reserve_pool(spec.mesh.local_devices, host_bytes)
         except jax.errors.JaxRuntimeError as error:
-            changes = memory_suggestions.suggest_changes(program, is_device_short=False)
+            changes = memory_suggestions.suggest_changes(spec, is_device_short=False)
             raise UserError(
                 f"XLA could not reserve {units.format_bytes(host_bytes)} of pinned host "
                 f"memory for each device: {str(error).splitlines()[0]} Try "
@@ -109,6 +100,6 @@ def reserve_host_memory(program: Program, host_bytes: int) -> None:
             ) from None
 
 
-def is_gpu(program: Program) -> bool:
+def is_gpu(spec: StepSpec) -> bool:
     """True if the devices are GPUs, which have memory of their own."""
-    return program.mesh.devices.flat[0].platform == "gpu"
+    return spec.mesh.devices.flat[0].platform == "gpu"

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention import AttentionChoice
 from jaxsp.core import units
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import host_offload, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 MAX_PREDICTED_RATIO = 1.15
 """Maximum ratio of predicted to available memory for which a candidate is compiled.
@@ -52,7 +52,7 @@ class MemoryUse(NamedTuple):
 class CompiledStep:
     """A step whose memory options are decided."""
 
-    program: Program
+    spec: StepSpec
     executable: Any
     """Result of `compile_step`, an argument of `fit`."""
     memory_use: MemoryUse
@@ -64,26 +64,24 @@ class CompiledStep:
 
 
 def fit(
-    program: Program,
+    spec: StepSpec,
     *,
     limit: MemoryLimit,
-    workspace_bytes: int,
-    compile_step: Callable[[Program], Any],
+    compile_step: Callable[[StepSpec], Any],
     measure: Callable[[Any], MemoryUse],
 ) -> CompiledStep:
     """Compiles candidates, and returns the first that fits, or else the last one.
 
     Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
-        compile_step: compiles a program whose memory options are decided.
+        compile_step: compiles a step whose memory options are decided.
         measure: memory of what `compile_step` returned; must be equal in all processes, so that all
             choose the same candidate.
     """
-    candidates = list(list_candidates(program, is_memory_known=math.isfinite(limit.device)))
+    candidates = list(list_candidates(spec, is_memory_known=math.isfinite(limit.device)))
     scale = 1.0
     reason = ""
     for candidate in candidates:
-        predicted = scale * memory_formula.predict_bytes(candidate, workspace_bytes=workspace_bytes)
+        predicted = scale * memory_formula.predict_bytes(candidate)
         is_last = candidate is candidates[-1]
         saves_attention = candidate.remat_policy.is_attention_saved
         if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:
@@ -97,7 +95,7 @@ def fit(
         # All candidates offload the same arrays: no other one helps if host memory is short
         if memory_use.device_total <= limit.device or is_last:
             return CompiledStep(
-                program=candidate,
+                spec=candidate,
                 executable=executable,
                 memory_use=memory_use,
                 memory_limit=limit,
@@ -110,23 +108,23 @@ def fit(
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
 
-def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Program]:
-    """Programs whose memory options are decided, the fastest first.
+def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSpec]:
+    """Steps whose memory options are decided, the fastest first.
 
     Args:
         is_memory_known: True if the devices' memory is known. If not, tiles have a safe size.
     """
-    loss_tiles = program.loss_tiles if is_memory_known else [program.loss_tile]
-    for remat in list_remats(program, is_memory_known=is_memory_known):
-        mlp_tiles = program.mlp_tiles if is_memory_known else [program.mlp_tile]
+    loss_tiles = spec.loss_tiles if is_memory_known else [spec.loss_tile]
+    for remat in list_remats(spec, is_memory_known=is_memory_known):
+        mlp_tiles = spec.mlp_tiles if is_memory_known else [spec.mlp_tile]
         if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
-            mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
-        for during_attention in list_offloads_during_attention(program, remat):
+            mlp_tiles = [tile for tile in spec.mlp_tiles if tile == spec.tokens_per_device]
+        for during_attention in list_offloads_during_attention(spec, remat):
             # With all tokens at once, the MLP needs more memory than attention
             tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
             for mlp_tile, loss_tile in itertools.product(tiles, loss_tiles):
                 yield replace_memory(
-                    program,
+                    spec,
                     remat=remat,
                     mlp_tile_tokens=mlp_tile,
                     loss_tile_tokens=loss_tile,
@@ -134,9 +132,9 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
                 )
 
 
-def list_offloads_during_attention(program: Program, remat: str) -> list[str]:
+def list_offloads_during_attention(spec: StepSpec, remat: str) -> list[str]:
     """Values of memory.offload_during_attention in the order in which they are tried."""
-    memory = program.config.memory
+    memory = spec.config.memory
     if memory.offload_during_attention != "auto":
         return [memory.offload_during_attention]
     is_possible = (
@@ -146,31 +144,29 @@ def list_offloads_during_attention(program: Program, remat: str) -> list[str]:
     return ["never", "always"] if is_possible else ["never"]
 
 
-def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
+def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
     """Values of memory.remat in the order in which they are tried."""
-    memory = program.config.memory
+    memory = spec.config.memory
     if memory.remat != "auto":
         return [memory.remat]
-    if program.remat_policy.has_own_backward_pass:
+    if spec.remat_policy.has_own_backward_pass:
         return ["full"]
-    if program.remat_policy.is_attention_offloaded:
+    if spec.remat_policy.is_attention_offloaded:
         return ["save_attention"]
-    frees_memory = program.remat_policy.is_input_offloaded or program.has_offloaded_state
+    frees_memory = spec.remat_policy.is_input_offloaded or spec.has_offloaded_state
     if frees_memory or not is_memory_known:
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]
 
 
-def replace_memory(program: Program, **memory: Any) -> Program:
-    """Copy of a program with other values in the config's section `memory`."""
-    config = program.config
+def replace_memory(spec: StepSpec, **memory: Any) -> StepSpec:
+    """Copy of a step with other values in the config's section `memory`."""
+    config = spec.config
     update = {"memory": config.memory.model_copy(update=memory)}
-    return dataclasses.replace(program, config=config.model_copy(update=update))
+    return dataclasses.replace(spec, config=config.model_copy(update=update))
 
 
-def read_memory_use(
-    executable: jax.stages.Compiled, *, kernel: Kernel, workspace_bytes: int
-) -> MemoryUse:
+def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) -> MemoryUse:
     """Memory of a compiled step, from XLA's memory analysis.
 
     If the step was compiled with a GPU present, cuDNN's workspace is a call's last result, and so
@@ -185,8 +181,9 @@ def read_memory_use(
         return size("argument") + size("output") - size("alias") + size("temp")
 
     workspace = None
+    workspace_bytes = choice.settings.workspace_bytes
     if workspace_bytes:
-        workspace = kernel.read_workspace_bytes(executable.as_text() or "")
+        workspace = choice.kernel.read_workspace_bytes(executable.as_text() or "")
     return MemoryUse(
         device=total(""),
         host=total("host_"),

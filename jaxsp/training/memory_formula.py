@@ -14,45 +14,42 @@ from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, optimizer, sharding, trainable
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.trainable import Predicate
 
 
-def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
+def predict_bytes(spec: StepSpec) -> int:
     """Predicts a step's memory on each device, in bytes.
 
     Arguments, gradients and saved activations are live during the whole step. The largest of four
     phases is added: the backward pass of a layer's MLP, that of its attention, the loss, and the
     gradient of the embedding.
-
-    Args:
-        workspace_bytes: estimate of the attention kernel's workspace.
     """
-    resident = resident_bytes(program)
-    phases = find_phases(program, workspace_bytes=workspace_bytes)
+    resident = resident_bytes(spec)
+    phases = find_phases(spec)
     return int(resident.weights + resident.moments + max(phases.values()))
 
 
-def find_phases(program: Program, *, workspace_bytes: int = 0) -> dict[str, int]:
+def find_phases(spec: StepSpec) -> dict[str, int]:
     """Finds the bytes of each phase of a step beside its arguments, by the phase's name."""
-    model = program.model
-    resident = resident_bytes(program)
+    model = spec.model
+    resident = resident_bytes(spec)
     gradients = resident.gradients
     saved = resident.activations
-    prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
-    if program.remat_policy.has_own_backward_pass:  # it reads an input when it needs it
+    prefetched = 2 * step_offloaded_bytes(spec).activations // model.num_layers
+    if spec.remat_policy.has_own_backward_pass:  # it reads an input when it needs it
         prefetched = 0
-    stream = _stream_bytes(program)
+    stream = _stream_bytes(spec)
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
-    loss_gradients = gradients if program.num_microbatches > 1 else 0
+    loss_gradients = gradients if spec.num_microbatches > 1 else 0
     embedding = 0
-    if program.table["embedding"].is_trainable:
+    if spec.table["embedding"].is_trainable:
         embedding = 4 * model.vocab_size * model.hidden_size
     return {
-        "the backward pass of an MLP": in_layer + _mlp_bytes(program),
-        "the backward pass of attention": in_layer + _attention_bytes(program) + workspace_bytes,
-        "the loss": saved + loss_gradients + _loss_bytes(program),
+        "the backward pass of an MLP": in_layer + _mlp_bytes(spec),
+        "the backward pass of attention": in_layer + _attention_bytes(spec),
+        "the loss": saved + loss_gradients + _loss_bytes(spec),
         "the gradient of the embedding": gradients + embedding + 2 * stream,
     }
 
@@ -69,56 +66,56 @@ class ResidentBytes(NamedTuple):
     """Activations that all layers save for the backward pass."""
 
 
-def resident_bytes(program: Program) -> ResidentBytes:
+def resident_bytes(spec: StepSpec) -> ResidentBytes:
     """Arrays that a device holds during most of a step."""
-    num_shards = device_mesh.num_shards(program.mesh)
-    stacked = _num_trained(program.table, num_shards, host_offload.should_offload_gradient)
-    weights = 4 * _num_device_weights(program)
-    weights += _frozen_bytes(program.table, num_shards, lambda param: not program.is_on_host(param))
-    gradients = 4 * _num_trained(program.table, num_shards)
-    if program.has_offloaded_gradients:
+    num_shards = device_mesh.num_shards(spec.mesh)
+    stacked = _num_trained(spec.table, num_shards, host_offload.should_offload_gradient)
+    weights = 4 * _num_device_weights(spec)
+    weights += _frozen_bytes(spec.table, num_shards, lambda param: not spec.is_on_host(param))
+    gradients = 4 * _num_trained(spec.table, num_shards)
+    if spec.has_offloaded_gradients:
         gradients -= 4 * stacked
-    elif program.has_offloaded_state:
-        weights += program.dtype.itemsize * stacked
+    elif spec.has_offloaded_state:
+        weights += spec.dtype.itemsize * stacked
     return ResidentBytes(
         weights=weights,
-        moments=_device_state_bytes(program),
+        moments=_device_state_bytes(spec),
         gradients=gradients,
-        activations=program.model.num_layers * _saved_bytes(program),
+        activations=spec.model.num_layers * _saved_bytes(spec),
     )
 
 
-def _stream_bytes(program: Program) -> int:
+def _stream_bytes(spec: StepSpec) -> int:
     """Bytes of a layer's input."""
-    return program.tokens_per_device * program.model.hidden_size * program.dtype.itemsize
+    return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
 
 
-def _saved_bytes(program: Program) -> int:
+def _saved_bytes(spec: StepSpec) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
-    model = program.model
-    policy = program.remat_policy
-    itemsize = program.dtype.itemsize
-    per_token = itemsize * sum(saved_product_widths(program))
+    model = spec.model
+    policy = spec.remat_policy
+    itemsize = spec.dtype.itemsize
+    per_token = itemsize * sum(saved_product_widths(spec))
     if not policy.is_input_offloaded:
         per_token += model.hidden_size * itemsize
     if policy.is_attention_saved and not policy.is_attention_offloaded:
         per_token += _attention_output_bytes(model, itemsize)
-    return program.tokens_per_device * per_token
+    return spec.tokens_per_device * per_token
 
 
-def saved_product_widths(program: Program) -> list[int]:
+def saved_product_widths(spec: StepSpec) -> list[int]:
     """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
     saves for the backward pass."""
-    model = program.model
-    policy = program.remat_policy
+    model = spec.model
+    policy = spec.remat_policy
     widths = []
     # Activations of tiles are not saved
-    has_tiles = program.mlp_tile < program.tokens_per_device
+    has_tiles = spec.mlp_tile < spec.tokens_per_device
     if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
         widths += 2 * [model.intermediate_size]
     if policy.are_products_saved:
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
-        strategy = program.attend.strategy
+        strategy = spec.attention.strategy
         if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
             _, local_kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
             kv_heads = local_kv_heads * strategy.heads.degree
@@ -133,15 +130,15 @@ def _attention_output_bytes(model: ModelConfig, itemsize: int) -> int:
     return model.num_heads * (model.head_dim * itemsize + 4)
 
 
-def _mlp_bytes(program: Program) -> int:
+def _mlp_bytes(spec: StepSpec) -> int:
     """Bytes of the backward pass of a layer's MLP."""
-    model = program.model
-    itemsize = program.dtype.itemsize
+    model = spec.model
+    itemsize = spec.dtype.itemsize
     D = model.hidden_size
     F = model.intermediate_size
-    tokens = program.tokens_per_device
-    tile = min(program.mlp_tile, tokens)
-    stream = _stream_bytes(program)
+    tokens = spec.tokens_per_device
+    tile = min(spec.mlp_tile, tokens)
+    stream = _stream_bytes(spec)
     weights = 3 * D * F + D * model.num_heads * model.head_dim
     has_gradients = model.lora is None
     if tile < tokens:
@@ -151,29 +148,30 @@ def _mlp_bytes(program: Program) -> int:
     return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + gradients
 
 
-def _attention_bytes(program: Program) -> int:
-    """Bytes of the backward pass of a layer's attention, without the kernel's workspace: the
-    maximum of all layers."""
-    weights = sum(param.size for param in jax.tree.leaves(program.table["layers"]))
-    attend = program.attend
+def _attention_bytes(spec: StepSpec) -> int:
+    """Bytes of the backward pass of a layer's attention: the maximum of all layers."""
+    weights = sum(param.size for param in jax.tree.leaves(spec.table["layers"]))
+    choice = spec.attention
     backward = max(
-        attend.strategy.backward_bytes(layer, attend.settings)
-        for layer in attention.count_workloads(program.config, program.model)
+        choice.strategy.backward_bytes(layer, choice.settings)
+        for layer in attention.count_workloads(spec.config, spec.model)
     )
     # The layer's input and its gradient, or a copy of a gradient for the all-to-all
-    num_streams = 1 if program.remat_policy.offloads_during_attention else 2
-    return backward + num_streams * _stream_bytes(program) + program.dtype.itemsize * weights
+    num_streams = 1 if spec.remat_policy.offloads_during_attention else 2
+    streams = num_streams * _stream_bytes(spec)
+    gathered = spec.dtype.itemsize * weights
+    return backward + streams + gathered + choice.settings.workspace_bytes
 
 
-def _loss_bytes(program: Program) -> int:
+def _loss_bytes(spec: StepSpec) -> int:
     """Bytes of the loss and its gradients."""
-    model = program.model
-    tokens = program.tokens_per_device
-    tile = min(program.loss_tile, tokens)
-    stream = _stream_bytes(program)
-    head = program.dtype.itemsize * model.vocab_size * model.hidden_size
+    model = spec.model
+    tokens = spec.tokens_per_device
+    tile = min(spec.loss_tile, tokens)
+    stream = _stream_bytes(spec)
+    head = spec.dtype.itemsize * model.vocab_size * model.hidden_size
     head_gradient = 0
-    if decoder.lm_head(program.table).is_trainable:
+    if decoder.lm_head(spec.table).is_trainable:
         head_gradient = 4 * model.vocab_size * model.hidden_size
     logits = 6 * tile * model.vocab_size
     if tile < tokens:
@@ -199,7 +197,7 @@ def _frozen_bytes(table: layers.Weights, num_shards: int, is_counted: Predicate)
     )
 
 
-def checkpoint_bytes(program: Program) -> int:
+def checkpoint_bytes(spec: StepSpec) -> int:
     """Host memory for an asynchronous checkpoint of the state on the device, in bytes per device.
 
     The copies, and XLA's buffers for the transfers, which are pinned and stay allocated. They have
@@ -209,36 +207,36 @@ def checkpoint_bytes(program: Program) -> int:
     Source: PjRtStreamExecutorRawBuffer::CopyRawDeviceToHostAndReturnEvent, openxla/xla
         xla/pjrt/se_raw_buffer.cc. Arrays of 1 GiB and more per device have no such buffer.
     """
-    copies = 4 * _num_device_weights(program) + _device_state_bytes(program)
-    offloaded = program_offloaded_bytes(program)
-    num_shards = device_mesh.num_shards(program.mesh)
+    copies = 4 * _num_device_weights(spec) + _device_state_bytes(spec)
+    offloaded = step_offloaded_bytes(spec)
+    num_shards = device_mesh.num_shards(spec.mesh)
     is_buffered = lambda param: 4 * sharding.shard_size(param, num_shards) < GIB
-    buffers = 4 * _num_device_weights(program, is_buffered)
-    buffers += _device_state_bytes(program, is_buffered)
+    buffers = 4 * _num_device_weights(spec, is_buffered)
+    buffers += _device_state_bytes(spec, is_buffered)
     if offloaded.total:
         buffers = min(buffers, pool_bytes(offloaded))
     return copies + buffers
 
 
-def _device_state_bytes(program: Program, is_counted: Predicate = lambda param: True) -> int:
+def _device_state_bytes(spec: StepSpec, is_counted: Predicate = lambda param: True) -> int:
     """Bytes of the optimizer state that a device holds in its own memory."""
-    num_shards = device_mesh.num_shards(program.mesh)
+    num_shards = device_mesh.num_shards(spec.mesh)
     total = 0
-    for param in filter(is_counted, jax.tree.leaves(program.table)):
-        state = optimizer.state_bytes(program.config.optimizer, param, num_shards)
-        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
+    for param in filter(is_counted, jax.tree.leaves(spec.table)):
+        state = optimizer.state_bytes(spec.config.optimizer, param, num_shards)
+        is_offloaded = spec.has_offloaded_state and host_offload.should_offload(param)
         total += state.others if is_offloaded else state.total
     return total
 
 
-def _num_device_weights(program: Program, is_counted: Predicate = lambda param: True) -> int:
+def _num_device_weights(spec: StepSpec, is_counted: Predicate = lambda param: True) -> int:
     """Elements of trained weights that a device holds in its own memory."""
 
     def is_held(param: Parameter) -> bool:
-        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
+        is_offloaded = spec.has_offloaded_state and host_offload.should_offload(param)
         return is_counted(param) and not is_offloaded
 
-    return _num_trained(program.table, device_mesh.num_shards(program.mesh), is_held)
+    return _num_trained(spec.table, device_mesh.num_shards(spec.mesh), is_held)
 
 
 class OffloadedBytes(NamedTuple):
@@ -305,10 +303,10 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     )
 
 
-def program_offloaded_bytes(program: Program) -> OffloadedBytes:
-    """Arrays that a program keeps in host memory."""
-    num_shards = device_mesh.num_shards(program.mesh)
-    return offloaded_bytes(program.model, program.config, num_shards=num_shards)
+def step_offloaded_bytes(spec: StepSpec) -> OffloadedBytes:
+    """Arrays that a step keeps in host memory."""
+    num_shards = device_mesh.num_shards(spec.mesh)
+    return offloaded_bytes(spec.model, spec.config, num_shards=num_shards)
 
 
 def pool_bytes(offloaded: OffloadedBytes) -> int:

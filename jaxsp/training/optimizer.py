@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32
 
 from jaxsp.config.optimizer_schema import OptimizerConfig
+from jaxsp.core import units
+from jaxsp.core.units import format_count
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, matrix_exchange, optimizer_state
 from jaxsp.training.optimizer_state import StateBytes
-from jaxsp.training.optimizers import param_groups, registry
+from jaxsp.training.optimizers import param_groups, registry, schedules
 from jaxsp.training.optimizers.registry import OPTIMIZERS
 
 
@@ -200,3 +202,25 @@ def _make_group_update(
             return weights - learning_rate * (directions + decay * weights), new_state
 
     return update_group
+
+
+def describe(
+    config: OptimizerConfig, table: layers.Weights, *, num_steps: int, num_shards: int
+) -> tuple[str, str]:
+    """Describes the optimizer of a run: everything, and what a user checks first."""
+    num_warmup_steps = config.num_warmup_steps(num_steps)
+    short = (
+        f"{config.name}, {schedules.describe(config, num_steps)}, "
+        f"{format_count(num_warmup_steps, 'warmup step')}"
+    )
+    if num_warmup_steps >= num_steps:
+        short += " (the run ends during warmup)"
+    text = short
+    if config.max_grad_norm:
+        text += f", gradients clipped to norm {config.max_grad_norm:g}"
+    params = jax.tree.leaves(table)
+    state = sum(state_bytes(config, param, num_shards).total for param in params)
+    if state:
+        text += f", {units.format_bytes(state)} of state per device"
+    groups = param_groups.describe(config, table)
+    return "; ".join([text, *groups]), "; ".join([short, *groups])

@@ -1,11 +1,6 @@
-"""The mesh and the attention for each row length, and the choice of `mesh.seq: auto`.
-
-All meshes are the same devices in the same order, in other shapes. Weights and optimizer state are
-sharded over data x seq together, so every mesh places them alike, and nothing moves between steps.
-"""
+"""The mesh and the attention for each row length, and the choice of `mesh.seq: auto`."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +15,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import available_memory, memory_fit, memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.program import Program, RowMesh
-
-AttentionChoices = Mapping[int, AttentionChoice]
-"""Chosen attention for each row length, the shortest first."""
+from jaxsp.training.specs import RunSpec, StepSpec
 
 
 def choose_attention(
@@ -31,23 +23,16 @@ def choose_attention(
     model: HasHeads,
     *,
     devices: Sequence[Any],
-    device_bytes: int | None = None,
-) -> AttentionChoices:
+) -> dict[int, AttentionChoice]:
     """Chooses the attention for each row length.
 
-    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with the problems of all lengths.
     """
     problems = ProblemCollector()
     choices = {}
-    for row_tokens in config.data.row_lengths:
+    for row_tokens, row_config in config.row_configs.items():
         with _collect(problems, config, row_tokens):
-            choices[row_tokens] = attention.choose(
-                config.with_row_tokens(row_tokens),
-                model,
-                devices=devices,
-                device_bytes=device_bytes,
-            )
+            choices[row_tokens] = attention.choose(row_config, model, devices=devices)
     problems.raise_if_any()
     return choices
 
@@ -55,7 +40,7 @@ def choose_attention(
 def find_division_problems(
     config: Config,
     num_devices: int,
-    choices: AttentionChoices | None,
+    choices: Mapping[int, AttentionChoice] | None,
     *,
     with_training: bool = True,
 ) -> list[str]:
@@ -67,11 +52,10 @@ def find_division_problems(
     """
     problems = ProblemCollector()
     longest = config.data.max_row_tokens
-    for row_tokens in config.data.row_lengths:
+    for row_tokens, row_config in config.row_configs.items():
         # with equal degrees, a step of any length divides if one of the longest rows does
         is_divided_alike = row_tokens != longest and isinstance(config.mesh.seq, int)
         with _collect(problems, config, row_tokens):
-            row_config = config.with_row_tokens(row_tokens)
             found = device_mesh.find_division_problems(
                 row_config,
                 device_mesh.resolve_axis_sizes(row_config.mesh, num_devices),
@@ -94,39 +78,53 @@ def _collect(problems: ProblemCollector, config: Config, row_tokens: int) -> Ite
     problems += [problem.replace(":", rows, 1) for problem in found]
 
 
-def make_program(
+def make_run_spec(
     config: Config,
     model: ModelConfig,
-    choices: AttentionChoices,
+    choices: Mapping[int, AttentionChoice],
     *,
     devices: Sequence[Any],
     num_steps: int = 1,
-) -> Program:
-    """Makes the program of a config whose mesh.seq is no longer `auto`.
+) -> RunSpec:
+    """Makes the steps of a config whose mesh.seq is no longer `auto`.
 
     Args:
         choices: from `choose_attention`.
         num_steps: number of steps of the run.
     Raises: UserError for a mesh that does not fit the devices.
     """
-    longest = config.data.max_row_tokens
-    sizes = device_mesh.resolve_axis_sizes(config.with_row_tokens(longest).mesh, len(devices))
+    row_configs = config.row_configs
+    longest = row_configs[config.data.max_row_tokens]
+    sizes = device_mesh.resolve_axis_sizes(longest.mesh, len(devices))
     mesh = device_mesh.make_mesh(sizes, list(devices))
-    row_meshes = {
-        row_tokens: RowMesh(
-            _reshape(mesh, seq=config.degrees[row_tokens]),
-            attention.make_chosen_attend(choices[row_tokens]),
+    steps = {
+        row_tokens: StepSpec(
+            config=row_config,
+            model=model,
+            mesh=_reshape(mesh, seq=row_config.mesh.degree),
+            attention=choices[row_tokens],
+            num_steps=num_steps,
         )
-        for row_tokens in config.data.row_lengths
+        for row_tokens, row_config in row_configs.items()
     }
-    return Program(
-        config=config,
-        model=model,
-        mesh=mesh,
-        attend=row_meshes[longest].attend,
-        row_meshes=row_meshes if len(row_meshes) > 1 else {},
-        num_steps=num_steps,
-    )
+    return RunSpec(config=config, steps=steps)
+
+
+def make_step_spec(
+    config: Config,
+    model: ModelConfig,
+    *,
+    devices: Sequence[Any],
+    device_bytes: int | None = None,
+) -> StepSpec:
+    """Makes the step of a config of one row length.
+
+    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
+    Raises: UserError for attention or a mesh that is not possible.
+    """
+    choice = attention.choose(config, model, devices=devices, device_bytes=device_bytes)
+    choices = {config.data.max_row_tokens: choice}
+    return make_run_spec(config, model, choices, devices=devices).longest
 
 
 def _reshape(mesh: Mesh, *, seq: int) -> Mesh:
@@ -155,7 +153,7 @@ def resolve_degrees(
 
     Args:
         limits: memory of a device and the host; None: what the devices report.
-        device_bytes: see `choose_attention`.
+        device_bytes: see `make_step_spec`.
         with_training: False: batch.rows_per_step does not matter.
     Raises: UserError if rows of a length cannot be divided among any number of devices.
     """
@@ -163,35 +161,29 @@ def resolve_degrees(
         return config
     if limits is None:
         limits = available_memory.find_limits(devices)
-    lengths = config.data.row_lengths
     degrees: dict[int, int] = {}
-    row_meshes: dict[int, RowMesh] = {}
-    for row_tokens in reversed(lengths):
-        possible: dict[int, Program] = {}
-        workspaces = {}
+    for row_tokens in reversed(config.data.row_lengths):
+        possible: dict[int, StepSpec] = {}
         problems = ProblemCollector()
         for seq in list_degrees(config, len(devices)):
-            candidate = config.with_degrees(dict.fromkeys(lengths, seq) | degrees)
-            candidate = candidate.with_row_tokens(row_tokens)
+            candidate = config.with_degrees(dict.fromkeys(config.data.row_lengths, seq) | degrees)
+            row_config = candidate.row_configs[row_tokens]
             with problems.collect():
-                choices = choose_attention(
-                    candidate, model, devices=devices, device_bytes=device_bytes
-                )
+                spec = make_step_spec(row_config, model, devices=devices, device_bytes=device_bytes)
                 found = find_division_problems(
-                    candidate, len(devices), choices, with_training=with_training
+                    row_config,
+                    len(devices),
+                    {row_tokens: spec.attention},
+                    with_training=with_training,
                 )
                 if found:
                     raise UserError(found)
-                program = make_program(candidate, model, choices, devices=devices)
-                own_mesh = {row_tokens: RowMesh(program.mesh, program.attend)}
-                possible[seq] = dataclasses.replace(program, row_meshes=row_meshes | own_mesh)
-                workspaces[seq] = choices[row_tokens].settings.workspace_bytes
+                possible[seq] = spec
         if not possible:
             raise UserError(
                 problems[0].replace(":", f" (mesh.seq = auto, rows of {row_tokens:,} tokens):", 1)
             )
-        degrees[row_tokens] = _choose_degree(possible, workspaces, limits)
-        row_meshes |= possible[degrees[row_tokens]].row_meshes
+        degrees[row_tokens] = _choose_degree(possible, limits)
     return config.with_degrees(degrees)
 
 
@@ -201,22 +193,20 @@ def list_degrees(config: Config, num_devices: int) -> list[int]:
     return [seq for seq in range(1, per_replica + 1) if per_replica % seq == 0]
 
 
-def _choose_degree(
-    programs: Mapping[int, Program], workspaces: Mapping[int, int], limits: MemoryLimit
-) -> int:
+def _choose_degree(specs: Mapping[int, StepSpec], limits: MemoryLimit) -> int:
     """The degree that recomputes attention only if all do, stays inside a node if possible, and
     then recomputes least: the smallest of those, or the largest if nothing fits."""
     costs = {}
-    for seq, program in programs.items():
-        usable = available_memory.subtract_reserves(program, limits)
-        remats = memory_fit.list_remats(program, is_memory_known=True)
-        for candidate in memory_fit.list_candidates(program, is_memory_known=True):
-            needed = memory_formula.predict_bytes(candidate, workspace_bytes=workspaces[seq])
-            offloaded = memory_formula.program_offloaded_bytes(candidate).total
+    for seq, spec in specs.items():
+        usable = available_memory.subtract_reserves(spec, limits)
+        remats = memory_fit.list_remats(spec, is_memory_known=True)
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True):
+            needed = memory_formula.predict_bytes(candidate)
+            offloaded = memory_formula.step_offloaded_bytes(candidate).total
             if needed <= usable.device and offloaded <= usable.pinned:
                 policy = candidate.remat_policy
                 leaves_node = seq > memory_limits.DEVICES_PER_NODE
                 rank = remats.index(policy.remat)
                 costs[seq] = (not policy.is_attention_saved, leaves_node, rank, seq)
                 break
-    return min(costs, key=lambda seq: costs[seq]) if costs else max(programs)
+    return min(costs, key=lambda seq: costs[seq]) if costs else max(specs)

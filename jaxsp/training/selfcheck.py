@@ -38,7 +38,7 @@ from jaxsp.model import remat
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import compile_options, memory_fit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 ATTENTION_TOLERANCE = 1e-2
 """Maximum of `measure_attention_error` in bfloat16.
@@ -67,14 +67,14 @@ _LENGTHS_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.
 _WINDOW = 100
 
 
-def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[str]:
+def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str]:
     """Checks this process's devices, and returns a line for each check that passed.
 
     Attention is checked on the first, and offloading on all of them. CPUs are not checked. Each
     process checks devices of its own, without waiting for the others.
     Raises: UserError if a check fails, with a suggestion.
     """
-    devices = program.mesh.devices.flat
+    devices = spec.mesh.devices.flat
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = local[0]
     if device.platform == "cpu":
@@ -82,20 +82,20 @@ def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[s
     check_arithmetic(device)
     passed = []
     checks = dict.fromkeys(
-        itertools.chain.from_iterable(_list_checks(program, choice) for choice in choices)
+        itertools.chain.from_iterable(_list_checks(spec, choice) for choice in choices)
     )
     if checks:
         start_s = time.perf_counter()
         for check in checks:
-            _check_attention(program, check, device)
+            _check_attention(spec, check, device)
         kernels = " and ".join(dict.fromkeys(check.kernel.describe() for check in checks))
         passed.append(
             f"self-check: {kernels} attention agrees with the blockwise kernel on this device "
             f"({_format_elapsed(start_s)})"
         )
-    if program.remat_policy.is_input_offloaded:
+    if spec.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
-        _check_offloading(program, local)
+        _check_offloading(spec, local)
         passed.append(
             "self-check: gradients are the same with and without offloaded activations on "
             f"{len(local)} of this process's devices ({_format_elapsed(start_s)})"
@@ -132,12 +132,12 @@ class _AttentionCheck(NamedTuple):
     """Strategy on one device: whole rows, or chunks of rows."""
 
 
-def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCheck]:
+def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[_AttentionCheck]:
     """Lists a check for each kind of layer over whole rows, and one over chunks of rows if the
     strategy computes those."""
     if not choice.kernel.needs_selfcheck:
         return []
-    model = program.model
+    model = spec.model
     heads, kv_heads = choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
     exchanges = dict.fromkeys((None, choice.strategy.tokens.on_one_device()))
     return [
@@ -155,13 +155,13 @@ def _list_checks(program: Program, choice: AttentionChoice) -> list[_AttentionCh
     ]
 
 
-def _check_attention(program: Program, check: _AttentionCheck, device: jax.Device) -> None:
+def _check_attention(spec: StepSpec, check: _AttentionCheck, device: jax.Device) -> None:
     """Runs a check. Raises: UserError."""
     attention_errors = measure_attention_error(
         **check._asdict(),
-        head_dim=program.model.head_dim,
-        max_segments=program.config.data.max_segments_per_row,
-        dtype=program.dtype,
+        head_dim=spec.model.head_dim,
+        max_segments=spec.config.data.max_segments_per_row,
+        dtype=spec.dtype,
         device=device,
     )
     raise_on_attention_error(attention_errors, device)
@@ -352,11 +352,11 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
         )
 
 
-def _check_offloading(program: Program, devices: Sequence[jax.Device]) -> None:
+def _check_offloading(spec: StepSpec, devices: Sequence[jax.Device]) -> None:
     """Raises UserError if gradients are wrong, with a suggestion that was tested on this device."""
-    options = program.compile_options.options
+    options = spec.compile_options.options
     prefetch = {name: options[name] for name in compile_options.PREFETCH_FROM_HOST.keys() & options}
-    for policy in _list_policies(program):
+    for policy in _list_policies(spec):
         offload_error = measure_offload_error(policy, devices=devices, options=prefetch)
         without_prefetch = offload_error
         if not offload_error <= OFFLOAD_TOLERANCE and any(prefetch.values()):
@@ -366,12 +366,12 @@ def _check_offloading(program: Program, devices: Sequence[jax.Device]) -> None:
         raise_on_offload_error(offload_error, devices[0], without_prefetch=without_prefetch)
 
 
-def _list_policies(program: Program) -> Iterator[RematPolicy]:
+def _list_policies(spec: StepSpec) -> Iterator[RematPolicy]:
     """Policies that `memory_fit` may choose."""
-    for remat_value in memory_fit.list_remats(program, is_memory_known=True):
-        for value in memory_fit.list_offloads_during_attention(program, remat_value):
+    for remat_value in memory_fit.list_remats(spec, is_memory_known=True):
+        for value in memory_fit.list_offloads_during_attention(spec, remat_value):
             yield dataclasses.replace(
-                program.remat_policy,
+                spec.remat_policy,
                 remat=remat_value,
                 offloads_during_attention=value == "always",
             )

@@ -330,3 +330,18 @@ class Gather:
             sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
             sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
         return sent
+
+
+def describe(table: layers.Weights, num_shards: int) -> str:
+    """Describes which weights are sharded."""
+    if num_shards == 1:
+        return "every device holds all weights"
+    params = jax.tree.leaves(table)
+    small = [param for param in params if choose_placement(param, num_shards).dim is None]
+    if len(small) == len(params):
+        return "every device holds all weights, because they are too small to shard"
+    text = f"sharded over {num_shards} devices"
+    if small:
+        num_bytes = sum(shard_bytes(param, num_shards) for param in small)
+        text += f", except {num_bytes / 2**20:.1f} MiB of small ones that every device holds"
+    return text

@@ -24,8 +24,8 @@ from jaxsp.model.dropout import Keys
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload, loss, sharding
-from jaxsp.training.program import Program
 from jaxsp.training.sharding import Shard
+from jaxsp.training.specs import StepSpec
 
 
 @jax.tree_util.register_dataclass
@@ -55,28 +55,28 @@ _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, wit
 
 
 def compute_gradients(
-    program: Program, master: layers.Weights, batch: Batch, step: Array | int = 0
+    spec: StepSpec, master: layers.Weights, batch: Batch, step: Array | int = 0
 ) -> StepGradients:
     """Gradients and counts of a step. Call under jit. Args: step: its number, for dropout."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
-        return _local_gradients(program, master, batch, jnp.asarray(step, jnp.int32))
+        return _local_gradients(spec, master, batch, jnp.asarray(step, jnp.int32))
 
-    return StepGradients(**_run_on_mesh(program, local, master, batch, has_gradients=True))
+    return StepGradients(**_run_on_mesh(spec, local, master, batch, has_gradients=True))
 
 
 def _local_gradients(
-    program: Program, master: layers.Weights, batch: Batch, step: Array
+    spec: StepSpec, master: layers.Weights, batch: Batch, step: Array
 ) -> dict[str, Any]:
     """Fields of StepGradients from this device's shards and rows, inside shard_map."""
-    gather = program.gather
-    table = program.table
+    gather = spec.gather
+    table = spec.table
     values = master
-    if not program.has_offloaded_gradients:
+    if not spec.has_offloaded_gradients:
         values = gather.make_working_copy(table, master)
     slots, structure = jax.tree.flatten(gather.make_grad_slots(table, values))
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    returned_slots = _select_returned(program, params, slots)
+    returned_slots = _select_returned(spec, params, slots)
     targets = [
         _RETURN_GRADIENT() if number in returned_slots else jax.new_ref(slot)
         for number, slot in enumerate(slots)
@@ -86,7 +86,7 @@ def _local_gradients(
         batch: Batch, index: Array | int, totals: dict[int, Array]
     ) -> tuple[tuple[Array, Array], dict[int, Array]]:
         """Sums of losses and correct tokens, and `totals` with the gradients that are returned."""
-        keys = _make_token_keys(program, batch, step, index)
+        keys = _make_token_keys(spec, batch, step, index)
         inputs = [
             slot if host_memory.is_on_host(slot) else totals.get(number, slot)
             for number, slot in enumerate(slots)
@@ -94,7 +94,7 @@ def _local_gradients(
 
         def sum_loss(slots: list[Array]) -> tuple[Array, Array]:
             tree = jax.tree.unflatten(structure, slots)
-            return _sum_microbatch_loss(program, values, tree, batch, keys)
+            return _sum_microbatch_loss(spec, values, tree, batch, keys)
 
         loss_sum, backward, num_correct = jax.vjp(sum_loss, inputs, has_aux=True)
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
@@ -127,7 +127,7 @@ def _local_gradients(
 
 
 def _select_returned(
-    program: Program, params: Sequence[Parameter], slots: Sequence[Array]
+    spec: StepSpec, params: Sequence[Parameter], slots: Sequence[Array]
 ) -> dict[int, Array]:
     """Slots, by number, whose gradients the backward pass returns. It adds others to references.
 
@@ -135,7 +135,7 @@ def _select_returned(
     GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its slots, and JAX's to
     references, which host memory does not have.
     """
-    has_sums_in_slots = program.remat_policy.has_own_backward_pass
+    has_sums_in_slots = spec.remat_policy.has_own_backward_pass
     return {
         number: slot
         for number, (param, slot) in enumerate(zip(params, slots, strict=True))
@@ -150,14 +150,14 @@ def _loss_divisor(totals: dict[str, Array]) -> Array:
     return jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
 
 
-def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
+def compute_totals(spec: StepSpec, master: layers.Weights, batch: Batch) -> StepTotals:
     """Loss and counts of a step's rows, without gradients. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
-        slots = program.gather.make_grad_slots(program.table, master)
+        slots = spec.gather.make_grad_slots(spec.table, master)
 
         def add_microbatch(sums: tuple, batch: Batch) -> tuple[tuple, None]:
-            microbatch_sums = _sum_microbatch_loss(program, master, slots, batch)
+            microbatch_sums = _sum_microbatch_loss(spec, master, slots, batch)
             return jax.tree.map(jnp.add, sums, microbatch_sums), None
 
         (loss_sum, num_correct), _ = jax.lax.scan(
@@ -165,11 +165,11 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
         )
         return _sum_over_mesh(loss_sum, num_correct, batch)
 
-    return StepTotals(**_run_on_mesh(program, local, master, batch, has_gradients=False))
+    return StepTotals(**_run_on_mesh(spec, local, master, batch, has_gradients=False))
 
 
 def _sum_microbatch_loss(
-    program: Program,
+    spec: StepSpec,
     values: layers.Weights,
     slots: layers.Weights,
     batch: Batch,
@@ -180,52 +180,52 @@ def _sum_microbatch_loss(
     Args: token_keys: see `decoder.hidden_states`.
     """
     shards = jax.tree.map(
-        lambda _, value, slot: Shard(value=value, grad_slot=slot), program.table, values, slots
+        lambda _, value, slot: Shard(value=value, grad_slot=slot), spec.table, values, slots
     )
     hidden_BlD = decoder.hidden_states(
         shards,
         batch,
-        config=program.model,
-        attend=program.attend,
-        gather=program.gather,
-        dtype=program.dtype,
-        policy=program.remat_policy,
-        tile_tokens=program.mlp_tile,
+        config=spec.model,
+        attend=spec.attend,
+        gather=spec.gather,
+        dtype=spec.dtype,
+        policy=spec.remat_policy,
+        tile_tokens=spec.mlp_tile,
         token_keys=token_keys,
     )
     sums = loss.sum_token_losses(
         hidden_BlD,
         batch.labels_BL,
         batch.weights_BL,
-        gather=program.gather,
-        head=decoder.lm_head(program.table),
+        gather=spec.gather,
+        head=decoder.lm_head(spec.table),
         shard=decoder.lm_head(shards),
-        tile=min(program.loss_tile, batch.tokens_BL.size),
-        token_loss=program.loss,
-        transform_logits=functools.partial(decoder.transform_logits, program.model),
+        tile=min(spec.loss_tile, batch.tokens_BL.size),
+        token_loss=spec.loss,
+        transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
     return sums.loss, sums.num_correct
 
 
 def _make_token_keys(
-    program: Program, batch: Batch, step: Array, microbatch: Array | int
+    spec: StepSpec, batch: Batch, step: Array, microbatch: Array | int
 ) -> Keys | None:
     """Random keys of this device's tokens in a microbatch; None without dropout."""
-    lora = program.model.lora
+    lora = spec.model.lora
     if lora is None or not lora.dropout:
         return None
     num_rows, num_tokens = batch.tokens_BL.shape
-    num_groups = device_mesh.num_groups(program.mesh)
+    num_groups = device_mesh.num_groups(spec.mesh)
     slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
     return dropout.make_token_keys(
-        seed=program.config.run.seed,
+        seed=spec.config.run.seed,
         step=step,
         rows_B=step_row_index(
             microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows
         ),
-        tokens_l=program.attend.layout.tokens_in_places(
-            places_l, row_tokens=num_tokens * program.mesh.shape[axes.SEQ]
+        tokens_l=spec.attend.layout.tokens_in_places(
+            places_l, row_tokens=num_tokens * spec.mesh.shape[axes.SEQ]
         ),
     )
 
@@ -252,7 +252,7 @@ def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[st
 
 
 def _run_on_mesh(
-    program: Program,
+    spec: StepSpec,
     local: Callable,
     master: layers.Weights,
     batch: Batch,
@@ -264,7 +264,7 @@ def _run_on_mesh(
     Args: has_gradients: True if it returns those of a StepGradients.
     """
     weight_specs = jax.tree.map(
-        lambda param: sharding.partition_spec(param, program.gather.num_shards), program.table
+        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
     )
     out_specs: dict[str, Any] = {
         field.name: PartitionSpec() for field in dataclasses.fields(StepTotals)
@@ -275,11 +275,11 @@ def _run_on_mesh(
         out_specs["gradients"] = weight_specs
     on_mesh = jax.shard_map(
         local,
-        mesh=program.mesh,
+        mesh=spec.mesh,
         in_specs=(weight_specs, partition_specs(batch)),
         out_specs=out_specs,
         check_vma=False,
     )
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa
-    with jax.default_matmul_precision("float32" if program.dtype == jnp.float32 else None):
+    with jax.default_matmul_precision("float32" if spec.dtype == jnp.float32 else None):
         return on_mesh(master, batch)

@@ -14,7 +14,7 @@ from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import optimizer, optimizer_state, quantization, sharding, weight_init
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 
 @jax.tree_util.register_dataclass
@@ -30,56 +30,56 @@ class TrainState:
     """Number of steps done, an int32 scalar."""
 
 
-def random_state(program: Program, *, seed: int) -> TrainState:
+def random_state(spec: StepSpec, *, seed: int) -> TrainState:
     """Random weights and an initial optimizer state, each on its devices."""
     master = weight_init.random_weights(
-        program.table, seed=seed, mesh=program.mesh, is_on_host=program.is_on_host
+        spec.table, seed=seed, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
-    return init_state(program, master)
+    return init_state(spec, master)
 
 
-def init_state(program: Program, master: layers.Weights) -> TrainState:
+def init_state(spec: StepSpec, master: layers.Weights) -> TrainState:
     """These weights and an initial optimizer state."""
-    shapes = abstract_inputs(program)[0]
+    shapes = abstract_inputs(spec)[0]
 
     def init_param(param: Parameter, opt_state: Any) -> Any:
         if not param.is_trainable:
             return None
 
         def init() -> Any:
-            state = optimizer.init(program.config.optimizer, param)
+            state = optimizer.init(spec.config.optimizer, param)
             return optimizer_state.add_padding(state, opt_state)
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, opt_state))()
 
     # One after another: the temporaries of all weights of a large model may not fit a device
-    opt_state = jax.tree.map(init_param, program.table, shapes.opt_state)
+    opt_state = jax.tree.map(init_param, spec.table, shapes.opt_state)
     step = jax.device_put(jnp.int32(0), shapes.step.sharding)
     return TrainState(master=master, opt_state=opt_state, step=step)
 
 
-def abstract_weights(program: Program) -> layers.Weights:
+def abstract_weights(spec: StepSpec) -> layers.Weights:
     """Weights as jax.ShapeDtypeStructs with shardings."""
-    num_shards = device_mesh.num_shards(program.mesh)
+    num_shards = device_mesh.num_shards(spec.mesh)
 
     def describe(param: Parameter) -> Any:
         shape = sharding.stored_shape(param, num_shards)
-        place = sharding.named_sharding(param, program.mesh, is_on_host=program.is_on_host(param))
+        place = sharding.named_sharding(param, spec.mesh, is_on_host=spec.is_on_host(param))
 
         def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
         return jax.tree.map(add_sharding, quantization.describe(param, shape))
 
-    return jax.tree.map(describe, program.table)
+    return jax.tree.map(describe, spec.table)
 
 
-def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
+def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
     """Inputs of a step as jax.ShapeDtypeStructs with shardings.
 
     They are enough to compile it, also for devices that are absent.
     """
-    replicated = NamedSharding(program.mesh, PartitionSpec())
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
 
     def describe_state(param: Parameter) -> Any:
         if not param.is_trainable:
@@ -87,32 +87,32 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
         describe = functools.partial(
             optimizer_state.describe,
             param,
-            mesh=program.mesh,
-            is_on_host=program.is_on_host(param),
+            mesh=spec.mesh,
+            is_on_host=spec.is_on_host(param),
         )
-        return jax.tree.map(describe, optimizer.describe_state(program.config.optimizer, param))
+        return jax.tree.map(describe, optimizer.describe_state(spec.config.optimizer, param))
 
-    master = abstract_weights(program)
-    opt_state = jax.tree.map(describe_state, program.table)
+    master = abstract_weights(spec)
+    opt_state = jax.tree.map(describe_state, spec.table)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     state = TrainState(master=master, opt_state=opt_state, step=step)
-    return state, _abstract_batch(program)
+    return state, _abstract_batch(spec)
 
 
-def _abstract_batch(program: Program) -> Batch:
+def _abstract_batch(spec: StepSpec) -> Batch:
     """Batch of the longest rows, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
-    config = program.config
-    num_rows = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch
+    config = spec.config
+    num_rows = device_mesh.num_groups(spec.mesh) * config.batch.rows_per_microbatch
     widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: config.data.max_segments_per_row}
     arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
-            (program.num_microbatches, num_rows, widths[spec]),
+            (spec.num_microbatches, num_rows, widths[partition]),
             jnp.int32,
-            sharding=NamedSharding(program.mesh, spec),
+            sharding=NamedSharding(spec.mesh, partition),
         )
-        for name, spec in SPECS.items()
+        for name, partition in SPECS.items()
     }
-    if program.has_weights:
+    if spec.has_weights:
         labels = arrays["labels_BL"]
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding

@@ -21,7 +21,7 @@ from jaxsp.training import (
     train_state,
 )
 from jaxsp.training.optimizers import schedules
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.step_gradients import StepGradients
 from jaxsp.training.train_state import TrainState
 
@@ -47,16 +47,16 @@ class StepMetrics:
     """Sum of the loss tokens' weights, the divisor of the loss; None if rows have no weights."""
 
 
-def build_step(program: Program) -> jax.stages.Wrapped:
+def build_step(spec: StepSpec) -> jax.stages.Wrapped:
     """Jitted step, which reuses the old state's memory for the new state."""
-    config = program.config.optimizer
-    schedule = schedules.build_schedule(config, program.num_steps)
+    config = spec.config.optimizer
+    schedule = schedules.build_schedule(config, spec.num_steps)
 
     # Do not rename step, state and batch: the planner looks for these names in the compiled program
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        state = _set_memory_kinds(program, state)
-        gradients = step_gradients.compute_gradients(program, state.master, batch, state.step)
-        norm = _global_norm(program, gradients)
+        state = _set_memory_kinds(spec, state)
+        gradients = step_gradients.compute_gradients(spec, state.master, batch, state.step)
+        norm = _global_norm(spec, gradients)
         scale = jnp.float32(1)
         if (limit := config.max_grad_norm) is not None:
             scale = jnp.where(norm > limit, limit / norm, 1.0)
@@ -69,12 +69,12 @@ def build_step(program: Program) -> jax.stages.Wrapped:
             has_loss = gradients.loss_weight > 0
         master, opt_state = optimizer.update(
             config,
-            program.table,
+            spec.table,
             gradients.gradients,
             state.opt_state,
             state.master,
-            mesh=program.mesh,
-            dtype=program.dtype,
+            mesh=spec.mesh,
+            dtype=spec.dtype,
             learning_rate=learning_rate,
             grad_scale=scale,
             accept=is_finite & has_loss,
@@ -94,66 +94,62 @@ def build_step(program: Program) -> jax.stages.Wrapped:
         )
         return TrainState(master=master, opt_state=opt_state, step=state.step + 1), metrics
 
-    state = train_state.abstract_inputs(program)[0]
+    state = train_state.abstract_inputs(spec)[0]
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    replicated = NamedSharding(program.mesh, PartitionSpec())
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
-def _global_norm(program: Program, gradients: StepGradients) -> Array:
+def _global_norm(spec: StepSpec, gradients: StepGradients) -> Array:
     def sum_squares(param: Parameter, gradient: Array | None) -> Array | None:
         if gradient is None:
             return None
         return host_offload.sum_layers(param, lambda layer: jnp.sum(layer * layer), gradient)
 
-    squares = jax.tree.map(sum_squares, program.table, gradients.gradients)
+    squares = jax.tree.map(sum_squares, spec.table, gradients.gradients)
     return jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
 
 
-def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
+def _set_memory_kinds(spec: StepSpec, state: TrainState) -> TrainState:
     """Marks offloaded arrays as arrays in host memory.
 
     Needed when the step is compiled for absent devices: its arguments then lack this mark.
     """
-    if not program.has_offloaded_state:
+    if not spec.has_offloaded_state:
         return state
 
     def set_kind(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
-        if not program.is_on_host(param):
+        if not spec.is_on_host(param):
             return weight, opt_state
         return host_memory.to_host(weight), jax.tree.map(
             lambda x: host_memory.to_host(x) if x.shape == weight.shape else x, opt_state
         )
 
     master, opt_state = optimizer.map_weights_and_state(
-        program.table, set_kind, state.master, state.opt_state
+        spec.table, set_kind, state.master, state.opt_state
     )
     return dataclasses.replace(state, master=master, opt_state=opt_state)
 
 
-def compile(program: Program) -> jax.stages.Compiled:
+def compile(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles the step. Raises: as `check_collectives` and `compile_options.compile_lowered`."""
-    lowered = build_step(program).lower(*train_state.abstract_inputs(program))
-    return check_collectives(
-        program, compile_options.compile_lowered(lowered, program.compile_options)
-    )
+    lowered = build_step(spec).lower(*train_state.abstract_inputs(spec))
+    return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 
-def compile_totals(program: Program) -> jax.stages.Compiled:
+def compile_totals(spec: StepSpec) -> jax.stages.Compiled:
     """Compiles `step_gradients.compute_totals`: loss and counts of a batch, without gradients.
 
     Raises: as `compile`.
     """
-    state, batch = train_state.abstract_inputs(program)
-    replicated = NamedSharding(program.mesh, PartitionSpec())
-    totals = functools.partial(step_gradients.compute_totals, program)
+    state, batch = train_state.abstract_inputs(spec)
+    replicated = NamedSharding(spec.mesh, PartitionSpec())
+    totals = functools.partial(step_gradients.compute_totals, spec)
     lowered = jax.jit(totals, out_shardings=replicated).lower(state.master, batch)
-    return check_collectives(
-        program, compile_options.compile_lowered(lowered, program.compile_options)
-    )
+    return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 
-def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+def check_collectives(spec: StepSpec, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     """Checks that attention communicates if it has to, and returns the compiled program.
 
     It does not have to on a mesh with seq = 1, nor if each token sees only itself (windows of 1).
@@ -161,9 +157,9 @@ def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.st
     Raises: RuntimeError if it does not. Each device would attend to its own shard only, with
         plausible losses. (A user of another system trained 20,000 steps that way.)
     """
-    seq = program.mesh.shape[axes.SEQ]
-    strategy = program.attend.strategy
-    workloads = attention.count_workloads(program.config, program.model)
+    seq = spec.mesh.shape[axes.SEQ]
+    strategy = spec.attend.strategy
+    workloads = attention.count_workloads(spec.config, spec.model)
     must_send = strategy.seq != seq or any(map(strategy.sent_bytes, workloads))
     if must_send and not attention.find_collectives(compiled.as_text() or ""):
         raise RuntimeError(

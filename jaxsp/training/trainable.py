@@ -8,7 +8,7 @@ import jax
 
 from jaxsp.config.adapter_schema import SAVED_MODULES
 from jaxsp.config.schema import Config
-from jaxsp.model import decoder, layers
+from jaxsp.model import adapters, decoder, flops, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.training import quantization
@@ -69,3 +69,18 @@ def merge(part: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     for name in part.keys() & other.keys():
         merged[name] = merge(part[name], other[name])
     return merged
+
+
+def describe(table: layers.Weights, model: ModelConfig, config: Config) -> str:
+    """Describes the number of weights, their dtypes, and which of them are trained."""
+    params = jax.tree.leaves(table)
+    num_own = flops.num_parameters([param for param in params if not param.is_adapter])
+    text = f"{num_own:,} parameters, {config.model.compute_dtype} compute"
+    if not config.has_frozen_weights:
+        return f"{text}, float32 master weights"
+    num_trained = flops.num_parameters([param for param in params if param.is_trainable])
+    formats = dict.fromkeys(param.frozen_as for param in params if param.frozen_as is not None)
+    text += f"; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %)"
+    if model.lora is not None:
+        text += f": {adapters.describe(model, model.lora, config.adapter)}"
+    return f"{text}; the model's others are frozen in {' and '.join(formats)}"

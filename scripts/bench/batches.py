@@ -148,8 +148,8 @@ def make_loader(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader
     stored = Documents([documents], longest_row=config.data.max_row_tokens)
     packed = dataset.pack_documents("train", stored, config, digests=["unused"])
     schedule = packed.make_schedule(config, epochs=1)
-    placement = RowPlacement(mesh, KEPT_ORDER)
-    return packed.make_loader(config, schedule, lambda row_tokens: placement)
+    placement = RowPlacement(mesh, KEPT_ORDER, config.batch)
+    return packed.make_loader(config, schedule, {ROW_TOKENS: placement})
 
 
 def time_epoch(loader: BatchLoader, name: str) -> Case:

@@ -16,15 +16,14 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.hf import model_config
-from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import train_state
-from jaxsp.training.program import Program
+from jaxsp.runtime import jax_platform
+from jaxsp.training import row_meshes, train_state
+from jaxsp.training.specs import StepSpec
 from scripts.bench import configs, machine, results
 
 MODULE = "scripts.bench.checkpoints"
@@ -57,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", help=where)
     args = parser.parse_args(arguments)
     jax_platform.choose_platform(virtual_cpu_devices=8)
-    program = make_program(args.gigabytes)
+    spec = make_program(args.gigabytes)
     contents = results.open_results(
         MODULE,
         arguments,
@@ -67,7 +66,7 @@ def main(arguments: list[str]) -> int:
     )
     print(HEADER, flush=True)
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-", dir=args.folder) as folder:
-        for case in time_checkpoints(program, pathlib.Path(folder), args.saves):
+        for case in time_checkpoints(spec, pathlib.Path(folder), args.saves):
             figures = (case.num_bytes / 1e9, case.seconds, case.blocked_s)
             print(_LINE.format(case.name, *(f"{figure:.2f}" for figure in figures)), flush=True)
             contents["cases"].append(dataclasses.asdict(case))
@@ -75,12 +74,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def make_program(gigabytes: float) -> Program:
+def make_program(gigabytes: float) -> StepSpec:
     """A Llama model with as many layers as weights and moments of this size have."""
     layer_size = 16 * HIDDEN_SIZE**2
     embedding_size = 2 * VOCAB_SIZE * HIDDEN_SIZE
     num_layers = round((gigabytes * 1e9 / 12 - embedding_size) / layer_size)
-    model = {
+    fields = {
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -90,26 +89,22 @@ def make_program(gigabytes: float) -> Program:
         "num_key_value_heads": 8,
     }
     num_devices = jax.device_count()
-    return Program(
-        config=configs.make_config(
-            model,
-            mesh={"data": num_devices},
-            data={"row_tokens": 128},
-            batch={"rows_per_step": num_devices},
-        ),
-        model=model_config.parse_model_config(model, field="model.config"),
-        mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
-        attend=attention.make_attend(seq=1, kernel="blockwise"),
-        num_steps=1,
+    config = configs.make_config(
+        fields,
+        mesh={"data": num_devices},
+        data={"row_tokens": 128},
+        batch={"rows_per_step": num_devices},
     )
+    model = model_config.parse_model_config(fields, field="model.config")
+    return row_meshes.make_step_spec(config, model, devices=jax.devices())
 
 
-def time_checkpoints(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
+def time_checkpoints(spec: StepSpec, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
     """Saves a random state several times, and reads the latest checkpoint."""
-    state = jax.block_until_ready(train_state.random_state(program, seed=0))
+    state = jax.block_until_ready(train_state.random_state(spec, seed=0))
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt_state)))
     retention = CheckpointConfig(keep_latest=1)
-    with CheckpointWriter(folder, table=program.table, retention=retention) as writer:
+    with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
         for step in range(1, num_saves + 1):
             meta = CheckpointMeta(
                 config={}, model={}, data={}, step=step, rows_consumed={}, num_tokens_total=0
@@ -123,15 +118,15 @@ def time_checkpoints(program: Program, folder: pathlib.Path, num_saves: int) -> 
             name = "save" if step > 1 else "save, which compiles"
             yield Case(name=name, num_bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
     latest = folder / str(num_saves)
-    template = train_state.abstract_inputs(program)[0]
+    template = train_state.abstract_inputs(spec)[0]
     began = time.perf_counter()
-    restored = reader.restore(latest, template, table=program.table, num_steps=num_saves)
+    restored = reader.restore(latest, template, table=spec.table, num_steps=num_saves)
     jax.block_until_ready(restored)
     seconds = time.perf_counter() - began
     yield Case(name="restore", num_bytes=num_bytes, seconds=seconds, blocked_s=seconds)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.master))
     began = time.perf_counter()
-    reader.read_weights(latest, program.table)
+    reader.read_weights(latest, spec.table)
     seconds = time.perf_counter() - began
     name = "weights, as for export"
     yield Case(name=name, num_bytes=num_bytes, seconds=seconds, blocked_s=seconds)

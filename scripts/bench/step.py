@@ -111,22 +111,20 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         "runtime": " ".join(device.client.platform_version.split()),
     }
     try:
-        program, inputs, batch = build_case(case, folder, device)
+        run_spec, inputs, batch = build_case(case, folder, device)
     except UserError as error:
         return Result(status=report.REFUSED, message=_first_line(error), **fields)
-    (choice,) = inputs.attention_choices.values()
+    choice = run_spec.longest.attention
     fields["fallback_reason"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_compile.compile_fitting_step(
-            program, workspace_bytes=choice.settings.workspace_bytes
-        )
+        fitted = memory_compile.compile_fitting_step(run_spec.longest)
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_compile.reserve_host_memory(program, fitted.memory_use.host)
-        state = train_state.init_state(program, inputs.make_weights())
+        memory_compile.reserve_host_memory(run_spec.longest, fitted.memory_use.host)
+        state = train_state.init_state(run_spec.longest, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -147,17 +145,17 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
 
 
 def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[Any, Any, Any]:
-    """Builds the program and inputs of a case as the train command does, and its batch."""
+    """Builds the steps and inputs of a case as the train command does, and its batch."""
     source = folder / "documents.jsonl"
     cases.write_documents(case, source)
     config = cases.make_config(case, source=source, directory=folder / "run")
-    program, inputs = build.build_training(config, devices=[device])
+    run_spec, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), program.place_rows
+        config, inputs.train_set.make_schedule(config, num_steps=1), run_spec.placements
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]
-    return program, inputs, batch
+    return run_spec, inputs, batch
 
 
 def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
@@ -167,8 +165,8 @@ def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:
     return {
         "kernel_used": find_kernel(text, kernel),
         "workspace_gib": None if workspace is None else workspace / units.GIB,
-        "remat_used": fitted.program.remat_policy.remat,
-        "memory_used": memory_descriptions.describe(fitted.program),
+        "remat_used": fitted.spec.remat_policy.remat,
+        "memory_used": memory_descriptions.describe(fitted.spec),
         "planned_gib": fitted.memory_use.device_total / units.GIB,
         "host_gib": fitted.memory_use.host / units.GIB,
     }

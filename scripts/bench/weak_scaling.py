@@ -182,7 +182,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         device_gib=plan.device_gib,
         state_gib=sum(plan.memory.get(name, 0.0) for name in MODEL_STATE),
         memory=dict(plan.memory),
-        collectives=[dict(collective) for collective in plan.collectives],
+        collectives=[dataclasses.asdict(collective) for collective in plan.collectives],
         ratio=plan.sent_bytes / plan.formula_bytes,
         step_s=plan.step_s_estimate,
         tokens_per_s_per_device=plan.tokens_per_s_estimate / case.num_devices,

@@ -540,9 +540,8 @@ def test_each_row_length_has_its_number_of_devices_and_microbatches_of_the_same_
     words = ["data.row_tokens=[128, 32, 64]", "mesh.seq=[8, 1, 4]", "batch.rows_per_microbatch=2"]
     config = config_file.load(file, words)
     assert config.degrees == {128: 8, 32: 1, 64: 4}
-    of_length = {length: config.with_row_tokens(length) for length in (32, 64, 128)}
-    assert {n: each.mesh.seq for n, each in of_length.items()} == {128: 8, 64: 4, 32: 1}
-    rows = {n: each.batch.rows_per_microbatch for n, each in of_length.items()}
+    assert {n: each.mesh.seq for n, each in config.row_configs.items()} == {128: 8, 64: 4, 32: 1}
+    rows = {n: each.batch.rows_per_microbatch for n, each in config.row_configs.items()}
     assert rows == {128: 2, 64: 2, 32: 1}
     assert config.with_degrees({128: 8, 32: 1, 64: 4}) == config
     assert config.with_degrees(dict.fromkeys((128, 32, 64), 2)).mesh.seq == 2
@@ -559,10 +558,10 @@ def test_numbers_of_devices_for_each_row_length_need_a_mesh_that_follows(file):
 def test_steps_with_shorter_rows_have_the_same_number_of_tokens(file):
     both = config_file.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
     assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
-    short = both.with_row_tokens(32)
+    short = both.row_configs[32]
     assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == (
         (32,),
         32,
         8,
     )
-    assert both.with_row_tokens(128).batch == both.batch
+    assert both.row_configs[128].batch == both.batch

@@ -24,7 +24,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from jaxsp.training import sharding, train_state
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, commands
 
 NOTICED = "noticed"
@@ -82,19 +82,20 @@ class SavedRun:
             "logging": {"trackers": []},
         }
         config = config_file.parse(fields)
-        self.program, inputs = build.build_training(config, devices=jax.devices()[:8])
-        trainer.train(self.program, inputs, rich.console.Console(quiet=True))
+        run_spec, inputs = build.build_training(config, devices=jax.devices()[:8])
+        self.spec = run_spec.longest
+        trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
-        self.table = self.program.table
-        self.state_shapes = train_state.abstract_inputs(self.program)[0]
+        self.table = self.spec.table
+        self.state_shapes = train_state.abstract_inputs(self.spec)[0]
         self.expected = self.restore()
 
-    def restore(self, program: Program | None = None) -> dict[str, bytes]:
+    def restore(self, spec: StepSpec | None = None) -> dict[str, bytes]:
         """Restores everything, by name, without padding.
 
-        Args: program: the program to restore into; None: that of the run.
+        Args: spec: the step to restore into; None: that of the run.
         """
-        shapes = train_state.abstract_inputs(program)[0] if program else self.state_shapes
+        shapes = train_state.abstract_inputs(spec)[0] if spec else self.state_shapes
         meta = reader.read_meta(self.path)
         state = reader.restore(self.path, shapes, table=self.table, num_steps=meta.step)
         items = {"master": state.master, "opt": state.opt_state}

@@ -257,8 +257,8 @@ def test_a_failing_disk_is_not_damage(saved, monkeypatch, number, is_damage):
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])
 def test_checksums_are_the_same_on_every_mesh(saved, sizes):
     """2 devices store other padding than 8, and one device stores none."""
-    program = dataclasses.replace(saved.program, mesh=batches.mesh(*sizes))
-    assert saved.restore(program) == saved.expected
+    spec = dataclasses.replace(saved.spec, mesh=batches.mesh(*sizes))
+    assert saved.restore(spec) == saved.expected
     weights = reader.read_weights(saved.path, saved.table)
     for name, array in checksums.name_leaves(weights).items():
         assert saved.expected[f"master/{name}"] == array.tobytes(), name

@@ -17,9 +17,8 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_state
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches
-from jaxsp import attention
 
 fault, folder_name, port, index_text = sys.argv[1:]
 folder = pathlib.Path(folder_name)
@@ -28,12 +27,12 @@ jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_p
 coordinator = f"127.0.0.1:{port}"
 distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
 sharding.MIN_SHARDED_SIZE = 100
-attend = attention.make_attend(seq=1, kernel="blockwise")
-program = Program(
-    config=batches.make_config(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
+spec = StepSpec(
+    config=batches.make_config(name="adamw"), model=batches.model(), num_steps=9,
+    attention=batches.attention_choice(),
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
-state = train_state.random_state(program, seed=0)
+state = train_state.random_state(spec, seed=0)
 meta = lambda number: reader.CheckpointMeta(
     config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
 )
@@ -54,7 +53,7 @@ def break_method(name, process):
 if fault in ("_copy", "_finalize"):
     break_method(fault, {"_copy": 1, "_finalize": 0}[fault])
 retention = run_schema.CheckpointConfig()
-with CheckpointWriter(folder, table=program.table, retention=retention) as writer:
+with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
     if fault != "read":
         outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
         print("RESULT first:", outcome.failure, flush=True)
@@ -63,7 +62,7 @@ with CheckpointWriter(folder, table=program.table, retention=retention) as write
     while (outcome := writer.poll()) is None:
         pass
     print("RESULT then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
-shapes = train_state.abstract_inputs(program)[0]
+shapes = train_state.abstract_inputs(spec)[0]
 
 
 def fail_to_read(path, *_):
@@ -73,7 +72,7 @@ def fail_to_read(path, *_):
 if fault == "read" and index == 1:
     reader._read_item = fail_to_read
 try:
-    reader.restore(folder / "4", shapes, table=program.table, num_steps=4)
+    reader.restore(folder / "4", shapes, table=spec.table, num_steps=4)
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("RESULT damaged:", damage.reason, flush=True)

@@ -30,7 +30,7 @@ from jaxsp.training import (
     weight_init,
 )
 from jaxsp.training.memory_fit import MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ XLA_OPTIONS = {
 
 
 def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
-    """Makes a program with two microbatches of one row, and chooses its attention.
+    """Describes a step with two microbatches of one row, and chooses its attention.
 
     Skips the test if this JAX does not support the memory options.
     """
@@ -112,9 +112,8 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
     if problems := memory_problems.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
     choice = attention.choose(config, MODEL, devices=[gpu])
-    attend = attention.make_chosen_attend(choice)
     mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return Program(config=config, model=MODEL, mesh=mesh, attend=attend, num_steps=3), choice
+    return StepSpec(config=config, model=MODEL, mesh=mesh, attention=choice, num_steps=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +129,16 @@ class TrainingResult:
 @functools.cache
 def train_three_steps(gpu, option, dtype="float32"):
     memory = OPTIONS[option] if option else {"remat": "save_attention"}
-    program, choice = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
-    step = memory_compile.compile_fitting_step(
-        program, workspace_bytes=choice.settings.workspace_bytes
-    )
+    spec = make_program(gpu, memory, dtype, XLA_OPTIONS.get(option))
+    step = memory_compile.compile_fitting_step(spec)
     start = weight_init.random_weights(
-        program.table, seed=0, mesh=program.mesh, is_on_host=program.is_on_host
+        spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
     )
     before = {
         name: np.array(weight) for name, weight in batches.name_leaves(start).items()
     }  # copies: the step reuses the memory of its inputs
-    state = train_state.init_state(program, start)
-    rows = batches.put_on_mesh(ROWS, program.mesh)
+    state = train_state.init_state(spec, start)
+    rows = batches.put_on_mesh(ROWS, spec.mesh)
     losses = []
     weight_changes = {}
     for _ in range(3):
@@ -218,19 +215,19 @@ def test_memory_options_need_less_and_less_device_memory(gpu):
 @pytest.mark.parametrize("option", ["none", "state"])
 def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path):
     """Offloaded state is written from host memory that the next step reuses."""
-    program, _ = make_program(gpu, OPTIONS[option], "float32")
-    run = train_step.compile(program)
-    state = train_state.random_state(program, seed=0)
-    rows = batches.put_on_mesh(ROWS, program.mesh)
+    spec = make_program(gpu, OPTIONS[option], "float32")
+    run = train_step.compile(spec)
+    state = train_state.random_state(spec, seed=0)
+    rows = batches.put_on_mesh(ROWS, spec.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(
         config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0
     )
-    with CheckpointWriter(tmp_path, table=program.table, retention=CheckpointConfig()) as store:
+    with CheckpointWriter(tmp_path, table=spec.table, retention=CheckpointConfig()) as store:
         store.save(state, meta)
         state, expected = run(state, rows)
     restored = reader.restore(
-        tmp_path / "1", train_state.abstract_inputs(program)[0], table=program.table, num_steps=1
+        tmp_path / "1", train_state.abstract_inputs(spec)[0], table=spec.table, num_steps=1
     )
     assert float(run(restored, rows)[1].loss) == pytest.approx(
         float(expected.loss), rel=tolerances.MESH
@@ -242,18 +239,16 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
     gpu, activations, record_property
 ):
     """Asserts the second check; the first also loads cuDNN and cuBLAS, which a step needs too."""
-    program, choice = make_program(
-        gpu, {"remat": "save_attention", "offload_activations": activations}
-    )
+    spec = make_program(gpu, {"remat": "save_attention", "offload_activations": activations})
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        lines = selfcheck.check_device(program, choice)
+        lines = selfcheck.check_device(spec, [spec.attention])
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
     checked = []
-    if choice.kernel.needs_selfcheck:
+    if spec.attention.kernel.needs_selfcheck:
         checked.append("cuDNN")
     if activations != "none":
         checked.append("offload")

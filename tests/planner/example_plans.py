@@ -4,18 +4,19 @@ import dataclasses
 
 from jaxsp.planner import planning
 from jaxsp.planner.cost import roofline
-from jaxsp.planner.planning import Plan
+from jaxsp.planner.planning import Plan, PlannedCollective
 from jaxsp.training import memory_causes
 
-_ALL_TO_ALL = {
-    "kind": "all-to-all",
-    "axes": ["seq"],
-    "bytes": 2e9,
-    "formula": 2e9,
-    "node_bytes": 0.0,
-    "seconds": 0.25,
-    "waited_s": 0.125,
-}
+_ALL_TO_ALL = PlannedCollective(
+    kind="all-to-all",
+    axes=["seq"],
+    bytes=2e9,
+    formula=2e9,
+    node_bytes=0.0,
+    num_runs=1,
+    seconds=0.25,
+    waited_s=0.125,
+)
 
 
 def make_plan(**changes):

@@ -9,6 +9,7 @@ from jaxsp.config import config_file
 from jaxsp.hf import model_config
 from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
+from jaxsp.training import row_meshes
 
 LLAMA = {
     "model_type": "llama",
@@ -46,7 +47,7 @@ def step(config, devices):
     """The compiled step of such a config on these devices."""
     model = model_config.parse_model_config(config.model.config, field="model.config")
     model = adapters.add_adapter(model, config.adapter)
-    return compiled.compile_program(*compiled.build_program(config, model=model, devices=devices))
+    return compiled.compile_step(row_meshes.make_step_spec(config, model, devices=devices))
 
 
 @functools.cache
@@ -67,5 +68,5 @@ def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4, is_tied=False)
 
 def segment_lengths(step):
     """Lengths of a step's segments, one per row."""
-    config = step.program.config
+    config = step.spec.config
     return np.full(config.batch.rows_per_step, config.data.max_row_tokens)

@@ -1,5 +1,6 @@
 """Plans as text."""
 
+import dataclasses
 import re
 
 import pytest
@@ -104,7 +105,7 @@ def test_bytes_that_leave_nodes_are_printed_only_if_there_are_any():
     plan = example_plans.make_plan()
     assert "leave each node" not in report.format_plan(plan, model="a model")
     (collective,) = plan.collectives
-    plan = example_plans.make_plan(collectives=[collective | {"node_bytes": 3e9}])
+    plan = example_plans.make_plan(collectives=[dataclasses.replace(collective, node_bytes=3e9)])
     assert "3.000 GB leave each node" in report.format_plan(plan, model="a model")
 
 

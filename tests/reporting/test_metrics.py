@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import AttentionChoice, KernelSettings
-from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.runtime import jsonl
@@ -213,15 +211,7 @@ def test_a_result_of_which_only_a_part_fits_on_the_disk_is_an_error(tmp_path):
     ],
 )
 def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq, heads):
-    choice = AttentionChoice(
-        strategy=attention.combine(seq),
-        alternatives=(),
-        sent_bytes=0,
-        kernel=BlockwiseKernel(),
-        settings=KernelSettings(),
-        fallback_reason="",
-        layer_scores=(attention.ScoreConfig(),),
-    )
+    choice = batches.attention_choice(seq=seq)
     model = types.SimpleNamespace(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -47,20 +47,20 @@ def folder(tmp_path_factory):
         records[number][offset] = NEW
     lines = [json.dumps({"input_ids": record}) for record in records]
     (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    program, inputs = build.build_training(
+    run_spec, inputs = build.build_training(
         make_config(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"),
         devices=jax.devices()[:1],
     )
     whole = jax.tree.map(
         lambda param, x: np.array(x)[..., *map(slice, param.shape)],
-        program.table,
+        run_spec.longest.table,
         inputs.make_weights(),
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
     writer.export_model(
         whole,
-        table=decoder.param_table(program.model),
+        table=decoder.param_table(run_spec.longest.model),
         fields=MODEL,
         tokenizer=tokenizer,
         directory=folder / "hf",
@@ -87,8 +87,8 @@ def make_config(folder, *words):
 
 def train(config):
     devices = jax.devices()[: config.mesh.data * config.mesh.seq]
-    program, inputs = build.build_training(config, devices=devices)
-    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    run_spec, inputs = build.build_training(config, devices=devices)
+    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
 
 
 def lines(directory, name=metrics.METRICS_FILE):
@@ -140,11 +140,11 @@ def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder
     assert [line["learning_rate"] for line in all_lines] == pytest.approx(
         [0.01 * (1 - n / STEPS) for n in range(STEPS)]
     )
-    program, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
+    run_spec, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
     state = reader.restore(
         run_paths.find_latest(directory),
-        train_state.abstract_inputs(program)[0],
-        table=program.table,
+        train_state.abstract_inputs(run_spec.longest)[0],
+        table=run_spec.longest.table,
         num_steps=STEPS,
     )
     counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32]

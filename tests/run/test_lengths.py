@@ -1,6 +1,5 @@
 """Rows of several lengths: equal losses of documents, one step per length, and a resumed run."""
 
-import dataclasses
 import json
 import re
 
@@ -51,18 +50,16 @@ def folder(tmp_path):
 
 def losses(chosen):
     """The loss of each document, by its first tokens: all other labels of a step are taken away."""
-    program, material = build.build_training(chosen, devices=jax.devices()[:4])
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:4])
     master = material.make_weights()
     actual = {}
     data = material.train_set
     totals = {
-        stream.row_tokens: train_step.compile_totals(
-            dataclasses.replace(program.with_row_tokens(stream.row_tokens), num_steps=1)
-        )
+        stream.row_tokens: train_step.compile_totals(run_spec.steps[stream.row_tokens])
         for stream in data.streams
     }
     for given, counts in data.make_loader(
-        chosen, data.make_schedule(chosen, epochs=1), program.place_rows
+        chosen, data.make_schedule(chosen, epochs=1), run_spec.placements
     ).batches():
         tokens = np.asarray(given.tokens_BL)
         labels = np.asarray(given.labels_BL)
@@ -100,16 +97,16 @@ def test_rows_that_cudnn_cannot_take_use_another_kernel(folder, monkeypatch):
         return [UnsupportedReason("supports short rows only", "")] if is_long else []
 
     monkeypatch.setattr(CudnnKernel, "unsupported_reasons", find_reasons)
-    _, material = build.build_training(
+    run_spec, _ = build.build_training(
         settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4]
     )
-    kernels = {length: choice.kernel.name for length, choice in material.attention_choices.items()}
+    kernels = {length: spec.attention.kernel.name for length, spec in run_spec.steps.items()}
     assert kernels == {64: "cudnn", 128: "blockwise"}
 
 
 def train(chosen):
-    program, material = build.build_training(chosen, devices=jax.devices()[:4])
-    trainer.train(program, material, rich.console.Console(quiet=True))
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:4])
+    trainer.train(run_spec, material, rich.console.Console(quiet=True))
     directory = chosen.run.directory
     with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
         return [json.loads(line) for line in file]

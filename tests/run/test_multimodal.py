@@ -33,8 +33,8 @@ def train(folder, *, steps):
         "logging": {"trackers": []},
     }
     console = rich.console.Console(record=True, width=200, quiet=True)
-    program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-    trainer.train(program, inputs, console)
+    run_spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+    trainer.train(run_spec, inputs, console)
 
 
 @pytest.mark.e2e

@@ -59,8 +59,8 @@ def settings(folder, *words):
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
-    program, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
-    trainer.train(program, material, console)
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
+    trainer.train(run_spec, material, console)
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -308,7 +308,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
-    program, _ = build.build_training(
+    run_spec, _ = build.build_training(
         settings(
             tmp_path,
             "data.eval=[]",
@@ -317,11 +317,13 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
         ),
         devices=jax.devices(),
     )
-    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
+    whole = jax.tree.map(
+        lambda row: np.zeros(row.stacked_shape, np.float32), run_spec.longest.table
+    )
     folder = tmp_path / "hf"
     writer.export_model(
         whole,
-        table=program.table,
+        table=run_spec.longest.table,
         fields=batches.UNEVEN_LLAMA,
         tokenizer=tokenizers.make_byte_tokenizer(),
         directory=folder,
@@ -416,8 +418,8 @@ REFUSED = [
 )
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
-    program, material = build.build_training(chosen, devices=jax.devices())
-    assert (material.start.step, program.num_steps, material.schedule.begin_rows) == (
+    run_spec, material = build.build_training(chosen, devices=jax.devices())
+    assert (material.start.step, run_spec.num_steps, material.schedule.begin_rows) == (
         STOPPED,
         STEPS,
         (begins,),

@@ -49,8 +49,8 @@ def settings(folder, *words):
 
 
 def train(chosen):
-    program, material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(program, material, rich.console.Console(quiet=True))
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:1])
+    trainer.train(run_spec, material, rich.console.Console(quiet=True))
 
 
 @pytest.fixture
@@ -226,10 +226,10 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
             "optimizer.learning_rate=3",
             "optimizer.schedule=constant",
         ]
-        program, material = build.build_training(
+        run_spec, material = build.build_training(
             settings(folder, *words, *more), devices=jax.devices()[:1]
         )
-        trainer.train(program, material, console)
+        trainer.train(run_spec, material, console)
         return console.file.getvalue()
 
     def steps():
@@ -457,7 +457,7 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
-    monkeypatch.setattr(train_step, "compile_totals", lambda program: 1 / 0)
+    monkeypatch.setattr(train_step, "compile_totals", lambda run_spec: 1 / 0)
     train(settings(folder, "run.steps=2"))
 
 
@@ -467,17 +467,17 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     seen = []
     now = RunStatus()
 
-    def watched(program, material, console):
-        compiled = compile_(program, material, console)
+    def watched(run_spec, material, console):
+        compiled = compile_(run_spec, material, console)
         look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
         functions = {length: look(run) for length, run in compiled.functions.items()}
         return dataclasses.replace(compiled, functions=functions)
 
     monkeypatch.setattr(preflight, "compile_steps", watched)
     chosen = settings(folder, "run.steps=3")
-    program, material = build.build_training(chosen, devices=jax.devices()[:1])
+    run_spec, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(
-        program, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
+        run_spec, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
     )
     assert seen == [{1}, {1, 2}, {2, 3}]
     assert not now._running
@@ -511,33 +511,33 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
         f"data.train={json.dumps([{**one, 'name': 'books'}])}",
         f"data.eval={json.dumps([{**one, 'name': 'held out'}])}",
     ]
-    program, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
+    run_spec, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
     lines = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda own: lines.append(own) or np.stack([own, own])
     )
-    preflight.check_agreement(program, material)
+    preflight.check_agreement(run_spec, material)
     changed = {
-        "nothing": (program, material),
+        "nothing": (run_spec, material),
         "train": (
-            program,
+            run_spec,
             dataclasses.replace(
                 material, train_set=dataclasses.replace(material.train_set, digests=("z",))
             ),
         ),
         "eval": (
-            program,
+            run_spec,
             dataclasses.replace(
                 material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)
             ),
         ),
         "step": (
-            program,
+            run_spec,
             dataclasses.replace(material, start=dataclasses.replace(material.start, step=4)),
         ),
         "config": (
-            dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")),
+            dataclasses.replace(run_spec, config=settings(folder, *named, "run.seed=1")),
             material,
         ),
     }[other]

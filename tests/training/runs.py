@@ -28,7 +28,7 @@ from jaxsp.training import (
     train_step,
     trainable,
 )
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded
 from tests.attention import oracle
@@ -39,26 +39,26 @@ SGD = batches.make_config()
 NUM_STEPS = 5
 
 
-def program(
+def make_spec(
     memory: dict[str, Any],
     *,
     model: ModelConfig = MODEL,
     row_tokens: int = 64,
     sizes: tuple[int, int, int] = (1, 1, 4),
     **config: Any,
-) -> Program:
-    """Makes a program with these memory options, without compiling it."""
+) -> StepSpec:
+    """Describes a step with these memory options, without compiling it."""
     base = batches.make_config(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {
         "data": base.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**mesh),
     }
-    return Program(
+    return StepSpec(
         config=base.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
+        attention=batches.attention_choice(seq=sizes[-1]),
         num_steps=1,
     )
 
@@ -171,9 +171,9 @@ def remove_padding(param: Parameter, stored: jax.Array | None) -> np.ndarray | N
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program on a mesh, with its compiled functions for rows of one shape."""
+    """A step on a mesh, with its compiled functions for rows of one shape."""
 
-    program: Program
+    spec: StepSpec
     rows_per_microbatch: int
     gradients: Any
     step: Any
@@ -181,24 +181,24 @@ class Run:
     def rows(self, arrays: batches.Arrays) -> Batch:
         return batches.put_on_mesh(
             arrays,
-            self.program.mesh,
+            self.spec.mesh,
             rows_per_microbatch=self.rows_per_microbatch,
-            layout=self.program.attend.layout,
+            layout=self.spec.attend.layout,
         )
 
     def state(self, weights: dict[str, Any]) -> TrainState:
         """State with these unsharded weights and an initial optimizer state."""
         stored = put_weights(
-            self.program.table,
+            self.spec.table,
             weights,
-            self.program.mesh,
-            is_on_host=self.program.is_on_host,
+            self.spec.mesh,
+            is_on_host=self.spec.is_on_host,
         )
-        return train_state.init_state(self.program, stored)
+        return train_state.init_state(self.spec, stored)
 
     def unpad(self, tree: Any) -> dict[str, np.ndarray]:
         """Returns weights or gradients by name, without padding."""
-        return batches.name_leaves(jax.tree.map(remove_padding, self.program.table, tree))
+        return batches.name_leaves(jax.tree.map(remove_padding, self.spec.table, tree))
 
 
 def check_gradients(
@@ -206,9 +206,9 @@ def check_gradients(
 ) -> None:
     """Compares the loss, gradients and counts of a run with those of the reference."""
     actual = run.gradients(run.state(weights).master, run.rows(arrays))
-    (loss, num_correct), expected = compile_reference(run.program.model)(weights, arrays)
+    (loss, num_correct), expected = compile_reference(run.spec.model)(weights, arrays)
     actual_leaves = run.unpad(actual.gradients)
-    expected_leaves = batches.name_leaves(trainable.select_trained(run.program.table, expected))
+    expected_leaves = batches.name_leaves(trainable.select_trained(run.spec.table, expected))
     assert actual_leaves.keys() == expected_leaves.keys()
     differences = {
         name: batches.relative_error(actual_leaves[name], expected_leaves[name])
@@ -247,24 +247,25 @@ def compile_in_thread(
     """
 
     def make() -> Run:
-        attend = attention.make_attend(
-            seq=sizes[-1],
-            strategy=strategy,
-            kernel="blockwise",
-            layer_scores=model.layer_scores,
+        spec = StepSpec(
+            config=config,
+            model=model,
+            mesh=batches.mesh(*sizes),
+            attention=batches.attention_choice(
+                seq=sizes[-1], strategy=strategy, layer_scores=model.layer_scores
+            ),
+            num_steps=NUM_STEPS,
         )
-        mesh = batches.mesh(*sizes)
-        program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
-        uncompiled = Run(program, rows_per_microbatch, None, None)
+        uncompiled = Run(spec, rows_per_microbatch, None, None)
         rows = uncompiled.rows(arrays)
         state = uncompiled.state(draw_weights(model))
-        gradients = jax.jit(functools.partial(step_gradients.compute_gradients, program))
+        gradients = jax.jit(functools.partial(step_gradients.compute_gradients, spec))
         return dataclasses.replace(
             uncompiled,
             gradients=gradients.lower(state.master, rows).compile()
             if "gradients" in functions
             else None,
-            step=train_step.build_step(program).lower(state, rows).compile()
+            step=train_step.build_step(spec).lower(state, rows).compile()
             if "step" in functions
             else None,
         )

@@ -113,14 +113,14 @@ def round_to_stored(param, weight):
 def test_loss_gradients_and_weights_are_those_of_a_plain_program(run_of, name, record_property):
     """SGD with learning rate 1: the step subtracts the gradient."""
     run = run_of(name)
-    drawn = runs.draw_weights(run.program.model)
-    weights = jax.tree.map(round_to_stored, run.program.table, drawn)
+    drawn = runs.draw_weights(run.spec.model)
+    weights = jax.tree.map(round_to_stored, run.spec.table, drawn)
     runs.check_gradients(run, weights, runs.ROWS, record_property)
     before = {path: np.asarray(x) for path, x in run.unpad(run.state(weights).master).items()}
-    _, gradients = runs.compile_reference(run.program.model)(weights, runs.ROWS)
+    _, gradients = runs.compile_reference(run.spec.model)(weights, runs.ROWS)
     state, _ = run.step(run.state(weights), run.rows(runs.ROWS))
     after = run.unpad(state.master)
-    trained = batches.name_leaves(trainable.select_trained(run.program.table, gradients))
+    trained = batches.name_leaves(trainable.select_trained(run.spec.table, gradients))
     for path, gradient in trained.items():
         error = batches.relative_error(after[path], before[path] - gradient)
         assert error < tolerances.MESH, path
@@ -164,7 +164,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
         later = dataclasses.replace(run.state(weights), step=jnp.full_like(state.step, 7))
         _, second = run.step(later, rows)
         trained = trainable.select_trained(
-            run.program.table, jax.tree.map(runs.remove_padding, run.program.table, state.master)
+            run.spec.table, jax.tree.map(runs.remove_padding, run.spec.table, state.master)
         )
         results.append((float(first.loss), float(second.loss), batches.name_leaves(trained)))
     expected = results[0]

@@ -11,7 +11,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import compile_options
+from jaxsp.training import compile_options, row_meshes
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages
 from tests.planner import programs
@@ -82,11 +82,11 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
         "mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024"
     )
     model = model_config.parse_model_config(config.model.config, field="model.config")
-    program, _ = compiled.build_program(config, model=model, devices=list(gpus(2, 4).devices.flat))
-    assert program.tokens_per_device == 2048
-    assert OVERLAP.items() <= program.compile_options.options.items()
+    spec = row_meshes.make_step_spec(config, model, devices=list(gpus(2, 4).devices.flat))
+    assert spec.tokens_per_device == 2048
+    assert OVERLAP.items() <= spec.compile_options.options.items()
     whole = dataclasses.replace(
-        program,
+        spec,
         config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"),
     )
     assert whole.compile_options.options == BASE

@@ -93,13 +93,9 @@ def order(tmp_path, monkeypatch):
             events.append("load")
             raise Loaded
 
-        program, material = build.build_training(
-            config_file.parse(fields), devices=jax.devices()[:2]
-        )
-        monkeypatch.setattr(memory_compile, "is_gpu", lambda program: is_gpu)
-        monkeypatch.setattr(
-            train_step, "compile", lambda program: events.append("compile") or EMPTY
-        )
+        spec, material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+        monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: is_gpu)
+        monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
         monkeypatch.setattr(
             memory_fit, "read_memory_use", lambda run, **_: MemoryUse(0, next(needs))
         )
@@ -110,7 +106,7 @@ def order(tmp_path, monkeypatch):
         )
         with pytest.raises(Loaded):
             trainer.train(
-                program,
+                spec,
                 dataclasses.replace(material, make_weights=load),
                 rich.console.Console(quiet=True),
             )

@@ -141,5 +141,5 @@ def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinit
     ids=["a sum", "logits", "bfloat16"],
 )
 def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
-    with pytest.raises(UserError, match=messages.containing("Program.loss", "float32[7]")):
+    with pytest.raises(UserError, match=messages.containing("float32[7]")):
         tiled(*inputs(), 7, "float32", token_loss)

@@ -50,21 +50,21 @@ LOSS_TILES = (TOKENS, 2048, 512)
 
 
 def large(**memory):
-    """A program of 4 devices, each with TOKENS tokens."""
-    return runs.program(
+    """A step of 4 devices, each with TOKENS tokens."""
+    return runs.make_spec(
         AUTO | memory, model=LARGE, row_tokens=4 * TOKENS, compute_dtype="bfloat16", name="adamw"
     )
 
 
-def decided(program):
-    memory = program.config.memory
+def decided(spec):
+    memory = spec.config.memory
     return memory.remat, memory.mlp_tile_tokens, memory.loss_tile_tokens
 
 
-def candidates(program, *, is_known=True):
+def candidates(spec, *, is_known=True):
     return [
         decided(candidate)
-        for candidate in memory_fit.list_candidates(program, is_memory_known=is_known)
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=is_known)
     ]
 
 
@@ -79,7 +79,7 @@ def test_candidates_are_tried_from_the_fastest_on():
 
 
 def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
-    actual = candidates(runs.program(AUTO))
+    actual = candidates(runs.make_spec(AUTO))
     assert actual == [
         (remat, 16, 16) for remat in ("save_attention_and_mlp", "save_attention", "full")
     ]
@@ -119,16 +119,16 @@ def test_options_that_free_memory_leave_out_candidates(memory, remats):
 )
 @pytest.mark.parametrize("is_known", [True, False])
 def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
-    program = large(**fixed)
-    actual = list(memory_fit.list_candidates(program, is_memory_known=is_known))
+    spec = large(**fixed)
+    actual = list(memory_fit.list_candidates(spec, is_memory_known=is_known))
     assert actual
     for candidate in actual:
         memory = candidate.config.memory.model_dump()
         assert {name: memory[name] for name in fixed} == fixed
         assert "auto" not in memory.values()
-        others = candidate.config.model_copy(update={"memory": program.config.memory})
-        assert others == program.config
-        assert dataclasses.replace(candidate, config=program.config) == program
+        others = candidate.config.model_copy(update={"memory": spec.config.memory})
+        assert others == spec.config
+        assert dataclasses.replace(candidate, config=spec.config) == spec
 
 
 def test_inputs_leave_the_device_during_attention_only_if_nothing_else_fits():
@@ -150,8 +150,8 @@ def test_every_kth_input_in_host_memory_and_those_of_one_group():
     stack = {"offload_activations": "layer_inputs", "remat": "full"}
 
     def count(**memory):
-        program = runs.program(stack | memory, model=model)
-        return memory_formula.program_offloaded_bytes(program).activations / (16 * 60 * 4)
+        spec = runs.make_spec(stack | memory, model=model)
+        return memory_formula.step_offloaded_bytes(spec).activations / (16 * 60 * 4)
 
     assert count() == 5
     assert count(offload_every=2) == 3 + 2
@@ -181,25 +181,23 @@ def test_tiles_have_a_safe_size_if_the_memory_of_the_devices_is_unknown():
 
 
 class Trial:
-    """Compiles nothing; a program needs `factor` times the formula's memory."""
+    """Compiles nothing; a step needs `factor` times the formula's memory."""
 
     def __init__(self, factor=1.0, host=0):
         self.factor = factor
         self.host = host
         self.compiled = []
 
-    def compile(self, program):
-        self.compiled.append(program)
-        return program
+    def compile(self, spec):
+        self.compiled.append(spec)
+        return spec
 
     def measure(self, run):
         return MemoryUse(int(self.factor * memory_formula.predict_bytes(run)), self.host)
 
-    def fit(self, program, device, *, host=math.inf):
+    def fit(self, spec, device, *, host=math.inf):
         room = MemoryLimit(device, host)
-        return memory_fit.fit(
-            program, limit=room, workspace_bytes=0, compile_step=self.compile, measure=self.measure
-        )
+        return memory_fit.fit(spec, limit=room, compile_step=self.compile, measure=self.measure)
 
 
 def gib_in(words):
@@ -207,10 +205,10 @@ def gib_in(words):
     return re.findall(r"[\d.]+ GiB", words)
 
 
-def formulas(program):
+def formulas(spec):
     return [
         memory_formula.predict_bytes(candidate)
-        for candidate in memory_fit.list_candidates(program, is_memory_known=True)
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
     ]
 
 
@@ -218,17 +216,17 @@ def test_the_first_candidate_is_taken_if_it_fits():
     trial = Trial()
     actual = trial.fit(large(), max(formulas(large())))
     assert (
-        [decided(actual.program)]
-        == [decided(program) for program in trial.compiled]
+        [decided(actual.spec)]
+        == [decided(spec) for spec in trial.compiled]
         == candidates(large())[:1]
     )
     assert (actual.shortage, actual.full_remat_reason) == ("", "")
 
 
 def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
-    program = large()
+    spec = large()
     trial = Trial()
-    takes = formulas(program)
+    takes = formulas(spec)
     least = min(takes)
     room = (least + takes[0]) / 2
     first = next(
@@ -236,10 +234,10 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
         for number, bytes_of in enumerate(takes)
         if bytes_of <= memory_fit.MAX_PREDICTED_RATIO * room
     )
-    actual = trial.fit(program, room)
+    actual = trial.fit(spec, room)
     assert first > 0
-    assert decided(trial.compiled[0]) == candidates(program)[first]
-    assert memory_formula.predict_bytes(actual.program) <= room
+    assert decided(trial.compiled[0]) == candidates(spec)[first]
+    assert memory_formula.predict_bytes(actual.spec) <= room
     assert not actual.shortage
 
 
@@ -247,9 +245,9 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     trial = Trial()
     actual = trial.fit(large(), 20 * GIB)
     assert (
-        [decided(program) for program in trial.compiled]
+        [decided(spec) for spec in trial.compiled]
         == candidates(large())[-1:]
-        == [decided(actual.program)]
+        == [decided(actual.spec)]
     )
     sizes = [
         units.format_bytes(actual.memory_use.device_total),
@@ -260,9 +258,9 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
 
 def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
     """The first compiled program needs 1.5 times as much as predicted, and so will later ones."""
-    program = large()
+    spec = large()
     trial = Trial(factor=1.5)
-    takes = formulas(program)
+    takes = formulas(spec)
     room = takes[0]
     expected = [0]
     for number, bytes_of in enumerate(takes[1:], 1):
@@ -270,23 +268,23 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
             expected.append(number)
             if 1.5 * bytes_of <= room:
                 break
-    actual = trial.fit(program, room)
+    actual = trial.fit(spec, room)
     assert [decided(candidate) for candidate in trial.compiled] == [
-        candidates(program)[number] for number in expected
+        candidates(spec)[number] for number in expected
     ]
     assert len(expected) < next(
         number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room
     )
-    assert 1.5 * memory_formula.predict_bytes(actual.program) <= room
+    assert 1.5 * memory_formula.predict_bytes(actual.spec) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
     """All candidates offload the same arrays, and the margin for checkpoints refuses no run."""
-    program = large()
-    takes = formulas(program)
-    right = Trial(factor=1.5).fit(program, takes[0])
-    actual = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
-    assert decided(actual.program) == decided(right.program)
+    spec = large()
+    takes = formulas(spec)
+    right = Trial(factor=1.5).fit(spec, takes[0])
+    actual = Trial(factor=1.5).fit(spec, takes[0], host=-GIB)
+    assert decided(actual.spec) == decided(right.spec)
     assert actual.memory_use.device_total <= actual.memory_limit.device
     assert gib_in(actual.shortage) == ["1.0 GiB"]
     assert "host" in actual.shortage
@@ -303,12 +301,12 @@ H100 = memory_limits.GPU_MEMORY_FRACTION * 79.1 * GIB
 
 
 def of_kind(sizes, **kind):
-    """A program on a mesh whose attention has this kind."""
+    """A step on a mesh whose attention has this kind."""
     seq = sizes[-1]
-    attend = dataclasses.replace(
-        runs.program({}).attend, strategy=make_strategy(seq=seq, **({"ulysses_degree": seq} | kind))
+    choice = batches.attention_choice(
+        strategy=make_strategy(seq=seq, **({"ulysses_degree": seq} | kind))
     )
-    return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
+    return dataclasses.replace(runs.make_spec({}, sizes=sizes), attention=choice)
 
 
 @pytest.mark.parametrize(
@@ -360,10 +358,10 @@ def test_a_part_of_the_device_is_left_for_fragmentation():
 
 
 def test_jaxs_part_is_what_nccl_leaves():
-    program = of_kind((2, 2, 2))
-    outside = available_memory.outside_bytes(program)
+    spec = of_kind((2, 2, 2))
+    outside = available_memory.outside_bytes(spec)
     assert outside > GIB + 79.1 * GIB - H100
-    room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB))
+    room = available_memory.subtract_reserves(spec, MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(0.978 * (79.1 * GIB - outside))
 
 
@@ -372,9 +370,9 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
     assert available_memory.subtract_reserves(of_kind((2, 2, 2)), unknown) == unknown
 
 
-def on_kind(program):
+def on_kind(spec):
     """Bytes of a device's weights and optimizer state by memory kind."""
-    state = train_state.abstract_inputs(program)[0]
+    state = train_state.abstract_inputs(spec)[0]
     actual = {"device": 0, host_memory.MEMORY_KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt_state)):
         kind = leaf.sharding.memory_kind or "device"
@@ -388,30 +386,30 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(
     small_shards, monkeypatch, optimizer, offload
 ):
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
-    program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
-    actual = on_kind(program)
-    assert memory_formula.checkpoint_bytes(program) == 2 * actual["device"], "a copy and its buffer"
-    offloaded = memory_formula.program_offloaded_bytes(program)
+    spec = runs.make_spec({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
+    actual = on_kind(spec)
+    assert memory_formula.checkpoint_bytes(spec) == 2 * actual["device"], "a copy and its buffer"
+    offloaded = memory_formula.step_offloaded_bytes(spec)
     assert offloaded.weights + offloaded.moments == actual[host_memory.MEMORY_KIND]
     assert actual["device"] > 0
     assert (actual[host_memory.MEMORY_KIND] > 0) == (offload == "state")
-    room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
+    room = available_memory.subtract_reserves(spec, MemoryLimit(H100, 200 * GIB, 100 * GIB))
     assert room.host == 200 * GIB - 2 * actual["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
 
 
 def test_buffers_for_copies_of_a_checkpoint_have_the_limit_of_the_pool(monkeypatch):
     """With XLA's limit of 64 GiB, nothing is offloaded, and the state could be larger."""
-    program = runs.program({"offload_activations": "layer_inputs"}, sizes=(2, 2, 2))
+    spec = runs.make_spec({"offload_activations": "layer_inputs"}, sizes=(2, 2, 2))
     monkeypatch.setattr(memory_formula, "pool_bytes", lambda _: 1000)
-    assert memory_formula.checkpoint_bytes(program) == on_kind(program)["device"] + 1000
+    assert memory_formula.checkpoint_bytes(spec) == on_kind(spec)["device"] + 1000
 
 
 def test_large_arrays_of_a_checkpoint_have_no_buffers(monkeypatch):
-    program = runs.program({}, sizes=(2, 2, 2))
-    assert memory_formula.checkpoint_bytes(program) == 2 * on_kind(program)["device"]
+    spec = runs.make_spec({}, sizes=(2, 2, 2))
+    assert memory_formula.checkpoint_bytes(spec) == 2 * on_kind(spec)["device"]
     monkeypatch.setattr(memory_formula, "GIB", 0)
-    assert memory_formula.checkpoint_bytes(program) == on_kind(program)["device"]
+    assert memory_formula.checkpoint_bytes(spec) == on_kind(spec)["device"]
 
 
 class Device:
@@ -459,7 +457,7 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     actual = {
-        value: memory_formula.program_offloaded_bytes(runs.program({"offload_activations": value}))
+        value: memory_formula.step_offloaded_bytes(runs.make_spec({"offload_activations": value}))
         for value in ("none", "layer_inputs", "layer_inputs_and_attention")
     }
     assert actual["none"].total == 0
@@ -468,16 +466,16 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     assert actual["layer_inputs_and_attention"].total - actual["layer_inputs"].total == 2 * 16 * (
         64 * 4 + 8 * 4
     )
-    program = runs.program({"offload_optimizer": "state_and_gradients"}, name="adamw")
-    layers = [row for row in jax.tree.leaves(program.table) if row.num_layers and row.size >= 100]
+    spec = runs.make_spec({"offload_optimizer": "state_and_gradients"}, name="adamw")
+    layers = [row for row in jax.tree.leaves(spec.table) if row.num_layers and row.size >= 100]
     placed = [(row, sharding.choose_placement(row, 4)) for row in layers]
     shards = [
         row.num_layers * math.prod(place.stored_shape) // (1 if place.dim is None else 4)
         for row, place in placed
     ]
-    actual = memory_formula.program_offloaded_bytes(program)
+    actual = memory_formula.step_offloaded_bytes(spec)
     assert actual.moments == 2 * actual.weights > 0
-    assert program.num_microbatches > 1
+    assert spec.num_microbatches > 1
     assert actual.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
     assert 4 * sum(shards) < actual.weights, (
         "gradients of the embedding and the head stay on the device"
@@ -492,9 +490,7 @@ def check_formula(made):
 
     It skips no candidate that fits, and few that do not fit are compiled.
     """
-    formula = memory_formula.predict_bytes(
-        made.program, workspace_bytes=made.choice.settings.workspace_bytes
-    )
+    formula = memory_formula.predict_bytes(made.spec)
     assert 0.9 < formula / memory.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import attention
+from jaxsp.attention import KernelSettings
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -36,7 +36,7 @@ from jaxsp.training import (
 )
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_fit import MemoryUse
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy
 from tests.training import runs
@@ -177,7 +177,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
         for leaf in jax.tree.leaves(state.master)
         if leaf.size > 100 * model_of(name).num_layers
     }
-    assert kinds == {host_memory.MEMORY_KIND if run.program.has_offloaded_state else "device"}
+    assert kinds == {host_memory.MEMORY_KIND if run.spec.has_offloaded_state else "device"}
 
 
 @pytest.mark.e2e
@@ -224,7 +224,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
         config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0
     )
     with CheckpointWriter(
-        tmp_path, table=offloaded.program.table, retention=CheckpointConfig()
+        tmp_path, table=offloaded.spec.table, retention=CheckpointConfig()
     ) as store:
         store.save(state, meta)
         assert (tmp_path / "2" / run_paths.MASTER).is_dir(), (
@@ -236,8 +236,8 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
     for run in (plain, offloaded):
         restored = reader.restore(
             tmp_path / "2",
-            train_state.abstract_inputs(run.program)[0],
-            table=run.program.table,
+            train_state.abstract_inputs(run.spec)[0],
+            table=run.spec.table,
             num_steps=2,
         )
         went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
@@ -259,16 +259,16 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
 
 def residuals(memory, *, seq=4):
     """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
-    program = Program(
+    spec = StepSpec(
         config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
         mesh=batches.mesh(1, 8 // seq, seq),
-        attend=attention.make_attend(seq=seq, kernel="blockwise"),
+        attention=batches.attention_choice(seq=seq),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
+    run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.draw_weights(runs.MODEL))
-    jaxpr = jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
+    jaxpr = jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, spec))(
         state.master, run.rows(runs.ROWS)
     )
     number = runs.MODEL.num_layers
@@ -426,7 +426,7 @@ def test_options_of_layer_inputs_need_layer_inputs(option, default):
     inputs = {"offload_activations": "layer_inputs"}
     with pytest.raises(UserError, match=messages.containing(f"memory.{name}", "remat=full")):
         batches.make_config(memory=option | inputs | {"remat": "save_attention"})
-    assert runs.program(option | inputs).remat_policy.remat == "full"
+    assert runs.make_spec(option | inputs).remat_policy.remat == "full"
     (message,) = problems("0.10.1", "gpu", **option, **inputs)
     assert re.match(messages.containing(f"memory.{name}", "0.11.1", suggestions[1]), message)
     assert problems("0.11.1", "gpu", **option, **inputs) == []
@@ -473,32 +473,35 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     """The step chosen on such a node; nothing is compiled, and the formula is exact."""
     compiled = []
 
-    def compile(program):
-        compiled.append(program.remat_policy.remat)
+    def compile(spec):
+        compiled.append(spec.remat_policy.remat)
         return EMPTY
 
-    monkeypatch.setattr(available_memory, "find_limits", lambda program: node.limits)
+    monkeypatch.setattr(available_memory, "find_limits", lambda spec: node.limits)
     monkeypatch.setattr(
         available_memory,
         "subtract_reserves",
-        lambda program, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
+        lambda spec, limits: MemoryLimit(node.room * units.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
         memory_formula,
         "predict_bytes",
-        lambda program, *, workspace_bytes: (
-            int(TAKES[program.remat_policy.remat] * units.GIB) + workspace_bytes
+        lambda spec: (
+            int(TAKES[spec.remat_policy.remat] * units.GIB)
+            + spec.attention.settings.workspace_bytes
         ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
-    def measured(run, *, kernel, workspace_bytes):
-        return MemoryUse(int(TAKES[compiled[-1]] * units.GIB), node.host, workspace_bytes)
+    def measured(run, choice):
+        num_bytes = int(TAKES[compiled[-1]] * units.GIB)
+        return MemoryUse(num_bytes, node.host, choice.settings.workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
-    return memory_compile.compile_fitting_step(
-        runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted
-    )
+    spec = runs.make_spec(memory, row_tokens=row_tokens)
+    settings = KernelSettings(workspace_bytes=node.uncounted)
+    choice = dataclasses.replace(spec.attention, settings=settings)
+    return memory_compile.compile_fitting_step(dataclasses.replace(spec, attention=choice))
 
 
 def gpus(device_gib, **changes):
@@ -512,14 +515,14 @@ def gpus(device_gib, **changes):
 )
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     actual = ready(monkeypatch, gpus(size), memory={})
-    assert actual.program.config.memory.remat == remat
+    assert actual.spec.config.memory.remat == remat
     assert (actual.full_remat_reason == "") == (remat != "full")
 
 
 def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
     """Weights and moments are exact; a formula that exceeds the rest is reduced to it."""
     actual = ready(monkeypatch, gpus(2.5, uncounted=10**6), memory={})
-    resident = memory_formula.resident_bytes(actual.program)
+    resident = memory_formula.resident_bytes(actual.spec)
     for size in (10**9, resident.weights + resident.moments + 10**6 + 5):
         use = MemoryUse(size - 10**6, 0, uncounted_workspace=10**6, estimated_workspace=10**6)
         causes = memory_causes.find_causes(dataclasses.replace(actual, memory_use=use))
@@ -542,7 +545,7 @@ def test_the_causes_of_memory_add_up_to_what_is_compiled(monkeypatch):
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
     actual = ready(monkeypatch, gpus(size, uncounted=int(uncounted * units.GIB)), memory={})
-    assert actual.program.config.memory.remat == "full"
+    assert actual.spec.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", actual.full_remat_reason) == why
     assert re.search(
         messages.containing("full", actual.full_remat_reason),
@@ -611,7 +614,7 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("memory", "nouns"), DESCRIBED, ids=str)
 def test_the_banner_names_the_memory_options(memory, nouns):
-    lines = memory_descriptions.describe(runs.program(memory))
+    lines = memory_descriptions.describe(runs.make_spec(memory))
     assert [noun for noun in NOUNS if noun in lines] == nouns
 
 
@@ -627,7 +630,7 @@ def test_the_banner_names_the_memory_options(memory, nouns):
 def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
     """Tiles that are `auto` are not decided yet. A tile of all tokens is not a tile."""
     actual = {"remat": "full"} | memory
-    assert re.findall(r"\b[\d,]+\b", memory_descriptions.describe(runs.program(actual))) == tokens
+    assert re.findall(r"\b[\d,]+\b", memory_descriptions.describe(runs.make_spec(actual))) == tokens
 
 
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
@@ -635,7 +638,7 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
 ):
     """AdamW: a float32 weight and two moments, sharded over 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
-    actual = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
+    actual = runs.make_spec({"offload_optimizer": "state"}, model=model, name="adamw")
     sizes = [
         row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))
     ]
@@ -652,8 +655,8 @@ def test_memory_options_are_parsed():
 
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there, fails):
-    actual = runs.program({"offload_activations": "layer_inputs"})
-    monkeypatch.setattr(memory_compile, "is_gpu", lambda program: True)
+    actual = runs.make_spec({"offload_activations": "layer_inputs"})
+    monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: True)
     needs = MemoryUse(0, there)
     if not fails:
         memory_compile.check_offloads(actual, needs)
@@ -664,7 +667,7 @@ def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there
 
 def short_of(device_is_short, **memory):
     return memory_suggestions.suggest_changes(
-        runs.program(memory, row_tokens=65_536), is_device_short=device_is_short
+        runs.make_spec(memory, row_tokens=65_536), is_device_short=device_is_short
     )
 
 
@@ -690,7 +693,9 @@ def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
         short_of(False, offload_activations="layer_inputs_and_attention")[0]
         == "memory.offload_activations=layer_inputs"
     )
-    deep = runs.program({"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16))
+    deep = runs.make_spec(
+        {"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16)
+    )
     if works_here({"offload_activations": "layer_inputs", "offload_every": 2}):
         ways = memory_suggestions.suggest_changes(deep, is_device_short=False)
         assert ways[0] == "memory.offload_every=2"
@@ -717,7 +722,7 @@ def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
 
 
 def test_more_devices_are_not_suggested_if_heads_cannot_be_shared():
-    odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
+    odd = runs.make_spec({}, model=batches.model(num_heads=3, num_kv_heads=1))
     assert "mesh.seq=8" in changes(memory_suggestions.suggest_changes(odd, is_device_short=True)), (
         "by a ring"
     )
@@ -729,7 +734,7 @@ def test_more_devices_are_not_suggested_if_heads_cannot_be_shared():
 
 
 def test_more_devices_are_not_suggested_if_rows_cannot_be_divided():
-    odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
+    odd = runs.make_spec({}, row_tokens=12)  # for 4 devices, not for 8
     assert not any(
         way.startswith("mesh.seq")
         for way in memory_suggestions.suggest_changes(odd, is_device_short=True)
@@ -740,7 +745,7 @@ def test_more_devices_are_not_suggested_if_chunks_cannot_be_divided():
     """Rows of 1,000 tokens can be divided among 8 devices with Ulysses, but not with a ring."""
     ways = {}
     for kind in ("ulysses", "ring"):
-        actual = runs.program({}, row_tokens=1000)
+        actual = runs.make_spec({}, row_tokens=1000)
         result = actual.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
         actual = dataclasses.replace(actual, config=result)
         ways[kind] = changes(memory_suggestions.suggest_changes(actual, is_device_short=True))

@@ -108,7 +108,7 @@ def test_padding_of_shards_stays_zero(run_on, sizes, weights):
     num_padded = []
     for tree in (state.master, gradients):
         for param, stored in zip(
-            jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True
+            jax.tree.leaves(run.spec.table), jax.tree.leaves(tree), strict=True
         ):
             unpadded = runs.remove_padding(param, stored)
             stored = np.asarray(stored)
@@ -156,5 +156,5 @@ def test_a_row_without_segments_changes_nothing(run_on, weights, record_property
 @pytest.mark.parametrize("sizes", TIED_MESHES)
 def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
     run = run_on(sizes, "gradients", tied_head=True)
-    assert "head" not in run.program.table
+    assert "head" not in run.spec.table
     runs.check_gradients(run, runs.draw_weights(TIED), runs.ROWS, record_property)

@@ -100,10 +100,10 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
     sizes = (1, 2, 4)
     mesh = batches.mesh(*sizes)
     master = runs.put_weights(TABLE, optimizer_cases.draw(1), mesh)
-    program = optimizer_cases.compile_update(
+    spec = optimizer_cases.compile_update(
         config, mesh, master, optimizer_cases.init_state(config, sizes)
     )
-    sent = comms.parse_collectives(program.as_text())
+    sent = comms.parse_collectives(spec.as_text())
     formula = optimizer.sent_bytes(config.optimizer, TABLE, num_shards=8, itemsize=4)
     for operation in comms.COLLECTIVES:
         actual = comms.sum_bytes(sent, operation=operation)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import step_gradients, train_state, train_step
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -46,13 +45,13 @@ def cross_entropy(logits_TV, labels_T):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits_TV), labels_T[:, None], axis=-1)[:, 0]
 
 
-def program(sizes, *, config=runs.SGD, **changes):
-    """A program with loss tiles of 7 tokens."""
-    return Program(
+def make_spec(sizes, *, config=runs.SGD, **changes):
+    """A step with loss tiles of 7 tokens."""
+    return StepSpec(
         config=config,
         model=MODEL,
         mesh=batches.mesh(*sizes),
-        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise"),
+        attention=batches.attention_choice(seq=sizes[-1]),
         num_steps=1,
         **changes,
     )
@@ -90,7 +89,7 @@ CASES = [
 )
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.draw_weights(MODEL)
-    result = program(sizes, loss=token_loss)
+    result = make_spec(sizes, loss=token_loss)
     run = runs.Run(
         result,
         MESHES[sizes],
@@ -114,10 +113,10 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
 
 
 def test_a_step_whose_weights_are_all_0_changes_nothing():
-    """The loss of a token may be infinite. The step takes weights because the program has them."""
+    """The loss of a token may be infinite. The step takes weights because its spec has them."""
     decays = batches.make_config(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
-    result = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
+    result = make_spec((1, 1, 2), config=decays, loss=infinite, has_weights=True)
     run = runs.Run(result, 8, None, train_step.build_step(result))
     state = run.state(runs.draw_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
@@ -130,7 +129,7 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
         0,
         True,
     )
-    _, plain = train_state.abstract_inputs(program((1, 1, 2)))
+    _, plain = train_state.abstract_inputs(make_spec((1, 1, 2)))
     _, weighted = train_state.abstract_inputs(result)
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

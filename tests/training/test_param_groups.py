@@ -98,8 +98,6 @@ def test_a_group_is_described_with_its_size():
 )
 def test_weights_of_a_frozen_group_are_frozen_in_the_table_of_the_program():
     groups = [{"pattern": "model.embed_tokens*", "frozen": True}]
-    program = runs.program({}, groups=groups)
-    frozen = {
-        param.hf_name for param in jax.tree.leaves(program.table) if param.frozen_as is not None
-    }
+    spec = runs.make_spec({}, groups=groups)
+    frozen = {param.hf_name for param in jax.tree.leaves(spec.table) if param.frozen_as is not None}
     assert frozen == {"model.embed_tokens.weight"}

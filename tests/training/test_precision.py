@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.model import decoder
 from jaxsp.training import step_gradients, weight_init
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -105,18 +104,18 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 @functools.cache
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
-    program = Program(
+    spec = StepSpec(
         config=batches.make_config(
             compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}
         ),
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
-        attend=attention.make_attend(seq=4, kernel="blockwise"),
+        attention=batches.attention_choice(seq=4),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
+    run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.draw_weights(runs.MODEL))
-    return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
+    return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, spec))(
         state.master, run.rows(runs.ROWS)
     )
 

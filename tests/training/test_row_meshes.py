@@ -51,23 +51,25 @@ def resolve(config, *, limit=math.inf, num_devices=8):
     )
 
 
-def program_of(config):
+def spec_of(config):
     devices = jax.devices()
     choices = row_meshes.choose_attention(config, model(), devices=devices)
-    return row_meshes.make_program(config, model(), choices, devices=devices)
+    return row_meshes.make_run_spec(config, model(), choices, devices=devices)
 
 
-def test_programs_of_all_lengths_have_the_same_devices_and_place_the_state_alike():
-    program = program_of(settings(row_tokens=(8192, 1024, 2048), seq=[8, 1, 2]))
-    programs = [program.with_row_tokens(length) for length in (1024, 2048, 8192)]
-    assert [each.mesh.shape["seq"] for each in programs] == [1, 2, 8]
-    assert [each.attend.strategy.seq for each in programs] == [1, 2, 8]
-    assert [each.config.mesh.seq for each in programs] == [1, 2, 8]
-    assert [each.tokens_per_device for each in programs] == [1024, 1024, 1024]
-    assert [each.num_microbatches for each in programs] == [1, 1, 1]
-    expected = jax.tree.leaves(train_state.abstract_inputs(program)[0])
-    for each in programs:
-        np.testing.assert_array_equal(each.mesh.devices.ravel(), program.mesh.devices.ravel())
+def test_steps_of_all_lengths_have_the_same_devices_and_place_the_state_alike():
+    run_spec = spec_of(settings(row_tokens=(8192, 1024, 2048), seq=[8, 1, 2]))
+    assert list(run_spec.steps) == [1024, 2048, 8192]
+    specs = run_spec.steps.values()
+    assert [each.mesh.shape["seq"] for each in specs] == [1, 2, 8]
+    assert [each.attend.strategy.seq for each in specs] == [1, 2, 8]
+    assert [each.config.mesh.seq for each in specs] == [1, 2, 8]
+    assert [each.tokens_per_device for each in specs] == [1024, 1024, 1024]
+    assert [each.num_microbatches for each in specs] == [1, 1, 1]
+    expected = jax.tree.leaves(train_state.abstract_inputs(run_spec.longest)[0])
+    devices = run_spec.longest.mesh.devices.ravel()
+    for each in specs:
+        np.testing.assert_array_equal(each.mesh.devices.ravel(), devices)
         state = jax.tree.leaves(train_state.abstract_inputs(each)[0])
         for leaf, other in zip(state, expected, strict=True):
             assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
@@ -75,10 +77,10 @@ def test_programs_of_all_lengths_have_the_same_devices_and_place_the_state_alike
 
 def needed(config, seq, remat):
     """Memory of the step of the longest rows with the fewest tokens at a time, by formula."""
-    program = program_of(config.with_degrees({1024: 1, 8192: seq})).with_row_tokens(8192)
+    spec = spec_of(config.with_degrees({1024: 1, 8192: seq})).longest
     return min(
         memory_formula.predict_bytes(candidate)
-        for candidate in memory_fit.list_candidates(program, is_memory_known=True)
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
         if candidate.remat_policy.remat == remat
     )
 
@@ -86,7 +88,7 @@ def needed(config, seq, remat):
 @pytest.fixture
 def whole_limits(monkeypatch):
     """The step may use all memory of the limits."""
-    monkeypatch.setattr(available_memory, "subtract_reserves", lambda program, limits: limits)
+    monkeypatch.setattr(available_memory, "subtract_reserves", lambda spec, limits: limits)
 
 
 @pytest.mark.usefixtures("whole_limits")
@@ -126,8 +128,8 @@ def test_auto_divides_a_step_of_one_row_among_all_devices():
 def test_auto_offloads_no_more_than_the_host_holds():
     """More tokens per device, as with the smallest groups, need more host memory."""
     config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
-    program = program_of(config.with_degrees({1024: 1, 8192: 4})).with_row_tokens(8192)
-    host = memory_formula.program_offloaded_bytes(program).total
+    spec = spec_of(config.with_degrees({1024: 1, 8192: 4})).longest
+    host = memory_formula.step_offloaded_bytes(spec).total
     degrees = row_meshes.resolve_degrees(
         config, model(), devices=jax.devices(), limits=MemoryLimit(math.inf, host)
     ).degrees

@@ -305,10 +305,10 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         lambda policy, *, devices, options: tried.append((policy, devices, options)) or 0.0,
     )
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
-    program, choice = test_memory_options.make_program(
+    spec = test_memory_options.make_program(
         gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
     )
-    lines = selfcheck.check_device(program, [choice])
+    lines = selfcheck.check_device(spec, [spec.attention])
     arguments = {
         "heads_per_kv_head": 4,
         "num_kv_heads": 2,
@@ -317,11 +317,11 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "head_chunks": 1,
         "copies_segments": False,
         "score": ScoreConfig(),
-        "dtype": program.dtype,
+        "dtype": spec.dtype,
         "device": gpu,
         "strategy": attention.combine(1),
     }
-    assert tried == [(choice.kernel, arguments), (program.remat_policy, [gpu], PREFETCH)]
+    assert tried == [(spec.attention.kernel, arguments), (spec.remat_policy, [gpu], PREFETCH)]
     attention_line, offload_line = lines
     assert "9.28.0" in attention_line
     assert "offload" in offload_line
@@ -341,8 +341,8 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
     monkeypatch.setattr(selfcheck, "measure_offload_error", measure)
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     memory = {"remat": "save_attention", "offload_activations": "layer_inputs"}
-    program, choice = test_memory_options.make_program(gpu, memory, xla_options=xla_options)
-    selfcheck.check_device(program, [choice])
+    spec = test_memory_options.make_program(gpu, memory, xla_options=xla_options)
+    selfcheck.check_device(spec, [spec.attention])
     return tried
 
 
@@ -382,5 +382,5 @@ def test_the_check_runs_without_prefetch_only_if_it_fails_with_prefetch(monkeypa
 
 
 def test_cpus_are_not_checked():
-    program, choice = test_memory_options.make_program(jax.devices()[0], {"remat": "full"})
-    assert selfcheck.check_device(program, [choice]) == []
+    spec = test_memory_options.make_program(jax.devices()[0], {"remat": "full"})
+    assert selfcheck.check_device(spec, [spec.attention]) == []

@@ -192,15 +192,13 @@ def test_tokens_that_see_only_themselves_need_no_communication(without_collectiv
         attention.combine(1, AllGather(degree=4)),
         attention.combine(1, AllGather(degree=4, chunks_per_device=4)),
     ):
-        program = make_windowed(strategy, 1)
-        assert train_step.check_collectives(program, without_collectives) is without_collectives
+        spec = make_windowed(strategy, 1)
+        assert train_step.check_collectives(spec, without_collectives) is without_collectives
 
 
 def make_windowed(strategy, window):
     """Program on four devices of a model whose layers have a window."""
     layers = [dataclasses.replace(layer, window=window) for layer in runs.MODEL.layers]
     model = dataclasses.replace(runs.MODEL, layers=tuple(layers))
-    attend = attention.make_attend(
-        kernel="blockwise", strategy=strategy, layer_scores=model.layer_scores
-    )
-    return dataclasses.replace(runs.program({}, model=model), attend=attend)
+    choice = batches.attention_choice(strategy=strategy, layer_scores=model.layer_scores)
+    return dataclasses.replace(runs.make_spec({}, model=model), attention=choice)

@@ -1,7 +1,7 @@
 """A data set: documents, and the streams of rows that they are packed into."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class PackedDataset:
         """
         consumed = consumed or {}
         begin_rows = [consumed.get(stream.row_tokens, 0) for stream in self.streams]
-        configs = [config.with_row_tokens(stream.row_tokens) for stream in self.streams]
+        row_configs = config.row_configs
         end_rows = None
         if epochs is not None:
             end_rows = [
@@ -60,7 +60,9 @@ class PackedDataset:
             ]
         return mixing.build_schedule(
             begin_rows=begin_rows,
-            rows_per_step=[stream_config.batch.rows_per_step for stream_config in configs],
+            rows_per_step=[
+                row_configs[stream.row_tokens].batch.rows_per_step for stream in self.streams
+            ],
             fractions=self.step_fractions,
             seed=config.run.seed,
             num_steps=num_steps,
@@ -79,19 +81,11 @@ class PackedDataset:
         return epochs_after > epochs_before
 
     def make_loader(
-        self, config: Config, schedule: RowSchedule, place_rows: Callable[[int], RowPlacement]
+        self, config: Config, schedule: RowSchedule, placements: Mapping[int, RowPlacement]
     ) -> BatchLoader:
-        """Returns the loader of a schedule's steps.
-
-        Args:
-            place_rows: returns the placement of rows of a length, such as `Program.place_rows`.
-        """
+        """Returns the loader of a schedule's steps. Args: placements: of rows of each length."""
         return BatchLoader(
-            self.documents,
-            self.streams,
-            schedule,
-            config=config,
-            place_rows=place_rows,
+            self.documents, self.streams, schedule, config=config, placements=placements
         )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:

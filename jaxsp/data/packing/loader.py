@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -34,6 +34,8 @@ class RowPlacement(NamedTuple):
 
     mesh: jax.sharding.Mesh
     layout: Layout
+    batch: BatchConfig
+    """Rows of a step and of a microbatch."""
     has_ring_steps: bool = False
     """True if the devices of a group wait for each other in each ring step."""
 
@@ -73,21 +75,18 @@ class BatchLoader:
         schedule: RowSchedule,
         *,
         config: Config,
-        place_rows: Callable[[int], RowPlacement],
+        placements: Mapping[int, RowPlacement],
     ):
-        """Prepares the loader. Args: place_rows: returns the placement of rows of a length."""
+        """Prepares the loader. Args: placements: placement of rows of each length."""
         self._documents = documents
         self._streams = streams
         self._schedule = schedule
-        self._placements = [place_rows(stream.row_tokens) for stream in streams]
+        self._placements = [placements[stream.row_tokens] for stream in streams]
         self._max_segments = config.data.max_segments_per_row
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
-        self._places = [
-            find_places(config.with_row_tokens(stream.row_tokens).batch, placement.num_groups)
-            for stream, placement in zip(streams, self._placements, strict=True)
-        ]
+        self._places = list(map(find_places, self._placements))
         self.num_steps = len(schedule)
 
     def read_step(self, step: int) -> HostBatch:
@@ -286,14 +285,14 @@ class _StepDataset(grain.MapDataset[HostBatch]):
         return self._loader.read_step(index)
 
 
-def find_places(config: BatchConfig, num_groups: int) -> np.ndarray:
+def find_places(placement: RowPlacement) -> np.ndarray:
     """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-    rows_per_microbatch = config.rows_per_microbatch
-    num_slots = num_groups * rows_per_microbatch
+    rows_per_microbatch = placement.batch.rows_per_microbatch
+    num_slots = placement.num_groups * rows_per_microbatch
     microbatches = num_microbatches(
-        rows_per_step=config.rows_per_step, global_microbatch_rows=num_slots
+        rows_per_step=placement.batch.rows_per_step, global_microbatch_rows=num_slots
     )
-    groups = {"num_groups": num_groups, "rows_per_microbatch": rows_per_microbatch}
+    groups = {"num_groups": placement.num_groups, "rows_per_microbatch": rows_per_microbatch}
     return np.array(
         [
             [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]

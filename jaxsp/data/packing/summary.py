@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
+from jaxsp.core.units import format_count
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
@@ -210,11 +211,6 @@ def _describe_devices(assignment: Assignment) -> str:
     )
 
 
-def format_count(number: int, noun: str) -> str:
-    """Formats a number of things: `1 row`, `2,000 rows`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 FULL_FRACTION = 0.99
 """Fraction of the tokens of a row from which on rows count as full."""
 
@@ -278,3 +274,11 @@ def _sample_lengths(lengths: np.ndarray, row_tokens: int) -> np.ndarray:
     """
     every = max(1, min(len(lengths) // 100_000, int(lengths.sum()) // (100 * row_tokens)))
     return lengths[every // 2 :: every]
+
+
+def describe_documents(data: PackedDataset) -> str:
+    """Describes the size of a data set, and what is left out of it."""
+    num_tokens = format_count(int(data.documents.segments.length.sum()), "token")
+    text = f"{format_count(len(data.documents.lengths), 'document')}, {num_tokens}"
+    exclusions = describe_exclusions(data.documents.sources)
+    return f"{text}; {exclusions}" if exclusions else text

@@ -7,31 +7,21 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jaxlib
 from jaxlib.mlir import ir
 
-from jaxsp.attention import AttentionChoice
-from jaxsp.config.schema import Config
 from jaxsp.core import errors, host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
 from jaxsp.runtime import memory_limits
-from jaxsp.training import (
-    compile_options,
-    optimizer,
-    row_meshes,
-    train_state,
-    train_step,
-)
+from jaxsp.training import compile_options, optimizer, train_state, train_step
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs; one of them is required."""
@@ -53,8 +43,7 @@ class CompilerDump:
 class PlannedStep:
     """A training step compiled for absent devices, and what it was compiled for."""
 
-    program: Program
-    choice: AttentionChoice
+    spec: StepSpec
     executable: jax.stages.Compiled
     dump: CompilerDump
 
@@ -160,46 +149,32 @@ def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
     )
 
 
-def build_program(
-    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
-) -> tuple[Program, AttentionChoice]:
-    """Builds the training program of a config on these devices, and chooses its attention.
-
-    Args: device_bytes: memory of a device that JAX may use.
-    Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
-    """
-    (row_tokens,) = config.data.row_lengths
-    choices = row_meshes.choose_attention(config, model, devices=devices, device_bytes=device_bytes)
-    return row_meshes.make_program(config, model, choices, devices=devices), choices[row_tokens]
-
-
-def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
+def compile_step(spec: StepSpec) -> PlannedStep:
     """Compiles a training step as training does, with _FAST_COMPILE_OPTIONS.
 
     Raises: what `training.train_step.compile` raises.
     """
-    lowered = train_step.build_step(program).lower(*train_state.abstract_inputs(program))
-    if program.has_offloaded_state:
-        _mark_host_arguments(lowered, program)
+    lowered = train_step.build_step(spec).lower(*train_state.abstract_inputs(spec))
+    if spec.has_offloaded_state:
+        _mark_host_arguments(lowered, spec)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
         folder = pathlib.Path(name)
         _write_stub_ptxas(folder)
         options = (
             _FAST_COMPILE_OPTIONS
-            | program.compile_options.options
+            | spec.compile_options.options
             | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
         executable = train_step.check_collectives(
-            program,
+            spec,
             compile_options.compile_lowered(
-                lowered, dataclasses.replace(program.compile_options, options=options)
+                lowered, dataclasses.replace(spec.compile_options, options=options)
             ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read_dump(folder, end) for end in ends)
     return PlannedStep(
-        program=program,
-        choice=choice,
+        spec=spec,
         executable=executable,
         dump=CompilerDump(hlo_text=text, buffer_assignment=buffers, live_ranges=lives),
     )
@@ -236,20 +211,20 @@ def _write_stub_ptxas(folder: pathlib.Path) -> None:
     assembler.chmod(0o755)
 
 
-def _mark_host_arguments(lowered: jax.stages.Lowered, program: Program) -> None:
+def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
     """Marks the arguments in host memory, because shardings on absent devices lose their memory
     kind."""
-    state, batch = train_state.abstract_inputs(program)
+    state, batch = train_state.abstract_inputs(spec)
 
     def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
-        on_host = program.is_on_host(param)
+        on_host = spec.is_on_host(param)
         is_weight_on_host = jax.tree.map(lambda _: on_host, weight)
         return is_weight_on_host, jax.tree.map(
             lambda x: on_host and x.shape == weight.shape, opt_state
         )
 
     weights, moments = optimizer.map_weights_and_state(
-        program.table, is_param_on_host, state.master, state.opt_state
+        spec.table, is_param_on_host, state.master, state.opt_state
     )
     # in the order of the arguments: master, opt_state, step, batch
     on_host = [*jax.tree.leaves((weights, moments)), False]

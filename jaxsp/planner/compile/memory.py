@@ -41,10 +41,8 @@ def measure_step(step: PlannedStep) -> MemoryUse:
 
     Raises: RuntimeError if the program has no such calls.
     """
-    kernel = step.choice.kernel
-    counted = memory_fit.read_memory_use(
-        step.executable, kernel=kernel, workspace_bytes=step.choice.settings.workspace_bytes
-    )
+    kernel = step.spec.attention.kernel
+    counted = memory_fit.read_memory_use(step.executable, step.spec.attention)
     if not counted.uncounted_workspace:
         return counted
     buffers = [buffer for buffer in read_buffers(step.dump) if not buffer.on_host]

@@ -24,7 +24,7 @@ from jaxsp.core.nodes import Groups, Load
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
 from jaxsp.training import optimizer
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 
@@ -130,35 +130,35 @@ def sum_node_bytes(collectives: Sequence[Collective], *, node_devices: int) -> f
     )
 
 
-def compute_formula_bytes(program: Program) -> dict[str, float]:
+def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
     """Computes the bytes that a device must send in a step, by operation.
 
     Adds the formulas of attention, of the weights and of the optimizer. A few bytes of counts and
     norms, which are summed over the mesh too, are left out.
     """
-    config = program.config
-    model = program.model
-    num_microbatches = program.num_microbatches
-    num_extra_passes = program.remat_policy.num_extra_passes(model.num_layers)
-    weight_bytes = program.gather.sent_bytes(
-        program.table,
-        num_replicas=program.mesh.shape[axes.REPLICA],
+    config = spec.config
+    model = spec.model
+    num_microbatches = spec.num_microbatches
+    num_extra_passes = spec.remat_policy.num_extra_passes(model.num_layers)
+    weight_bytes = spec.gather.sent_bytes(
+        spec.table,
+        num_replicas=spec.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
         num_extra_passes=num_extra_passes,
     )
-    layers = attention.count_workloads(config, model, remat=program.remat_policy.remat)
+    layers = attention.count_workloads(config, model, remat=spec.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
     totals.update(
         optimizer.sent_bytes(
             config.optimizer,
-            program.table,
-            num_shards=program.gather.num_shards,
-            itemsize=program.dtype.itemsize,
+            spec.table,
+            num_shards=spec.gather.num_shards,
+            itemsize=spec.dtype.itemsize,
         )
     )
     for layer, num_layers in layers.items():
-        layer_bytes: dict[str, float] = dict(program.attend.strategy.sent_bytes(layer))
-        for operation, size in _forward_bytes(program.attend.strategy, layer).items():
+        layer_bytes: dict[str, float] = dict(spec.attend.strategy.sent_bytes(layer))
+        for operation, size in _forward_bytes(spec.attend.strategy, layer).items():
             layer_bytes[operation] = layer_bytes.get(operation, 0) + num_extra_passes * size
         totals.update(
             {

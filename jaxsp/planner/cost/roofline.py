@@ -23,7 +23,7 @@ from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
 from jaxsp.planner.cost.timeline import ScheduledTransfer, Timeline
-from jaxsp.training.program import Program
+from jaxsp.training.specs import StepSpec
 
 MATMULS = "matrix products"
 MEMORY_BANDWIDTH = "memory bandwidth"
@@ -85,9 +85,9 @@ def estimate_step(
 
     None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
     """
-    program = step.program
-    prefix = step.choice.kernel.custom_call_prefix
-    if not prefix or program.dtype != jnp.bfloat16:
+    spec = step.spec
+    prefix = step.spec.attention.kernel.custom_call_prefix
+    if not prefix or spec.dtype != jnp.bfloat16:
         return None
     module = hlo.parse_module(step.dump.hlo_text)
     kernels = hlo_cost.read_kernel_costs(step.dump.hlo_text)
@@ -102,7 +102,7 @@ def estimate_step(
     }
     on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
     kernel_s = {kernel.line_number: _estimate_kernel_s(kernel, ceilings) for kernel in on_device}
-    operations = _attention_flops(program, flops.attention_flops(program.model, segment_lengths))
+    operations = _attention_flops(spec, flops.attention_flops(spec.model, segment_lengths))
     attention_s = _estimate_attention_s(module, prefix, operations, ceilings)
     simulated = timeline.simulate(module, kernel_s | attention_s, sends | copies)
     transfer_seconds = {
@@ -133,13 +133,13 @@ def estimate_step(
     )
 
 
-def _attention_flops(program: Program, forward_flops: float) -> tuple[float, float]:
+def _attention_flops(spec: StepSpec, forward_flops: float) -> tuple[float, float]:
     """Operations of attention on a device in a step, forward and backward."""
-    forward = forward_flops / program.mesh.size
+    forward = forward_flops / spec.mesh.size
     # five products instead of two: the scores again, and both gradients of both products
     backward = 2.5 * forward
-    if not program.remat_policy.is_attention_saved:
-        forward *= 2 + program.remat_policy.num_extra_passes(program.model.num_layers)
+    if not spec.remat_policy.is_attention_saved:
+        forward *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
     return forward, backward
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers.background import BackgroundTracker
@@ -65,7 +67,9 @@ def check_installed(config: LoggingConfig) -> None:
 
 
 def describe(run: TrackedRun, names: tuple[str, ...]) -> str:
-    """Describes where remote trackers keep or send the numbers, for the banner."""
+    """Describes where remote trackers keep or send the numbers; only process 0 has trackers."""
+    if jax.process_index() > 0:
+        return ""
     remote = [TRACKERS[name] for name in names if TRACKERS[name].is_remote]
     return "; ".join(kind.load().describe(run) for kind in remote)
 

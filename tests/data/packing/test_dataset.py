@@ -55,7 +55,7 @@ def lengths_of(count, most, seed=0):
 def steps_of(data, config, mesh=(1, 2, 4), **how):
     return list(
         data.make_loader(
-            config, data.make_schedule(config, **how), test_loader.rows_on(*mesh)
+            config, data.make_schedule(config, **how), test_loader.rows_on(config, *mesh)
         ).batches()
     )
 
@@ -106,7 +106,7 @@ def test_a_run_with_rows_of_two_lengths_continues_also_with_other_rows_per_step(
     data = data_of([lengths], config)
     schedule = data.make_schedule(config, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.make_loader(config, schedule, test_loader.rows_on(1, 2, 4))
+        first = data.make_loader(config, schedule, test_loader.rows_on(config, 1, 2, 4))
         before = [first.read_step(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
         other = test_loader.settings_of(**TWO | {"rows_per_step": 6})
@@ -333,7 +333,7 @@ def test_rows_of_similar_work_are_side_by_side():
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
     feed = data.make_loader(
-        config, data.make_schedule(config, epochs=1), test_loader.rows_on(1, 8, 1)
+        config, data.make_schedule(config, epochs=1), test_loader.rows_on(config, 1, 8, 1)
     )
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
@@ -357,7 +357,7 @@ def test_printed_assignments_are_those_of_the_batches():
     config = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2)
     data = data_of([lengths_of(60, 30)], config)
     feed = data.make_loader(
-        config, data.make_schedule(config, epochs=1), test_loader.rows_on(1, 2, 4)
+        config, data.make_schedule(config, epochs=1), test_loader.rows_on(config, 1, 2, 4)
     )
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
@@ -552,7 +552,7 @@ def test_the_imbalance_of_a_ring_is_that_of_its_steps():
     layout = Layout(degree=2, chunks_per_device=2)
     schedule = data.make_schedule(config, epochs=1)
     loader = data.make_loader(
-        config, schedule, test_loader.rows_on(1, 1, 2, layout=layout, has_ring_steps=True)
+        config, schedule, test_loader.rows_on(config, 1, 1, 2, layout=layout, has_ring_steps=True)
     )
     ((_, counts),) = list(loader.batches())
     # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.

@@ -25,10 +25,12 @@ def mesh_of(replica, data, seq):
     return device_mesh.make_mesh(sizes, devices=jax.devices()[: replica * data * seq])
 
 
-def rows_on(*mesh, layout=KEPT_ORDER, has_ring_steps=False):
+def rows_on(config, *mesh, layout=KEPT_ORDER, has_ring_steps=False):
     """Places rows of every length on this mesh."""
-    placement = RowPlacement(mesh_of(*mesh), layout, has_ring_steps)
-    return lambda row_tokens: placement
+    return {
+        row_tokens: RowPlacement(mesh_of(*mesh), layout, row_config.batch, has_ring_steps)
+        for row_tokens, row_config in config.row_configs.items()
+    }
 
 
 def documents_of(lengths, labels=False, row_tokens=32):
@@ -63,7 +65,7 @@ def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT
     schedule = data.make_schedule(
         config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs
     )
-    return data.make_loader(config, schedule, rows_on(*mesh, layout=layout))
+    return data.make_loader(config, schedule, rows_on(config, *mesh, layout=layout))
 
 
 def ragged(count=60, seed=1):

@@ -32,8 +32,7 @@ def wide(request):
 
 def check_prediction(step):
     """The formula that chooses what is compiled is near the memory of the step."""
-    workspace_bytes = step.choice.settings.workspace_bytes
-    predicted = memory_formula.predict_bytes(step.program, workspace_bytes=workspace_bytes)
+    predicted = memory_formula.predict_bytes(step.spec)
     assert 0.8 < predicted / memory.measure_step(step).device_total < 1.1
 
 
@@ -49,11 +48,7 @@ def test_all_arrays_of_a_step_are_read(wide):
 
 
 def test_the_workspace_may_take_memory_that_is_free_during_its_calls(wide):
-    counted = memory_fit.read_memory_use(
-        wide.executable,
-        kernel=wide.choice.kernel,
-        workspace_bytes=wide.choice.settings.workspace_bytes,
-    )
+    counted = memory_fit.read_memory_use(wide.executable, wide.spec.attention)
     total = memory.measure_step(wide).device_total
     assert counted.device < total <= counted.device_total
 
@@ -62,13 +57,13 @@ def find_causes(step):
     """Memory of a step by cause, on a device and on the host."""
     limit = MemoryLimit(math.inf, math.inf)
     use = memory.measure_step(step)
-    fitted = CompiledStep(program=step.program, executable=step, memory_use=use, memory_limit=limit)
+    fitted = CompiledStep(spec=step.spec, executable=step, memory_use=use, memory_limit=limit)
     return memory_causes.find_causes(fitted)
 
 
 def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(wide):
-    program = wide.program
-    model = program.model
+    spec = wide.spec
+    model = spec.model
     device = find_causes(wide).device
     assert sum(device.values()) == memory.measure_step(wide).device_total
     D = model.hidden_size
@@ -76,9 +71,9 @@ def test_causes_add_up_to_all_that_jax_takes_and_those_with_a_formula_match_it(w
     K = model.head_dim
     layer_size = D * (2 * H + 2 * model.num_kv_heads) * K + 3 * D * model.intermediate_size
     num_weights = model.num_layers * layer_size + 2 * model.vocab_size * D
-    weights = 4 * num_weights / program.mesh.size
+    weights = 4 * num_weights / spec.mesh.size
     assert device[memory_causes.WEIGHTS] == pytest.approx(weights, rel=tolerances.MEMORY)
-    assert device[memory_causes.WORKSPACE] == wide.choice.settings.workspace_bytes
+    assert device[memory_causes.WORKSPACE] == wide.spec.attention.settings.workspace_bytes
     saved = model.num_layers * programs.DEVICE_TOKENS * (2 * (D + H * K) + 4 * H)
     assert device[memory_causes.ACTIVATIONS] == pytest.approx(saved, rel=tolerances.MEMORY)
     assert device[memory_causes.OTHER] > 0
@@ -106,7 +101,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
         **SIZES,
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 2))
-    formula = memory_formula.program_offloaded_bytes(step.program)
+    formula = memory_formula.step_offloaded_bytes(step.spec)
     host = memory.measure_step(step).host
     assert host == pytest.approx(formula.total, rel=tolerances.MEMORY)
     assert sum(find_causes(step).host.values()) == host
@@ -139,9 +134,9 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
     if found := memory_problems.find_problems(config, platform="gpu"):
         pytest.skip(found[0])
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
-    program = step.program
+    spec = step.spec
     host = memory.measure_step(step).host
-    assert host == memory_formula.program_offloaded_bytes(program).activations
+    assert host == memory_formula.step_offloaded_bytes(spec).activations
     check_prediction(step)
 
 
@@ -155,8 +150,7 @@ def test_fast_compile_options_change_no_byte(monkeypatch):
     monkeypatch.setattr(compiled, "_FAST_COMPILE_OPTIONS", {})
     slow = programs.step(config, compiled.make_devices("h100-80gb", 1))
     uses = [
-        memory_fit.read_memory_use(step.executable, kernel=step.choice.kernel, workspace_bytes=0)
-        for step in (fast, slow)
+        memory_fit.read_memory_use(step.executable, step.spec.attention) for step in (fast, slow)
     ]
     assert uses[0] == uses[1]
     sent = [comms.parse_collectives(step.dump.hlo_text) for step in (fast, slow)]

@@ -18,8 +18,8 @@ FEW_BYTES = 1024
 def check(step, *, dtype, remat="save_attention"):
     """A step sends the bytes of the formulas, and nothing else."""
     actual = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.program)
-    assert step.program.remat_policy.remat == remat
+    expected = comms.compute_formula_bytes(step.spec)
+    assert step.spec.remat_policy.remat == remat
     assert (
         comms.sum_bytes(actual, operation="all-gather", dtype=dtype)
         == comms.sum_bytes(actual, operation="all-gather")
@@ -42,13 +42,13 @@ def check(step, *, dtype, remat="save_attention"):
     assert comms.sum_bytes(actual, operation="collective-permute") == 0
     group_axes = {
         kind: {
-            comms.find_axes(sent.device_ids, step.program.mesh.shape)
+            comms.find_axes(sent.device_ids, step.spec.mesh.shape)
             for sent in actual
             if sent.operation == kind
         }
         for kind in comms.COLLECTIVES
     }
-    sizes = step.program.mesh.shape
+    sizes = step.spec.mesh.shape
     assert group_axes["all-to-all"] == {(axes.SEQ,)}
     assert (
         group_axes["all-gather"]
@@ -86,7 +86,7 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     config = programs.settings(*words, model_type="mistral", sliding_window=window)
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.program)
+    expected = comms.compute_formula_bytes(step.spec)
     assert expected["collective-permute"] > 0
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
 
@@ -125,7 +125,7 @@ def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.program)
+    expected = comms.compute_formula_bytes(step.spec)
     for kind in ("all-gather", "reduce-scatter", "all-to-all"):
         assert comms.sum_bytes(sent, operation=kind) == expected[kind]
     assert 0 <= comms.sum_bytes(sent, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
@@ -147,10 +147,10 @@ def test_a_quantized_base_is_sent_quantized_and_only_adapters_have_gradients():
     config = programs.settings(*words)
     step = programs.step(config, compiled.make_devices("h100-80gb", 4))
     sent = comms.parse_collectives(step.dump.hlo_text)
-    expected = comms.compute_formula_bytes(step.program)
+    expected = comms.compute_formula_bytes(step.spec)
     for operation in ("all-gather", "reduce-scatter"):
         assert comms.sum_bytes(sent, operation=operation) == expected[operation]
-    params = jax.tree.leaves(step.program.table["layers"])
+    params = jax.tree.leaves(step.spec.table["layers"])
     base = sum(param.size * param.num_layers for param in params if param.frozen_as == "nf4")
     codes = comms.sum_bytes(sent, operation="all-gather", dtype="u8")
     assert codes == 2 * base // 2 * 3 // 4, "half a byte of each weight, forward and backward"
@@ -164,7 +164,7 @@ def test_devices_communicate_in_the_groups_for_which_memory_is_kept_free():
     step = programs.gpu_step(data=2, seq=4, num_heads=32, microbatches=3)
     groups = {frozenset(sent.device_ids) for sent in comms.parse_collectives(step.dump.hlo_text)}
     assert groups == available_memory.list_communicators(
-        step.program.mesh.shape, step.program.attend.strategy
+        step.spec.mesh.shape, step.spec.attend.strategy
     )
     assert len(groups) == 3, (
         "all devices, sequence-parallel groups, and devices with the same part of rows"
@@ -459,7 +459,7 @@ def test_bytes_between_nodes_are_those_of_the_ring_of_a_hybrid():
         config = programs.settings(*words)
         step = programs.step(config, compiled.make_devices("h100-80gb", num_devices))
         sent = comms.parse_collectives(step.dump.hlo_text)
-        expected = comms.compute_formula_bytes(step.program)
+        expected = comms.compute_formula_bytes(step.spec)
         rings = [each for each in sent if each.operation == "collective-permute"]
         exchanges = [each for each in sent if each.operation == "all-to-all"]
         assert comms.sum_bytes(rings) == expected["collective-permute"] > 0

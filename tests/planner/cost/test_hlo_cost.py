@@ -132,7 +132,7 @@ def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats
     """The forward products of layers and head are computed twice, except the last one of a layer,
     whose result is not used."""
     step = programs.gpu_step(data=2, seq=4, num_heads=64, microbatches=1)
-    model = step.program.model
+    model = step.spec.model
     tokens = programs.DEVICE_TOKENS
     costs = hlo_cost.read_kernel_costs(step.dump.hlo_text)
     executed = sum(cost.flops * cost.num_runs for cost in costs)

@@ -6,12 +6,12 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.attention import kernel_selection
 from jaxsp.model import flops
 from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, hlo_cost, roofline
 from jaxsp.planner.cost.comms import Collective
+from tests import batches
 from tests.planner import programs
 
 ROUND = Ceilings(
@@ -146,7 +146,7 @@ def kernels_s(estimated):
 
 @pytest.mark.e2e
 def test_attention_has_two_and_a_half_times_the_arithmetic_backward(step):
-    forward = flops.attention_flops(step.program.model, programs.segment_lengths(step)) / 8
+    forward = flops.attention_flops(step.spec.model, programs.segment_lengths(step)) / 8
     assert estimate(step).seconds[roofline.ATTENTION] == pytest.approx(
         forward / 400e12 + 2.5 * forward / 200e12
     )
@@ -212,7 +212,7 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
         for sent in comms.parse_collectives(step.dump.hlo_text)
         if sent.operation in ("all-gather", "reduce-scatter") and sent.num_runs > 1
     ]
-    model = step.program.model
+    model = step.spec.model
     # forward and backward, of all weights in bfloat16; and their gradients in float32
     weights = model.hidden_size * (2 * (8 + 8) * 128 + 3 * model.intermediate_size)
     gathered, scattered = (
@@ -227,9 +227,8 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
 
 @pytest.mark.e2e
 def test_without_ceilings_for_its_kernel_or_dtype_there_is_no_estimate(step):
-    other = dataclasses.replace(
-        step, choice=dataclasses.replace(step.choice, kernel=kernel_selection.KERNELS["blockwise"])
-    )
+    spec = dataclasses.replace(step.spec, attention=batches.attention_choice(seq=4))
+    other = dataclasses.replace(step, spec=spec)
     assert estimate(other) is None
 
 

@@ -1,5 +1,5 @@
-"""Results of the command `jaxsp.plan`: one step, a table of GPUs and row lengths, the longest row,
-or a ranking of meshes."""
+"""Questions of `jaxsp plan`: one step, a table of GPUs and row lengths, the longest row, or a
+ranking of meshes."""
 
 import dataclasses
 import pathlib
@@ -67,12 +67,12 @@ class PlanRequest:
         )
         return config
 
-    def plan(self, config: Config, cluster: Cluster | None = None) -> Plan:
-        """Plans a step, by default for the first kind of GPU. Raises: UserError."""
+    def plan(self, config: Config, cluster: Cluster) -> Plan:
+        """Plans a step. Raises: UserError."""
         return planning.plan_step(
             config,
             model=self.sizes.model,
-            cluster=cluster or self.cluster,
+            cluster=cluster,
             document_tokens=self.document_tokens,
         )
 
@@ -107,8 +107,8 @@ class PlanRequest:
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     (row_tokens,) = request.config.data.row_lengths
-    config = request.resolve_config(request.cluster).with_row_tokens(row_tokens)
-    plan = request.plan(config)
+    config = request.resolve_config(request.cluster).row_configs[row_tokens]
+    plan = request.plan(config, request.cluster)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
     request.draw_lengths([plan])
@@ -127,10 +127,10 @@ def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
             continue
-        for row_tokens in row_lengths:
+        for row_tokens, row_config in config.row_configs.items():
             label = f"{devices}, rows of {row_tokens:,} tokens"
             try:
-                plan = request.plan(config.with_row_tokens(row_tokens), cluster)
+                plan = request.plan(row_config, cluster)
             except UserError as error:
                 refusals.append(f"{label}: {str(error).splitlines()[0]}")
                 request.console.print(f"{label}: refused [{progress.advance()}]")

@@ -1,16 +1,17 @@
-"""A program: everything that determines a compiled training step."""
+"""Descriptions of the compiled training steps of a run, one for each row length."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxsp.attention import Attend
+from jaxsp import attention
+from jaxsp.attention import Attend, AttentionChoice
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
+from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.model import layers, tiling
 from jaxsp.model.config import ModelConfig
@@ -23,29 +24,17 @@ from jaxsp.training.loss import TokenLoss
 from jaxsp.training.sharding import Gather
 
 
-class RowMesh(NamedTuple):
-    """Mesh and attention for rows of one length."""
-
-    mesh: Mesh
-    attend: Attend
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """Everything that determines a compiled step: config, model, mesh and attention.
-
-    With rows of several lengths there is a step for each: `with_row_tokens`. `mesh` and `attend`
-    are those of the longest rows.
-    """
+class StepSpec:
+    """Everything that determines a compiled step: config, model, mesh and attention."""
 
     config: Config
+    """Config of rows of one length: one of `Config.row_configs`."""
     model: ModelConfig
     mesh: Mesh
-    attend: Attend
+    attention: AttentionChoice
     num_steps: int
-    row_meshes: Mapping[int, RowMesh] = dataclasses.field(default_factory=dict)
-    """Mesh and attention for rows of each length of the run; empty if there is one length. All
-    meshes have the same devices in the same order, and place weights and optimizer state alike."""
+    """Number of steps of the run."""
     loss: TokenLoss | None = None
     """Loss of each token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
 
@@ -55,29 +44,18 @@ class Program:
     has_weights: bool = False
     """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
 
-    def with_row_tokens(self, row_tokens: int) -> "Program":
-        """Returns the program of steps whose rows have one of the config's lengths."""
-        place = self.row_mesh(row_tokens)
-        return dataclasses.replace(
-            self,
-            config=self.config.with_row_tokens(row_tokens),
-            mesh=place.mesh,
-            attend=place.attend,
-        )
-
-    def row_mesh(self, row_tokens: int) -> RowMesh:
-        """Mesh and attention for rows of one of the config's lengths."""
-        return self.row_meshes[row_tokens] if self.row_meshes else RowMesh(self.mesh, self.attend)
-
-    def place_rows(self, row_tokens: int) -> RowPlacement:
-        """Devices for rows of one of the config's lengths, and the order of their tokens."""
-        mesh, attend = self.row_mesh(row_tokens)
-        return RowPlacement(mesh, attend.layout, attend.strategy.tokens.has_ring_steps)
+    @functools.cached_property
+    def attend(self) -> Attend:
+        """Attention as the model calls it."""
+        return attention.make_chosen_attend(self.attention)
 
     @property
-    def for_longest_rows(self) -> "Program":
-        """The program of steps with rows of the greatest length, or the only one."""
-        return self.with_row_tokens(self.config.data.max_row_tokens)
+    def placement(self) -> RowPlacement:
+        """Devices for the rows, the order of their tokens, and the rows of a step."""
+        strategy = self.attention.strategy
+        return RowPlacement(
+            self.mesh, strategy.layout, self.config.batch, strategy.tokens.has_ring_steps
+        )
 
     @functools.cached_property
     def table(self) -> layers.Weights:
@@ -108,11 +86,6 @@ class Program:
         )
 
     @property
-    def has_frozen_weights(self) -> bool:
-        """True if some weights are not trained."""
-        return self.config.has_frozen_weights
-
-    @property
     def has_offloaded_state(self) -> bool:
         """True if weights and optimizer state are in host memory between their uses."""
         return self.config.memory.offload_optimizer != "none"
@@ -133,7 +106,7 @@ class Program:
 
     @property
     def tokens_per_device(self) -> int:
-        """Tokens of a device in a microbatch of the longest rows."""
+        """Tokens of a device in a microbatch."""
         config = self.config
         tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
         return tokens // self.mesh.shape[axes.SEQ]
@@ -209,3 +182,62 @@ class Program:
         else:
             remat = memory.remat
         return dataclasses.replace(policy, remat=remat)
+
+    def describe_microbatches(self) -> str:
+        """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""
+        count = self.num_microbatches
+        microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
+        per_group = format_count(self.config.batch.rows_per_microbatch, "row")
+        owner = "device" if self.mesh.shape[axes.SEQ] == 1 else "group"
+        return f"{microbatches} of {per_group} per {owner}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """The config of a run, and its steps for rows of each length.
+
+    The meshes of all steps are the same devices in the same order, in other shapes. Weights and
+    optimizer state are sharded over data x seq together, so every mesh places them alike, and
+    nothing moves between steps.
+    """
+
+    config: Config
+    steps: dict[int, StepSpec]
+    """Step for rows of each length, the shortest first."""
+
+    @property
+    def longest(self) -> StepSpec:
+        """The step with the longest rows; the only one of most runs."""
+        return self.steps[self.config.data.max_row_tokens]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the run."""
+        return self.longest.num_steps
+
+    @property
+    def placements(self) -> dict[int, RowPlacement]:
+        """Placement of rows of each length."""
+        return {row_tokens: spec.placement for row_tokens, spec in self.steps.items()}
+
+    def replace(self, **changes: Any) -> "RunSpec":
+        """Returns a copy with other fields of all steps."""
+        steps = {
+            row_tokens: dataclasses.replace(spec, **changes)
+            for row_tokens, spec in self.steps.items()
+        }
+        return RunSpec(config=self.config, steps=steps)
+
+    def describe_batch(self) -> str:
+        """Describes the rows of a step, those of the longest row length first."""
+        specs = list(reversed(self.steps.values()))
+        rows = [
+            f"{format_count(spec.config.batch.rows_per_step, 'row')} of "
+            f"{spec.config.data.max_row_tokens:,} tokens"
+            for spec in specs
+        ]
+        parts = [spec.describe_microbatches() for spec in specs]
+        if len(set(parts)) == 1:
+            return f"{' or '.join(rows)} per step, in {parts[0]}"
+        options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
+        return f"per step {', or '.join(options)}"
