@@ -83,10 +83,10 @@ def main(arguments: list[str]) -> None:
         print_line(f"rope: {rope}")
     for data in resolved.evals:
         print_line(f"{data.name}: {banner.describe_documents(data)}")
-    for result in Evaluator(program, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_result(result))
+    for line in Evaluator(program, resolved.evals).run(master, num_steps=step):
+        print_line(output.format_evaluation(line))
         if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out, result)
+            jsonl.append_record(out, line)
     if out is not None:
         print_line(f"-> {out}")
 

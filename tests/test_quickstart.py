@@ -137,7 +137,7 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     weights = reader.read_weights(run_paths.find_latest(directory), program.table)
     master = runs.put_weights(program.table, weights, program.mesh)
     compute_gradients = functools.partial(step_gradients.compute_gradients, program)
-    loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
+    loss = jax.jit(lambda *arguments: compute_gradients(*arguments)[1]["loss"])(master, batch)
 
     arrays = {
         name: np.asarray(array).reshape(-1, array.shape[-1])

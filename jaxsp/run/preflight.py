@@ -31,9 +31,9 @@ from jaxsp.training.inputs import RunInputs
 from jaxsp.training.memory_causes import StepMemory
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
-StepFunctions = Mapping[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]]
+StepFunctions = Mapping[int, Callable[[TrainState, Batch], tuple[TrainState, StepResults]]]
 """Compiled step for each row length."""
 
 

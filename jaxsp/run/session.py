@@ -32,7 +32,7 @@ from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
 
 class BatchReader:
@@ -210,9 +210,9 @@ class Session:
         estimated_s = self._log.estimate_step_s(counts)
         self._status.dispatched(step, counts.row_tokens, estimated_s=estimated_s)
 
-    def after_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
+    def after_dispatch(self, results: StepResults, counts: StepCounts) -> None:
         """Records the previous step, and reads the next batch, while this step runs."""
-        self._log.record_dispatch(metrics, counts)
+        self._log.record_dispatch(results, counts)
         with self._log.measure_batch_wait():
             self.batches.prefetch()
         self._checkpoints.poll()
@@ -330,12 +330,12 @@ class Session:
         )
         began = time.perf_counter()
         losses = {}
-        for result in self._evaluator.run(
+        for line in self._evaluator.run(
             state.master, num_steps=step, on_batch=self._status.heartbeat
         ):
-            losses[result.data] = result.loss
-            self._metrics_writer.write_eval(result)
-            self._progress.print_line(output.format_result(result))
+            losses[line["data"]] = line["loss"]
+            self._metrics_writer.write_eval(line)
+            self._progress.print_line(output.format_evaluation(line))
         self._status.evaluation_s = time.perf_counter() - began
         self._early_stopping.record(step, losses)
         return losses

@@ -55,8 +55,8 @@ def losses(chosen):
     master = material.make_weights()
     actual = {}
     data = material.train_set
-    totals = {
-        stream.row_tokens: train_step.compile_totals(
+    compute_sums = {
+        stream.row_tokens: train_step.compile_sums(
             dataclasses.replace(program.with_row_tokens(stream.row_tokens), num_steps=1)
         )
         for stream in data.streams
@@ -76,7 +76,7 @@ def losses(chosen):
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
             actual[tuple(tokens[part][:2])] = float(
-                totals[counts.row_tokens](master, Batch(**one)).loss
+                compute_sums[counts.row_tokens](master, Batch(**one))["loss_sum"]
             )
     return actual
 
