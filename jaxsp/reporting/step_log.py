@@ -204,6 +204,8 @@ class StepLog:
         """Excludes the time since the last step from the time of the next one."""
         if self._previous_step is None:
             self._ended = time.perf_counter()
+            if not self.first_line:
+                self._began = self._ended
             self._status.waiting_for_step(self._num_finished)
 
     @property

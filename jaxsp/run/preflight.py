@@ -15,6 +15,7 @@ from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.data.packing import summary
 from jaxsp.reporting import console as output
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
@@ -139,6 +140,13 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
         lines.append(warning)
     for line in filter(None, lines):
         output.print_line(console, line)
+
+
+def print_assignments(program: Program, inputs: RunInputs, console: rich.console.Console) -> None:
+    """Prints which rows of the first step each sequence-parallel group gets."""
+    loader = inputs.train_set.make_loader(program.config, inputs.schedule, program.place_rows)
+    lines = [f"step {inputs.start.step + 1}:", *summary.describe_assignments(loader.assign_rows(0))]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 class _CandidatePrinter:
