@@ -85,10 +85,10 @@ def main(arguments: list[str]) -> None:
         print_line(f"rope: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
-    for result in Evaluator(spec, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_result(result))
+    for line in Evaluator(spec, resolved.evals).run(master, num_steps=step):
+        print_line(output.format_evaluation(line))
         if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out, result)
+            jsonl.append_record(out, line)
     if out is not None:
         print_line(f"-> {out}")
 

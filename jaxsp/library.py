@@ -20,7 +20,7 @@ Example:
     run_step = train_step.compile(run_spec.longest)
     for batch in library.pack(documents, run_spec):
         state, metrics = run_step(state, batch)
-        print(int(state.step), float(metrics.loss))
+        print(int(state.step), float(metrics["loss"]))
     library.save_model(state.master, "models/tuned", run_spec)
 """
 

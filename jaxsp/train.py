@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> None:
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
     folder = run_paths.local_dir(config.run)
-    with Preemption(config.run, status) as preemption:
+    preemption = Preemption(config.run, status)
+    with preemption.listen():
         distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
         with (

@@ -17,8 +17,8 @@ Example:
     trainer = jaxsp.Trainer("models/base", config)
     for batch in trainer.pack(documents[8:]):
         metrics = trainer.step(batch)
-        print(int(trainer.state.step), float(metrics.loss))
-    print(trainer.evaluate(documents[:8]).loss)
+        print(int(trainer.state.step), float(metrics["loss"]))
+    print(trainer.evaluate(documents[:8])["loss"])
     trainer.save("models/tuned")
 """
 
@@ -30,10 +30,11 @@ from jaxsp import library
 from jaxsp.core.batch import Batch
 from jaxsp.library import NumberLists
 from jaxsp.training import memory_compile, train_state
-from jaxsp.training.evaluator import EvalResult, Evaluator
+from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.loss import TokenLoss
+from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
 
 class Trainer:
@@ -59,7 +60,7 @@ class Trainer:
         )
         self.run_spec = run_spec
         self.state = train_state.init_state(run_spec.longest, weights)
-        self._steps: dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]] = {}
+        self._steps: dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepResults]]] = {}
         self._evaluator = Evaluator(run_spec.longest, ())
 
     def pack(
@@ -72,8 +73,8 @@ class Trainer:
         """Packs token ids into the batches of run.steps steps. See `library.pack`."""
         return library.pack(documents, self.run_spec, labels=labels, weights=weights)
 
-    def step(self, batch: Batch) -> StepMetrics:
-        """Trains on a batch. Its metrics are arrays; reading one waits for the step.
+    def step(self, batch: Batch) -> StepResults:
+        """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
 
         Compiles at the first batch of each row length, with the memory options that fit.
         Raises: UserError if the step does not fit the devices.
@@ -87,8 +88,8 @@ class Trainer:
 
     def evaluate(
         self, documents: NumberLists, *, labels: NumberLists | None = None, name: str = "eval"
-    ) -> EvalResult:
-        """Loss, perplexity and accuracy of the present weights. Compiles at the first call."""
+    ) -> Line:
+        """Numbers of a line of eval.jsonl for these weights. Compiles at the first call."""
         data = library.pack_once(documents, self.run_spec, labels=labels, name=name)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 

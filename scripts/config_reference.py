@@ -2,7 +2,8 @@
 
     python -m scripts.config_reference
 
-Config fields come from `jaxsp train --help`, the others from the docstrings of the dataclasses.
+Config fields come from `jaxsp train --help`, the others from METRICS and from the docstrings of
+dataclasses.
 """
 
 import ast
@@ -14,20 +15,21 @@ import textwrap
 from collections.abc import Iterator
 
 from jaxsp.config import config_errors
-from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
-from jaxsp.training.evaluator import EvalResult
+from jaxsp.training.evaluator import EvalFields
+from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 LINES = {
-    "metrics.jsonl": MetricsLine,
-    "eval.jsonl": EvalResult,
+    "metrics.jsonl": StepFields,
+    "eval.jsonl": EvalFields,
     "nonfinite_steps.jsonl": NonfiniteStep,
     "starts.jsonl": StartLine,
 }
-"""Dataclass of each file of JSON lines in a run directory."""
+"""Dataclass of each file of JSON lines in a run directory. The first two also have METRICS."""
 
 WIDTH = 100
 
@@ -72,13 +74,14 @@ def render_config(help_text: str) -> str:
 
 
 def render_dataclass(cls: type) -> str:
-    """Markdown for the docstrings of a dataclass: its own, then those of its fields."""
+    """Markdown for a dataclass of lines: its docstring, then those of its fields and METRICS."""
     docstrings = dict(_attribute_docstrings(cls))
-    blocks = [f"{_wrap(' '.join(inspect.getdoc(cls).split()))}\n\n"]
-    blocks += [
-        _render_field(field.name, "", docstrings[field.name]) for field in dataclasses.fields(cls)
-    ]
-    return "".join(blocks)
+    meanings = {field.name: docstrings[field.name] for field in dataclasses.fields(cls)}
+    if cls in (StepFields, EvalFields):
+        metrics = {name: metric.meaning for name, metric in METRICS.items()}
+        meanings = {"step": meanings["step"]} | metrics | meanings
+    fields = [_render_field(name, "", meaning) for name, meaning in meanings.items()]
+    return f"{_wrap(' '.join(inspect.getdoc(cls).split()))}\n\n" + "".join(fields)
 
 
 def _attribute_docstrings(cls: type) -> Iterator[tuple[str, str]]:

@@ -249,7 +249,7 @@ def test_batches_of_two_row_lengths_train_alike_whatever_devices_share_rows_of_e
         for batch in library.pack(documents, run_spec):
             row_tokens = batch.tokens_BL.shape[-1]
             state, metrics = steps[row_tokens](state, batch)
-            results.append((row_tokens, float(metrics.loss), float(metrics.grad_norm)))
+            results.append((row_tokens, float(metrics["loss"]), float(metrics["grad_norm"])))
         return results
 
     expected = train(4)

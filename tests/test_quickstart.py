@@ -138,7 +138,7 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     weights = reader.read_weights(run_paths.find_latest(directory), spec.table)
     master = runs.put_weights(spec.table, weights, spec.mesh)
     compute_gradients = functools.partial(step_gradients.compute_gradients, spec)
-    loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
+    loss = jax.jit(lambda *arguments: compute_gradients(*arguments)[1]["loss"])(master, batch)
 
     arrays = {
         name: np.asarray(array).reshape(-1, array.shape[-1])

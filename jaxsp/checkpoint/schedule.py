@@ -99,7 +99,7 @@ class CheckpointSchedule:
 
         Raises: NeedsAttentionError if every attempt fails.
         """
-        if self._meta is None or self._meta.step < meta.step:
+        if self._from_step < meta.step:
             self.save(state, meta, is_last=True)
         if not self._retry_waits_s:
             self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]

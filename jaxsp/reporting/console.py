@@ -8,7 +8,7 @@ import rich.text
 
 from jaxsp.core import durations
 from jaxsp.core.units import format_count
-from jaxsp.training.evaluator import EvalResult
+from jaxsp.training.metric_table import Line
 
 MAX_COLUMNS = 100
 """Columns of labeled lines, in a file and on a wide terminal."""
@@ -52,14 +52,14 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
             yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
 
 
-def format_result(result: EvalResult) -> str:
-    """Formats an evaluation of one eval set as a line."""
-    loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
-    if result.perplexity is not None:
-        loss += f", perplexity {result.perplexity:.4g}"
-    loss_tokens = format_count(result.num_loss_tokens, "loss token")
+def format_evaluation(line: Line) -> str:
+    """Formats a line of eval.jsonl as text."""
+    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+    if line["perplexity"] is not None:
+        loss += f", perplexity {line['perplexity']:.4g}"
+    loss_tokens = format_count(line["num_loss_tokens"], "loss token")
     return (
-        f"step {result.step}  {result.data}: loss {loss}, "
-        f"token accuracy {result.token_accuracy:.4f} over {loss_tokens} "
-        f"({durations.describe(round(result.seconds, 1))})"
+        f"step {line['step']}  {line['data']}: loss {loss}, "
+        f"token accuracy {line['token_accuracy']:.4f} over {loss_tokens} "
+        f"({durations.describe(round(line['seconds'], 1))})"
     )

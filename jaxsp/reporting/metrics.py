@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 
@@ -11,9 +11,7 @@ from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.runtime import jsonl
 from jaxsp.runtime.jsonl import AppendFile
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from jaxsp.training.metric_table import Line
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
@@ -21,7 +19,7 @@ NONFINITE_FILE = "nonfinite_steps.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MetricsLine:
+class StepFields:
     """One line of metrics.jsonl: one training step. Undefined numbers are null.
 
     Counts and losses mean the same on every mesh. attention_imbalance, times, speeds and memory
@@ -34,24 +32,10 @@ class MetricsLine:
     epoch: int | None
     """Pass over the data that the step's last row belongs to, from 1. null if sources have
     weights."""
-    loss: float | None
-    """Mean loss over all loss tokens of the step (not a mean of means over rows or devices). null
-    if there are no loss tokens or the loss is not finite."""
-    token_accuracy: float | None
-    """Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss
-    tokens or the step is not finite."""
     grad_norm: float | None
     """Global norm of the step's gradient before clipping. null if it is not finite."""
     learning_rate: float
     """Learning rate of this update."""
-    num_rows: int
-    """Number of rows with at least one segment."""
-    num_tokens: int
-    """Number of tokens in all segments of the step, each counted once over the whole mesh, whether
-    or not it has a loss."""
-    num_loss_tokens: int
-    """Number of tokens whose next token is a training target. A document of n tokens has at most
-    n - 1, however it is cut."""
     num_tokens_total: int
     """Sum of num_tokens over all steps so far."""
     num_tokens_by_source: dict[str, int]
@@ -125,15 +109,15 @@ class MetricsWriter:
         if self._trackers is not None:
             self._trackers.sync()
 
-    def write_step(self, line: MetricsLine) -> None:
+    def write_step(self, line: Line) -> None:
         """Writes the line of a training step."""
         self._write(METRICS_FILE, line, "train")
 
-    def write_eval(self, result: "DataclassInstance") -> None:
+    def write_eval(self, line: Line) -> None:
         """Writes the line of an evaluation of one eval set."""
-        self._write(EVAL_FILE, result, f"eval/{vars(result)['data']}")
+        self._write(EVAL_FILE, line, f"eval/{line['data']}")
 
-    def write_nonfinite_step(self, line: "DataclassInstance") -> None:
+    def write_nonfinite_step(self, line: dict[str, Any]) -> None:
         """Writes the line of a non-finite step. The first one creates the file."""
         if jax.process_index() > 0:
             return
@@ -141,11 +125,11 @@ class MetricsWriter:
             self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
         self._files[NONFINITE_FILE].add(jsonl.to_line(line))
 
-    def _write(self, file_name: str, line: "DataclassInstance", group: str) -> None:
+    def _write(self, file_name: str, line: Line, group: str) -> None:
         if file_name in self._files:
             self._files[file_name].add(jsonl.to_line(line))
         if self._trackers is not None:
-            self._trackers.log(tracker.make_point(vars(line), group=group))
+            self._trackers.log(tracker.make_point(line, group=group))
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

@@ -10,7 +10,7 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class NonfiniteTracker:
         return len(self._steps) > self._max_steps
 
     def record_step(
-        self, step: int, metrics: StepMetrics, loader: BatchLoader, step_index: int
+        self, step: int, results: StepResults, loader: BatchLoader, step_index: int
     ) -> None:
         """Records a step. Args: step_index: index of the step in the loader."""
         self._steps.append(step)
@@ -58,9 +58,9 @@ class NonfiniteTracker:
         segments = loader.list_segments(step_index)
         line = NonfiniteStep(
             step=step,
-            loss=_json_number(metrics.loss),
-            grad_norm=_json_number(metrics.grad_norm),
-            learning_rate=float(metrics.learning_rate),
+            loss=_json_number(results["loss"]),
+            grad_norm=_json_number(results["grad_norm"]),
+            learning_rate=float(results["learning_rate"]),
             row_tokens=loader.row_tokens(step_index),
             rows=sorted({segment.row_index for segment in segments}),
             documents=[
@@ -73,7 +73,7 @@ class NonfiniteTracker:
                 for segment in segments
             ],
         )
-        self._writer.write_nonfinite_step(line)
+        self._writer.write_nonfinite_step(dataclasses.asdict(line))
 
     def stop_message(self, *, saved_step: int) -> str:
         """Returns the reason for the stop, with suggestions.

@@ -7,7 +7,7 @@ import rich.progress
 
 from jaxsp.core import durations
 from jaxsp.reporting import console as output
-from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.training.metric_table import Line
 
 
 class Progress:
@@ -41,33 +41,36 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show_step(self, line: MetricsLine) -> None:
+    def show_step(self, line: Line) -> None:
         """Shows a finished step."""
         now = time.perf_counter()
-        num_done = line.step - self._first_step
-        num_left = self._num_steps - line.step
+        num_done = line["step"] - self._first_step
+        num_left = self._num_steps - line["step"]
         time_left = []
         if self._first_step_end is None:
             self._first_step_end = now
         else:
             left_s = (now - self._first_step_end) / (num_done - 1) * num_left
             time_left = [f"left {durations.describe(left_s)}"]
-        speed = f"{line.tokens_per_s:,.0f} tokens/s"
-        numbers = [f"loss {_format_number(line.loss, '.4f')}", f"lr {line.learning_rate:.3g}"]
+        speed = f"{line['tokens_per_s']:,.0f} tokens/s"
+        numbers = [
+            f"loss {_format_number(line['loss'], '.4f')}",
+            f"lr {line['learning_rate']:.3g}",
+        ]
         bar_numbers = [*numbers, speed]
-        if line.device_peak_gib is not None:
-            bar_numbers.append(f"peak {line.device_peak_gib:.1f} GiB")
+        if line["device_peak_gib"] is not None:
+            bar_numbers.append(f"peak {line['device_peak_gib']:.1f} GiB")
         self._bar.update(
-            self._task, completed=line.step, numbers="  ".join([*bar_numbers, *time_left])
+            self._task, completed=line["step"], numbers="  ".join([*bar_numbers, *time_left])
         )
         is_due = now - self._printed > self.SECONDS_BETWEEN_LINES or num_done == 1 or num_left == 0
         if self._console.is_terminal or not is_due:
             return
         self._printed = now
         parts = [
-            f"step {line.step}/{self._num_steps}",
+            f"step {line['step']}/{self._num_steps}",
             *numbers,
-            f"grad norm {_format_number(line.grad_norm, '.3g')}",
+            f"grad norm {_format_number(line['grad_norm'], '.3g')}",
             speed,
             f"elapsed {durations.describe(now - self._began)}",
             *time_left,

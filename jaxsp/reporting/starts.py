@@ -108,7 +108,7 @@ def record_start(directory: pathlib.Path, line: StartLine) -> None:
     """Appends the line of a start in process 0. Raises: UserError if it cannot be written."""
     if jax.process_index() == 0:
         with run_dir.report_write_errors(directory):
-            jsonl.append_record(directory / STARTS_FILE, line)
+            jsonl.append_record(directory / STARTS_FILE, dataclasses.asdict(line))
 
 
 def _find_version() -> str | None:

@@ -14,14 +14,15 @@ import numpy as np
 from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.model import flops
 from jaxsp.reporting import metrics
-from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
+from jaxsp.reporting.metrics import MetricsWriter, StepFields
 from jaxsp.reporting.nonfinite import NonfiniteTracker
 from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.training import evaluator
+from jaxsp.training import evaluator, metric_table
 from jaxsp.training.inputs import RunInputs
+from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import RunSpec
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
 SLOW_MFU = 0.01
 """MFU of a slow step, for an upper estimate of a step's duration: in float32, without cuDNN."""
@@ -35,7 +36,7 @@ steps."""
 class DispatchedStep:
     """A step that the devices are running."""
 
-    metrics: StepMetrics
+    results: StepResults
     counts: StepCounts
     batch_requested_at: float
     """Time at which the loop requested the step's batch (time.perf_counter)."""
@@ -115,8 +116,9 @@ class StepLog:
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
         self.nonfinite = NonfiniteTracker(run_spec.config.run, writer)
-        self.first_line: MetricsLine
-        self.last_line: MetricsLine
+        self.first_line: Line = {}
+        """Line of the first recorded step; empty before it."""
+        self.last_line: Line = {}
 
     @property
     def can_continue(self) -> bool:
@@ -135,14 +137,14 @@ class StepLog:
         yield
         self._batch_ready_at = time.perf_counter()
 
-    def record_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
+    def record_dispatch(self, results: StepResults, counts: StepCounts) -> None:
         """Records that a step was dispatched, and the results of the step before it."""
         dispatched = DispatchedStep(
-            metrics=metrics,
+            results=results,
             counts=counts,
             batch_requested_at=self._batch_requested_at,
             batch_ready_at=self._batch_ready_at,
-            end_time=EndTime(metrics),
+            end_time=EndTime(results),
         )
         self.record_dispatched_step(following=dispatched)
         self._previous_step = dispatched
@@ -160,7 +162,7 @@ class StepLog:
             return
         step = self._previous_step
         self._previous_step = None
-        results = jax.device_get(step.metrics)
+        results = jax.device_get(step.results)
         ended = step.end_time.get()
         if following is not None and following.end_time.is_over:
             ended = split_time(self._ended, ended, next_ended=following.end_time.get())
@@ -173,21 +175,20 @@ class StepLog:
         self._ended = ended
         self._num_finished += 1
         self._status.finished(self._num_finished, step_s)
-        self._num_tokens += int(results.num_tokens)
-        if not results.is_finite:
+        self._num_tokens += int(results["num_tokens"])
+        if not results["is_finite"]:
             self._record_nonfinite_step(results)
         self.last_line = self._build_line(step, results, step_s=step_s, data_wait_s=data_wait_s)
-        if self._num_finished == self._inputs.start.step + 1:
-            self.first_line = self.last_line
-        if self.last_line.loss is not None:
-            self.recent_losses.append(self.last_line.loss)
+        self.first_line = self.first_line or self.last_line
+        if self.last_line["loss"] is not None:
+            self.recent_losses.append(self.last_line["loss"])
         is_due = evaluator.is_due(self._run_spec.config.run.log_every, self._num_finished)
-        if is_due or not results.is_finite or self._num_finished == self._run_spec.num_steps:
+        if is_due or not results["is_finite"] or self._num_finished == self._run_spec.num_steps:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
 
-    def _record_nonfinite_step(self, results: StepMetrics) -> None:
+    def _record_nonfinite_step(self, results: StepResults) -> None:
         loader = self._inputs.train_set.make_loader(
             self._run_spec.config, self._inputs.schedule, self._run_spec.placements
         )
@@ -203,6 +204,8 @@ class StepLog:
         """Excludes the time since the last step from the time of the next one."""
         if self._previous_step is None:
             self._ended = time.perf_counter()
+            if not self.first_line:
+                self._began = self._ended
             self._status.waiting_for_step(self._num_finished)
 
     @property
@@ -233,30 +236,23 @@ class StepLog:
         return flops.peak_tflops(self._run_spec.longest.mesh.devices.flat[0].device_kind)
 
     def _build_line(
-        self, step: DispatchedStep, results: StepMetrics, *, step_s: float, data_wait_s: float
-    ) -> MetricsLine:
+        self, step: DispatchedStep, results: StepResults, *, step_s: float, data_wait_s: float
+    ) -> Line:
         config = self._run_spec.config
         mesh = self._run_spec.longest.mesh
         counts = step.counts
         num_devices = mesh.devices.size
-        num_tokens = int(results.num_tokens)
+        num_tokens = int(results["num_tokens"])
         tokens_per_s = num_tokens / step_s
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
         num_slots = config.batch.rows_per_step * config.data.max_row_tokens
-        has_loss = bool(results.num_loss_tokens)
-        has_accuracy = has_loss and bool(results.is_finite)
         tflops = self._count_flops(counts) / step_s / num_devices / 1e12
         peak = self._peak_tflops
-        return MetricsLine(
+        fields = StepFields(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,
-            loss=_finite_or_none(results.loss) if has_loss else None,
-            token_accuracy=float(results.token_accuracy) if has_accuracy else None,
-            grad_norm=_finite_or_none(results.grad_norm),
-            learning_rate=float(results.learning_rate),
-            num_rows=int(results.num_rows),
-            num_tokens=num_tokens,
-            num_loss_tokens=int(results.num_loss_tokens),
+            grad_norm=float(results["grad_norm"]) if np.isfinite(results["grad_norm"]) else None,
+            learning_rate=float(results["learning_rate"]),
             num_tokens_total=self._num_tokens,
             num_tokens_by_source=dict(
                 zip(self._source_names, counts.tokens_per_source, strict=True)
@@ -273,8 +269,4 @@ class StepLog:
             mfu=None if peak is None else tflops / peak,
             device_peak_gib=metrics.peak_gib(mesh.local_devices),
         )
-
-
-def _finite_or_none(value: Any) -> float | None:
-    """Returns None for NaN and infinities, which JSON does not have."""
-    return float(value) if np.isfinite(value) else None
+        return metric_table.make_line(fields, results, is_finite=bool(results["is_finite"]))

@@ -69,27 +69,27 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     state = train_state.init_state(spec, inputs.make_weights())
     loader = inputs.train_set.make_loader(run_spec.config, inputs.schedule, run_spec.placements)
     seconds = []
-    metrics_of_steps = []
+    results = []
     segment_lengths = np.zeros(0, np.int64)
     for batch, counts in loader.batches():
         began = time.perf_counter()
-        state, step_metrics = jax.block_until_ready(step.executable(state, batch))
+        state, step_results = jax.block_until_ready(step.executable(state, batch))
         seconds.append(time.perf_counter() - began)
-        metrics_of_steps.append(jax.device_get(step_metrics))
+        results.append(jax.device_get(step_results))
         segment_lengths = counts.segment_lengths
-    losses = [float(step_metrics.loss) for step_metrics in metrics_of_steps]
+    losses = [float(step_results["loss"]) for step_results in results]
     if not np.isfinite(losses).all():
         first = int(np.argmin(np.isfinite(losses))) + 1
         raise UserError(f"the loss is not finite after step {first}: {losses}")
     step_s = statistics.median(seconds[1:])
-    num_tokens = [int(step_metrics.num_tokens) for step_metrics in metrics_of_steps[1:]]
+    num_tokens = [int(step_results["num_tokens"]) for step_results in results[1:]]
     return BenchmarkResult(
         device_kind=jax.devices()[0].device_kind,
         num_devices=spec.mesh.size,
         mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
         num_steps=num_steps,
         losses=losses,
-        num_loss_tokens=[int(step_metrics.num_loss_tokens) for step_metrics in metrics_of_steps],
+        num_loss_tokens=[int(step_results["num_loss_tokens"]) for step_results in results],
         step_s=step_s,
         tokens_per_s=statistics.mean(num_tokens) / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),

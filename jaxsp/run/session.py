@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,6 @@ from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.data.packing import summary
 from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.reporting import console as output
 from jaxsp.reporting import run_summary, starts
@@ -23,200 +23,112 @@ from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
 from jaxsp.run import preflight
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
+from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_state import TrainState
-from jaxsp.training.train_step import StepMetrics
+from jaxsp.training.train_step import StepResults
 
 
-class BatchReader:
-    """Iterator over the batches of a run and their step numbers, which reads one batch ahead.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Open files of a run, and its progress on the console."""
 
-    Iterating yields (step, batch, counts). The loop calls `prefetch` while a step runs on the
-    devices, so that the next batch is transferred meanwhile.
-    """
-
-    def __init__(self, batches: Iterator[tuple[Batch, StepCounts]], *, start_step: int):
-        self._batches = batches
-        self._step = start_step
-        self._next: tuple[Batch, StepCounts] | None = None
-
-    def prefetch(self) -> None:
-        """Reads the next batch."""
-        self._next = next(self._batches, None)
-
-    def __iter__(self) -> Iterator[tuple[int, Batch, StepCounts]]:
-        while self._next is not None:
-            self._step += 1
-            batch, counts = self._next
-            yield self._step, batch, counts
+    is_resume: bool
+    """True if the run resumes from a checkpoint of its own."""
+    eval_set: dict[str, str] | None
+    """Name and digest of the eval set that ranks checkpoints; None without eval sets."""
+    metrics: MetricsWriter
+    checkpoints: CheckpointWriter
+    progress: Progress
+    trace: ProfilerTrace
 
 
+@dataclasses.dataclass(kw_only=True)
 class Session:
-    """State of a run in one process, and the actions before, between and after its steps.
+    """Decisions and records between the steps of a run, in one process. Made by `open_session`."""
 
-    Use: `with session.open(banner)`, then `evaluate_before_training`, then for each batch
-    `should_dispatch`, `before_dispatch`, the step, `after_dispatch`, `evaluate_and_save`; at the
-    end `save_last`, and after the context `print_outcome`.
-    """
+    run_spec: RunSpec
+    inputs: RunInputs
+    files: RunFiles
+    preemption: Preemption
+    early_stopping: EarlyStopping
+    evaluator: Evaluator
+    checkpoints: CheckpointSchedule
+    log: StepLog
+    rows: Iterator[tuple[Batch, StepCounts]]
+    base_checksums: dict[str, str]
+    """Checksums of the frozen weights, for checkpoints."""
+    next_batch: tuple[Batch, StepCounts] | None = None
+    is_stopped_early: bool = False
+    has_pending_evaluation: bool = False
 
-    def __init__(
-        self,
-        run_spec: RunSpec,
-        inputs: RunInputs,
-        console: rich.console.Console,
-        preemption: Preemption,
-        early_stopping: EarlyStopping,
-        *,
-        base_checksums: dict[str, str],
-    ):
-        """Args: base_checksums: checksums of the frozen weights, for checkpoints."""
-        config = run_spec.config
-        self._run_spec = run_spec
-        self._config = config
-        self._inputs = inputs
-        self._start = inputs.start
-        self._console = console
-        self._preemption = preemption
-        self._status = preemption.status
-        self._early_stopping = early_stopping
-        self._base_checksums = base_checksums
-        self._eval_set = preflight.ranking_eval_set(run_spec, inputs)
-        self._evaluator = Evaluator(run_spec.longest, inputs.eval_sets)
-        self._directory = run_paths.local_dir(config.run)
-        self._is_resume = self._start.is_resume_in(self._directory)
-        self._has_pending_evaluation = False
-        self._is_stopped_early = False
-        self._is_training = False
-        self._loader = inputs.train_set.make_loader(config, inputs.schedule, run_spec.placements)
+    def evaluate_at_start(self, state: TrainState) -> None:
+        """Evaluates the starting weights if that is due.
 
-    def print_assignments(self) -> None:
-        """Prints which rows of the first step each sequence-parallel group gets."""
-        lines = summary.describe_assignments(self._loader.assign_rows(0))
-        text = "\n".join([f"step {self._start.step + 1}:", *lines])
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-    @contextlib.contextmanager
-    def open(self, banner_text: str, start_line: StartLine) -> Iterator[None]:
-        """Creates the run directory and its files, and closes them at the end."""
-        config = self._config
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                run_dir.create(
-                    self._directory,
-                    config,
-                    banner_text=banner_text,
-                    keep_model=self._inputs.write_model,
-                )
-            )
-            starts.record_start(self._directory, start_line)
-            # A new run also drops lines of an evaluation before its first step, and repeats it
-            from_step = self._start.step if self._is_resume else self._start.step - 1
-            trackers = stack.enter_context(
-                registry.open_trackers(
-                    TrackedRun(config, from_step=from_step, is_resume=self._is_resume),
-                    config.logging.trackers,
-                    find_outcome=self._find_outcome,
-                )
-            )
-            self._metrics_writer = stack.enter_context(
-                MetricsWriter(self._directory, from_step=from_step, trackers=trackers)
-            )
-            self._checkpoint_writer = stack.enter_context(
-                CheckpointWriter(
-                    self._directory / run_paths.CHECKPOINTS_DIR,
-                    table=self._run_spec.longest.table,
-                    retention=config.checkpoint,
-                    status=self._status,
-                    # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
-                    before_write=self._metrics_writer.sync,
-                    eval_set=self._eval_set,
-                    has_separate_folders=run_dir.may_be_separate(config.run),
-                )
-            )
-            self._progress = stack.enter_context(
-                Progress(
-                    self._console, first_step=self._start.step, num_steps=self._run_spec.num_steps
-                )
-            )
-            self._trace = stack.enter_context(
-                ProfilerTrace(self._directory / "profile", config.logging.profile_steps)
-            )
-            batches = stack.enter_context(contextlib.closing(self._loader.batches()))
-            self.batches = BatchReader(batches, start_step=self._start.step)
-            yield
-
-    def evaluate_before_training(self, state: TrainState) -> bool:
-        """Evaluates the starting weights if that is due, and prepares the first step.
-
-        An evaluation is due in a new run with run.eval_at_start. It is also due when a run resumes
-        and the evaluation of its last checkpoint was skipped because the run was being stopped.
-
-        Returns: False if early stopping ends the run.
+        It is due in a new run with run.eval_at_start. It is also due when a run resumes and the
+        evaluation of its last checkpoint was skipped because the run was being stopped.
         """
-        self._checkpoint_writer.compile_ahead(state)
+        is_resume = self.files.is_resume
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
-        is_pending = self._is_resume and self._start.has_pending_evaluation
+        is_pending = is_resume and self.inputs.start.has_pending_evaluation
         is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
-        is_first = self._config.run.eval_at_start and not self._is_resume
+        is_first = self.run_spec.config.run.eval_at_start and not is_resume
         if is_first:
-            self._early_stopping.expect_evaluation()
-        if self._inputs.eval_sets and (is_pending or is_first):
-            losses = self._evaluate(self._start.step, state)
-            if self._is_resume:
-                assert self._eval_set is not None, "there are eval sets"
-                self._checkpoint_writer.record_eval(
-                    self._start.step,
-                    losses[self._eval_set["name"]],
-                    early_stopping=self._early_stopping.state,
+            self.early_stopping.expect_evaluation()
+        if self.files.eval_set is not None and (is_pending or is_first):
+            loss = self._evaluate(self.inputs.start.step, state)
+            if is_resume:
+                self.files.checkpoints.record_eval(
+                    self.inputs.start.step, loss, early_stopping=self.early_stopping.state
                 )
-        if self._early_stopping.should_stop():
-            self._print_early_stop(self._start.step)
-            return False
-        self._is_training = True
-        self._log = StepLog(
-            self._run_spec, self._inputs, self._metrics_writer, self._progress, self._status
-        )
-        self._checkpoints = CheckpointSchedule(
-            self._checkpoint_writer,
-            self._config.run,
-            first_step=self._start.step,
-            print_line=self._progress.print_line,
-        )
-        self._status.waiting_for_step(self._start.step)
-        with self._log.measure_batch_wait():
-            self.batches.prefetch()
-        return True
+        self.is_stopped_early = self.early_stopping.should_stop()
+        self.log.restart_clock()
+
+    def batches(self) -> Iterator[tuple[int, Batch, StepCounts]]:
+        """Yields the number, the batch and the counts of each step.
+
+        `after_dispatch` reads the next batch, which is transferred while the step runs.
+        """
+        self._read_batch()
+        for step in itertools.count(self.inputs.start.step + 1):
+            if self.next_batch is None:
+                return
+            yield step, *self.next_batch
+
+    def _read_batch(self) -> None:
+        with self.log.measure_batch_wait():
+            self.next_batch = next(self.rows, None)
 
     def should_dispatch(self, step: int) -> bool:
         """True if the step may be dispatched; must be called for every step, in order."""
-        if self._is_stopped_early:
+        if self.is_stopped_early:
             return False
-        if self._status.is_slow:
-            self._log.record_dispatched_step()
-        return self._log.can_continue and self._preemption.should_dispatch(step)
+        if self.preemption.status.is_slow:
+            self.log.record_dispatched_step()
+        return self.log.can_continue and self.preemption.should_dispatch(step)
 
     def before_dispatch(self, step: int, counts: StepCounts) -> None:
         """Starts the profiler if profiling begins at this step, and updates the run status."""
-        if self._trace.should_start(step):
-            self._log.record_dispatched_step()
-            self._trace.start()
-        estimated_s = self._log.estimate_step_s(counts)
-        self._status.dispatched(step, counts.row_tokens, estimated_s=estimated_s)
+        if self.files.trace.should_start(step):
+            self.log.record_dispatched_step()
+            self.files.trace.start()
+        estimated_s = self.log.estimate_step_s(counts)
+        self.preemption.status.dispatched(step, counts.row_tokens, estimated_s=estimated_s)
 
-    def after_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
+    def after_dispatch(self, results: StepResults, counts: StepCounts) -> None:
         """Records the previous step, and reads the next batch, while this step runs."""
-        self._log.record_dispatch(metrics, counts)
-        with self._log.measure_batch_wait():
-            self.batches.prefetch()
-        self._checkpoints.poll()
-        self._status.checkpoint_s = self._checkpoint_writer.write_s
+        self.log.record_dispatch(results, counts)
+        self._read_batch()
+        self.checkpoints.poll()
+        self.preemption.status.checkpoint_s = self.files.checkpoints.write_s
 
     def evaluate_and_save(self, step: int, state: TrainState) -> None:
         """Evaluates and writes a checkpoint after a step if they are due.
@@ -224,148 +136,247 @@ class Session:
         The time is not part of any step's time. The evaluation comes first, because its results
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
-        is_last = step == self._run_spec.num_steps
+        is_last = step == self.run_spec.num_steps
         should_save, should_evaluate = self._find_due(step, is_last=is_last)
-        should_stop_trace = self._trace.should_stop(step)
+        should_stop_trace = self.files.trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
             return
-        self._log.record_dispatched_step()
+        self.log.record_dispatched_step()
         if should_stop_trace:
-            self._trace.stop()
-        losses: dict[str, float | None] = {}
-        self._has_pending_evaluation = should_evaluate
+            self.files.trace.stop()
+        loss = None
+        self.has_pending_evaluation = should_evaluate
         # Skip the evaluation if the run is being stopped. All processes decide alike: either all of
         # them may dispatch the next step, or none may
         if (
             should_evaluate
-            and self._log.can_continue
-            and (is_last or self._preemption.should_dispatch(step + 1))
+            and self.log.can_continue
+            and (is_last or self.preemption.should_dispatch(step + 1))
         ):
-            losses = self._evaluate(step, state)
-            self._has_pending_evaluation = False
-            self._is_stopped_early = self._early_stopping.should_stop()
-        if should_save or self._is_stopped_early:
-            self._save(step, state, losses, is_last=is_last)
-        self._log.restart_clock()
+            loss = self._evaluate(step, state)
+            self.has_pending_evaluation = False
+            self.is_stopped_early = self.early_stopping.should_stop()
+        if should_save or self.is_stopped_early:
+            self._save(step, state, loss, is_last=is_last)
+        self.log.restart_clock()
 
     def save_last(self, state: TrainState) -> None:
         """Writes a checkpoint of the final state, unless there is one already.
 
         Raises: NeedsAttentionError if every attempt fails.
         """
-        self._log.record_dispatched_step()
-        self._status.begin("the last checkpoint", expected_s=self._status.step_s, is_writing=True)
+        self.log.record_dispatched_step()
+        self.preemption.status.begin(
+            "the last checkpoint", expected_s=self.preemption.status.step_s, is_writing=True
+        )
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
-        self._has_pending_evaluation |= self._config.checkpoint.keep_best > 0
-        self._checkpoints.finish(state, self._build_meta())
+        self.has_pending_evaluation |= self.run_spec.config.checkpoint.keep_best > 0
+        self.checkpoints.finish(state, self._build_meta())
 
-    def print_outcome(self) -> None:
+    @property
+    def outcome(self) -> Outcome:
+        """End of the run, after its last step."""
+        if not self.log.can_continue:
+            return "failed"
+        is_complete = self.is_stopped_early or self.log.num_steps >= self.run_spec.num_steps
+        return "finished" if is_complete or self.preemption.reason is None else "stopped"
+
+    def print_outcome(self, console: rich.console.Console) -> None:
         """Prints why the run stopped early, or the summary of a finished run.
 
         Raises: NeedsAttentionError after steps that were not finite.
         """
-        if not self._is_training:
-            return
-        step = self._checkpoints.last_saved_step
-        if not self._log.can_continue:
-            raise NeedsAttentionError(self._log.nonfinite.stop_message(saved_step=step))
-        is_complete = step >= self._run_spec.num_steps
-        if self._is_stopped_early and not is_complete:
-            self._print_early_stop(step)
-        elif self._preemption.reason is not None and not is_complete:
-            self._progress.print_line(
-                f"stopped by {self._preemption.reason} after step {step}; "
+        step = self.checkpoints.last_saved_step
+        if not self.log.can_continue:
+            raise NeedsAttentionError(self.log.nonfinite.stop_message(saved_step=step))
+        is_complete = step >= self.run_spec.num_steps
+        if self.is_stopped_early and not is_complete:
+            self.files.progress.print_line(
+                f"stopped early after step {step}: {self.early_stopping.reason}"
+            )
+            if step == self.inputs.start.step:  # nothing to summarize
+                return
+        elif self.preemption.reason is not None and not is_complete:
+            self.files.progress.print_line(
+                f"stopped by {self.preemption.reason} after step {step}; "
                 "the same command resumes from there"
             )
             return
         summary_pairs = run_summary.summarize_run(
-            self._run_spec,
-            self._log.first_line,
-            self._log.last_line,
-            recent_losses=self._log.recent_losses,
-            seconds=self._log.elapsed_s,
-            steps_s=self._log.steps_s,
-            has_eval_sets=bool(self._inputs.eval_sets),
+            self.run_spec,
+            self.log.first_line,
+            self.log.last_line,
+            recent_losses=self.log.recent_losses,
+            seconds=self.log.elapsed_s,
+            steps_s=self.log.steps_s,
+            has_eval_sets=bool(self.inputs.eval_sets),
         )
-        output.print_pairs(self._console, summary_pairs)
+        output.print_pairs(console, summary_pairs)
 
-    def _find_outcome(self) -> Outcome:
-        """Outcome of the run for its trackers, if no exception ended it."""
-        if self._is_training and not self._log.can_continue:
-            return "failed"
-        step = self._log.num_steps if self._is_training else self._start.step
-        is_complete = self._is_stopped_early or step >= self._run_spec.num_steps
-        return "finished" if is_complete or self._preemption.reason is None else "stopped"
-
-    def _print_early_stop(self, step: int) -> None:
-        self._progress.print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
+    def _evaluate(self, step: int, state: TrainState) -> float | None:
+        """Evaluates, and returns the loss on the eval set that ranks checkpoints."""
+        with self.preemption.status.compiling("the evaluation"):
+            self.evaluator.compile()
+        when = f"before step {step + 1}" if step == self.inputs.start.step else f"after step {step}"
+        self.preemption.status.begin(
+            f"the evaluation {when}",
+            expected_s=self.preemption.status.step_s,
+            duration_s=self.preemption.status.evaluation_s,
+        )
+        began = time.perf_counter()
+        losses = {}
+        for line in self.evaluator.run(
+            state.master, num_steps=step, on_batch=self.preemption.status.heartbeat
+        ):
+            losses[line["data"]] = line["loss"]
+            self.files.metrics.write_eval(line)
+            self.files.progress.print_line(output.format_evaluation(line))
+        self.preemption.status.evaluation_s = time.perf_counter() - began
+        self.early_stopping.record(step, losses)
+        return losses[self.files.eval_set["name"]] if self.files.eval_set else None
 
     def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
         """Returns `(should_save, should_evaluate)` after a step.
 
         All processes must call it once per step: the schedule communicates.
         """
-        run = self._config.run
+        run = self.run_spec.config.run
         is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
-            self._inputs.train_set.is_epoch_end(self._inputs.schedule, step - self._start.step)
+            self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
         )
         is_save_epoch = is_epoch_end and run.save_every == "epoch"
-        should_save = self._checkpoints.is_due(step) or is_last or is_save_epoch
+        should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
-        should_evaluate = self._evaluator.is_due(step) or is_last or is_eval_epoch
-        should_rank = should_save and self._config.checkpoint.keep_best > 0
+        should_evaluate = self.evaluator.is_due(step) or is_last or is_eval_epoch
+        should_rank = should_save and self.run_spec.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
-            self._early_stopping.expect_evaluation()
+            self.early_stopping.expect_evaluation()
         return should_save, should_evaluate or should_rank
 
-    def _evaluate(self, step: int, state: TrainState) -> dict[str, float | None]:
-        """Evaluates the weights, records the results, and returns the loss of each eval set."""
-        with self._status.compiling("the evaluation"):
-            self._evaluator.compile()
-        when = f"before step {step + 1}" if step == self._start.step else f"after step {step}"
-        self._status.begin(
-            f"the evaluation {when}",
-            expected_s=self._status.step_s,
-            duration_s=self._status.evaluation_s,
-        )
-        began = time.perf_counter()
-        losses = {}
-        for result in self._evaluator.run(
-            state.master, num_steps=step, on_batch=self._status.heartbeat
-        ):
-            losses[result.data] = result.loss
-            self._metrics_writer.write_eval(result)
-            self._progress.print_line(output.format_result(result))
-        self._status.evaluation_s = time.perf_counter() - began
-        self._early_stopping.record(step, losses)
-        return losses
-
     def _save(
-        self, step: int, state: TrainState, losses: dict[str, float | None], *, is_last: bool
+        self, step: int, state: TrainState, eval_loss: float | None, *, is_last: bool
     ) -> None:
         """Starts writing a checkpoint."""
-        self._status.begin(
-            f"the checkpoint of step {step}", expected_s=self._status.step_s, is_writing=True
+        self.preemption.status.begin(
+            f"the checkpoint of step {step}",
+            expected_s=self.preemption.status.step_s,
+            is_writing=True,
         )
-        eval_loss = losses.get(self._eval_set["name"]) if self._eval_set else None
-        meta = dataclasses.replace(self._build_meta(), eval_loss=eval_loss, eval_set=self._eval_set)
-        is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
-        wait_s = self._checkpoints.save(state, meta, is_last=is_end)
-        self._log.record_checkpoint_wait(wait_s)
+        meta = dataclasses.replace(
+            self._build_meta(), eval_loss=eval_loss, eval_set=self.files.eval_set
+        )
+        is_end = is_last or self.is_stopped_early or self.preemption.reason is not None
+        wait_s = self.checkpoints.save(state, meta, is_last=is_end)
+        self.log.record_checkpoint_wait(wait_s)
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
-        inputs = self._inputs
-        consumed = inputs.schedule.rows_consumed(self._log.num_steps - self._start.step)
+        inputs = self.inputs
+        consumed = inputs.schedule.rows_consumed(self.log.num_steps - self.inputs.start.step)
         lengths = [str(stream.row_tokens) for stream in inputs.train_set.streams]
         return CheckpointMeta(
-            config=self._config.model_dump(mode="json"),
+            config=self.run_spec.config.model_dump(mode="json"),
             model=inputs.hf_config,
-            data=inputs.train_set.fingerprint(self._config),
-            step=self._log.num_steps,
+            data=inputs.train_set.fingerprint(self.run_spec.config),
+            step=self.log.num_steps,
             rows_consumed=dict(zip(lengths, consumed, strict=True)),
-            num_tokens_total=self._log.num_tokens,
-            has_pending_evaluation=self._has_pending_evaluation,
-            early_stopping=self._early_stopping.state,
-            base=self._base_checksums,
+            num_tokens_total=self.log.num_tokens,
+            has_pending_evaluation=self.has_pending_evaluation,
+            early_stopping=self.early_stopping.state,
+            base=self.base_checksums,
         )
+
+
+@contextlib.contextmanager
+def open_session(
+    run_spec: RunSpec,
+    inputs: RunInputs,
+    state: TrainState,
+    console: rich.console.Console,
+    preemption: Preemption,
+    early_stopping: EarlyStopping,
+    *,
+    base_checksums: dict[str, str],
+    banner_text: str,
+    start_line: StartLine,
+) -> Iterator[Session]:
+    """Opens the files of a run, and evaluates its starting weights if that is due.
+
+    At the end, closes the files, and prints the outcome unless there was an exception.
+
+    Raises: NeedsAttentionError at the end, after steps that were not finite.
+    """
+    config = run_spec.config
+    first_step = inputs.start.step
+    status = preemption.status
+    loader = inputs.train_set.make_loader(config, inputs.schedule, run_spec.placements)
+    progress = Progress(console, first_step=first_step, num_steps=run_spec.num_steps)
+    with contextlib.ExitStack() as stack:
+        directory = run_paths.local_dir(config.run)
+        stack.enter_context(
+            run_dir.create(
+                directory, config, banner_text=banner_text, keep_model=inputs.write_model
+            )
+        )
+        starts.record_start(directory, start_line)
+        trackers, files = _open_files(stack, run_spec, inputs, progress, status)
+        session = Session(
+            run_spec=run_spec,
+            inputs=inputs,
+            files=files,
+            preemption=preemption,
+            early_stopping=early_stopping,
+            evaluator=Evaluator(run_spec.longest, inputs.eval_sets),
+            checkpoints=CheckpointSchedule(
+                files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
+            ),
+            log=StepLog(run_spec, inputs, files.metrics, progress, status),
+            rows=stack.enter_context(contextlib.closing(loader.batches())),
+            base_checksums=base_checksums,
+        )
+        files.checkpoints.compile_ahead(state)
+        session.evaluate_at_start(state)
+        yield session
+        trackers.outcome = session.outcome
+    session.print_outcome(console)
+
+
+def _open_files(
+    stack: contextlib.ExitStack,
+    run_spec: RunSpec,
+    inputs: RunInputs,
+    progress: Progress,
+    status: RunStatus,
+) -> tuple[Trackers, RunFiles]:
+    """Opens the files in a run directory, and the trackers; the stack closes them."""
+    config = run_spec.config
+    directory = run_paths.local_dir(config.run)
+    is_resume = inputs.start.is_resume_in(directory)
+    eval_set = preflight.ranking_eval_set(run_spec, inputs)
+    # A new run also drops lines of an evaluation before its first step, and repeats it
+    from_step = inputs.start.step if is_resume else inputs.start.step - 1
+    run = TrackedRun(config, from_step=from_step, is_resume=is_resume)
+    trackers = stack.enter_context(registry.open_trackers(run, config.logging.trackers))
+    metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
+    stack.enter_context(metrics)
+    checkpoints = CheckpointWriter(
+        directory / run_paths.CHECKPOINTS_DIR,
+        table=run_spec.longest.table,
+        retention=config.checkpoint,
+        status=status,
+        # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
+        before_write=metrics.sync,
+        eval_set=eval_set,
+        has_separate_folders=run_dir.may_be_separate(config.run),
+    )
+    stack.enter_context(checkpoints)
+    trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)
+    files = RunFiles(
+        is_resume=is_resume,
+        eval_set=eval_set,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        progress=stack.enter_context(progress),
+        trace=stack.enter_context(trace),
+    )
+    return trackers, files

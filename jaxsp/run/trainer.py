@@ -7,7 +7,7 @@ from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.run import finished_run, preflight
 from jaxsp.run.preflight import StepFunctions
-from jaxsp.run.session import Session
+from jaxsp.run.session import Session, open_session
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
@@ -54,27 +54,31 @@ def train(
         run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
     state, base_checksums = _make_state(run_spec.longest, inputs)
-    session = Session(
-        run_spec, inputs, console, preemption, early_stopping, base_checksums=base_checksums
-    )
     if verbose:
-        session.print_assignments()
-    banner_text = output.format_pairs(banner.select_pairs(entries, is_verbose=True))
-    with session.open(banner_text, start_line):
-        if session.evaluate_before_training(state):
-            state = run_steps(session, compiled.functions, state)
-            session.save_last(state)
-    session.print_outcome()
+        preflight.print_assignments(run_spec, inputs, console)
+    with open_session(
+        run_spec,
+        inputs,
+        state,
+        console,
+        preemption,
+        early_stopping,
+        base_checksums=base_checksums,
+        banner_text=output.format_pairs(banner.select_pairs(entries, is_verbose=True)),
+        start_line=start_line,
+    ) as session:
+        state = run_steps(session, compiled.functions, state)
+        session.save_last(state)
 
 
 def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> TrainState:
     """Runs steps until the last one or until the run stops early, and returns the final state."""
-    for step, batch, counts in session.batches:
+    for step, batch, counts in session.batches():
         if not session.should_dispatch(step):
             break
         session.before_dispatch(step, counts)
-        state, metrics = functions[counts.row_tokens](state, batch)  # asynchronous
-        session.after_dispatch(metrics, counts)
+        state, results = functions[counts.row_tokens](state, batch)  # asynchronous
+        session.after_dispatch(results, counts)
         session.evaluate_and_save(step, state)
     return state
 

@@ -1,7 +1,6 @@
 """JSON Lines files that lose no record to a full or failing disk, or to a killed process."""
 
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import json
@@ -10,13 +9,10 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 from jaxsp.core import files
 from jaxsp.runtime import distributed
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 DAMAGED_SUFFIX = ".damaged"
 
@@ -126,12 +122,12 @@ def _lock(file: IO[bytes]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def to_line(record: "DataclassInstance") -> bytes:
+def to_line(record: dict[str, Any]) -> bytes:
     """Returns the line of a record."""
-    return json.dumps(dataclasses.asdict(record), allow_nan=False).encode() + b"\n"
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
-def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
+def append_record(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Appends a record as a line to a file, which may be new or end in the middle of a line.
 
     Raises: OSError if the disk is full.

@@ -3,6 +3,7 @@
 All processes stop after the same step and write a checkpoint.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jax
@@ -44,7 +46,7 @@ class ProcessProgress:
 
 
 class Preemption:
-    """Context manager that handles stop requests.
+    """Handles stop requests in the context of `listen`.
 
     They come from a signal, run.stop_after or another process. Before the first step is dispatched,
     a stop request ends the process immediately.
@@ -69,24 +71,26 @@ class Preemption:
         """Step after which all processes stop; None until they have decided."""
         self._is_done = False
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
-    def __enter__(self) -> "Preemption":
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._old_handlers = stop_signals.install(lambda *_: None)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop_signals.restore(self._old_handlers)
-        signal.set_wakeup_fd(self._old_fd)
-        self._closed.set()
-        os.write(self._pipe[1], b"\0")
-        self._thread.join()
-        for end in self._pipe:
-            os.close(end)
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Context in which signals are handled, and requests of other processes."""
+        pipe = os.pipe()
+        os.set_blocking(pipe[1], False)
+        old_fd = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+        old_handlers = stop_signals.install(lambda *_: None)
+        thread = threading.Thread(target=self._run, args=(pipe[0],), name="signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop_signals.restore(old_handlers)
+            signal.set_wakeup_fd(old_fd)
+            self._closed.set()
+            os.write(pipe[1], b"\0")
+            thread.join()
+            for end in pipe:
+                os.close(end)
 
     def should_dispatch(self, step: int) -> bool:
         """Decides whether to dispatch a step; must be called before each step, in order."""
@@ -102,21 +106,21 @@ class Preemption:
         """Ignores signals from now on, because the run is finished."""
         self._is_done = True
 
-    def _run(self) -> None:
+    def _run(self, signal_fd: int) -> None:
         while not self._closed.is_set():
             try:
-                self._poll_events()
+                self._poll_events(signal_fd)
             except jax.errors.JaxRuntimeError:
                 # Process 0 does not answer; if it is gone, JAX ends this process
                 time.sleep(distributed.poll_interval_s())
 
-    def _poll_events(self) -> None:
+    def _poll_events(self, signal_fd: int) -> None:
         while not self._closed.is_set():
             interval_s = distributed.POLL_INTERVAL_S
             if self.reason is not None:  # reads what all processes publish
                 interval_s = distributed.poll_interval_s()
-            ready, _, _ = select.select([self._pipe[0]], [], [], interval_s)
-            for number in os.read(self._pipe[0], 64) if ready else b"":
+            ready, _, _ = select.select([signal_fd], [], [], interval_s)
+            for number in os.read(signal_fd, 64) if ready else b"":
                 if number in stop_signals.SIGNALS:
                     self._handle_signal(signal.Signals(number))
             stop_after = self._config.stop_after

@@ -16,13 +16,13 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
-from jaxsp.training import train_step
+from jaxsp.training import metric_table, train_step
+from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
-from jaxsp.training.step_gradients import StepTotals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalResult:
+class EvalFields:
     """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
 
     jaxsp eval appends lines too. No field distinguishes them from the lines of the run.
@@ -32,20 +32,10 @@ class EvalResult:
     """Training steps of the weights; 0 for the weights of a Hugging Face folder."""
     data: str
     """Name of the eval set."""
-    loss: float | None
-    """Mean loss over all loss tokens of the eval set. null if it is not finite."""
     perplexity: float | None
     """exp(loss). null if it is not finite."""
-    token_accuracy: float
-    """Fraction of loss tokens whose top-1 prediction is correct."""
     num_documents: int
     """Number of documents."""
-    num_rows: int
-    """Number of rows that the documents are packed into."""
-    num_tokens: int
-    """Number of tokens in all segments."""
-    num_loss_tokens: int
-    """Number of tokens whose next token is a target."""
     seconds: float
     """Duration in seconds, without compilation."""
 
@@ -83,17 +73,17 @@ class Evaluator:
         return bool(self._eval_sets) and is_due(self._config.run.eval_every, number)
 
     @functools.cached_property
-    def _compiled_totals(self) -> jax.stages.Compiled:
-        return train_step.compile_totals(self._spec)
+    def _compute_sums(self) -> jax.stages.Compiled:
+        return train_step.compile_sums(self._spec)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation, if there are eval sets."""
-        _ = self._eval_sets and self._compiled_totals
+        _ = self._eval_sets and self._compute_sums
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
-    ) -> Iterator[EvalResult]:
-        """Yields the results of these weights on each eval set.
+    ) -> Iterator[Line]:
+        """Yields the line of these weights for each eval set.
 
         Args:
             num_steps: number of training steps of the weights.
@@ -109,32 +99,31 @@ class Evaluator:
         *,
         num_steps: int,
         on_batch: Callable[[], None] = lambda: None,
-    ) -> EvalResult:
-        """Returns the result of these weights on one eval set. Args: see `run`."""
-        compute_totals = self._compiled_totals
+    ) -> Line:
+        """Returns the line of these weights for one eval set. Args: see `run`."""
+        compute_sums = self._compute_sums
         began = time.perf_counter()
         schedule = data.make_schedule(self._config, epochs=1)
         placements = {self._config.data.max_row_tokens: self._spec.placement}
         loader = data.make_loader(self._config, schedule, placements)
-        totals = []
-        dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
-        for batch_totals in _fetch_one_behind(dispatched):
-            totals.append(batch_totals)
+        sums_of_batches = []
+        dispatched = (compute_sums(master, batch) for batch, _ in loader.batches())
+        for batch_sums in _fetch_one_behind(dispatched):
+            sums_of_batches.append(batch_sums)
             on_batch()
-        num_loss_tokens = _sum_counts(totals, "num_loss_tokens")
-        loss = sum(float(batch_totals.loss) for batch_totals in totals) / num_loss_tokens
-        return EvalResult(
+        sums = {
+            name: sum(batch_sums[name].item() for batch_sums in sums_of_batches)
+            for name in sums_of_batches[0]
+        }
+        values = metric_table.compute_metrics(sums)
+        fields = EvalFields(
             step=num_steps,
             data=data.name,
-            loss=loss if math.isfinite(loss) else None,
-            perplexity=math.exp(loss) if loss < 700 else None,
-            token_accuracy=_sum_counts(totals, "num_correct") / num_loss_tokens,
+            perplexity=math.exp(values["loss"]) if values["loss"] < 700 else None,
             num_documents=len(data.documents.lengths),
-            num_rows=_sum_counts(totals, "num_rows"),
-            num_tokens=_sum_counts(totals, "num_tokens"),
-            num_loss_tokens=num_loss_tokens,
             seconds=time.perf_counter() - began,
         )
+        return metric_table.make_line(fields, values)
 
 
 def is_due(every: int | str | None, number: int) -> bool:
@@ -145,17 +134,13 @@ def is_due(every: int | str | None, number: int) -> bool:
     return isinstance(every, int) and number % every == 0
 
 
-def _sum_counts(totals: Sequence[StepTotals], name: str) -> int:
-    return sum(int(getattr(batch_totals, name)) for batch_totals in totals)
-
-
-def _fetch_one_behind(dispatched: Iterable[StepTotals]) -> Iterator[StepTotals]:
-    """Yields the totals of each batch after the next batch is dispatched."""
+def _fetch_one_behind(dispatched: Iterable[Sums]) -> Iterator[Sums]:
+    """Yields the sums of each batch after the next batch is dispatched."""
     running = None
-    for totals in dispatched:
+    for sums in dispatched:
         if running is not None:
             yield jax.device_get(running)
-        running = totals
+        running = sums
     yield jax.device_get(running)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
 from jaxsp.model.layers import Gather, Parameter
+from jaxsp.training import metric_table
+from jaxsp.training.metric_table import Sums
 
 TokenLoss = Callable[[Array, Array], Array]
 """Function that computes the loss of each token: `logits_TV, labels_T -> losses_T`, in JAX.
@@ -41,14 +43,6 @@ Tried in this order if the logits of all tokens do not fit.
 """
 
 
-class LossSums(NamedTuple):
-    """Sums over this device's tokens."""
-
-    loss: Float32[Array, ""]
-    num_correct: Int32[Array, ""]
-    """Number of tokens whose label has the largest logit."""
-
-
 def sum_token_losses(
     hidden_BlD: Float[Array, "B l D"],
     labels_Bl: Int32[Array, "B l"],
@@ -60,8 +54,8 @@ def sum_token_losses(
     tile: int,
     token_loss: TokenLoss | None = None,
     transform_logits: TransformLogits = lambda logits: logits,
-) -> LossSums:
-    """Sum of the token losses of this device's tokens.
+) -> Sums:
+    """Sums over this device's tokens. Only `loss_sum`, that of the token losses, has a gradient.
 
     Tokens labeled -100 add nothing, neither to the loss nor to gradients.
 
@@ -76,25 +70,24 @@ def sum_token_losses(
     labels_TX = split(labels_Bl, pad_value=NO_LABEL)
     weights_TX = None if weights_Bl is None else split(weights_Bl)
 
-    def forward(hidden_BlD: Array, shard: Any) -> tuple[LossSums, Array | None]:
+    def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, Array | None]:
         head_VD = gather.all_gather(head, shard)
-        add_tile = functools.partial(_forward_tile, head_VD, token_loss, transform_logits)
-        zeros = LossSums(jnp.float32(0), jnp.int32(0))
-        return jax.lax.scan(add_tile, zeros, (split(hidden_BlD), labels_TX, weights_TX))
+        sum_tile = functools.partial(_sum_tile, head_VD, token_loss, transform_logits)
+        return metric_table.scan_sums(sum_tile, (split(hidden_BlD), labels_TX, weights_TX))
 
     @jax.custom_vjp
-    def sum_losses(hidden_BlD: Array, shard: Any) -> LossSums:
+    def sum_losses(hidden_BlD: Array, shard: Any) -> Sums:
         return forward(hidden_BlD, shard)[0]
 
-    def sum_losses_fwd(hidden_BlD: Array, shard: Any) -> tuple[LossSums, tuple[Any, ...]]:
+    def sum_losses_fwd(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Any, ...]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
-    def sum_losses_bwd(residuals: tuple[Any, ...], dsums: LossSums) -> tuple[Array, Any]:
+    def sum_losses_bwd(residuals: tuple[Any, ...], dsums: Sums) -> tuple[Array, Any]:
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
         add_tile = functools.partial(
-            _backward_tile, head_VD, dsums.loss, token_loss, transform_logits
+            _backward_tile, head_VD, dsums["loss_sum"], token_loss, transform_logits
         )
         inputs = (split(hidden_BlD), labels_TX, weights_TX, lse_TX)
         zeros_VD = jnp.zeros(head.shape, jnp.float32) if gather.has_gradient(shard) else None
@@ -109,14 +102,13 @@ def sum_token_losses(
     return sum_losses(hidden_BlD, shard)
 
 
-def _forward_tile(
+def _sum_tile(
     head_VD: Array,
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
-    sums: LossSums,
     inputs: tuple[Array, Array, Array | None],
-) -> tuple[LossSums, Array | None]:
-    """Adds a tile to the sums; for cross entropy, also returns the log-sum-exp of its logits."""
+) -> tuple[Sums, Array | None]:
+    """Sums over the tokens of a tile; for cross entropy, also the log-sum-exp of their logits."""
     hidden_XD, labels_X, weights_X = inputs
     logits_XV = transform_logits(_products(hidden_XD, head_VD))
     has_label_X = labels_X != NO_LABEL
@@ -128,10 +120,12 @@ def _forward_tile(
     else:
         lse_X = None
         losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
-    loss = _apply_weights(losses_X, has_label_X, weights_X).sum()
     is_correct_X = has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)
-    num_correct = is_correct_X.sum(dtype=jnp.int32)
-    return LossSums(sums.loss + loss, sums.num_correct + num_correct), lse_X
+    sums = {
+        "loss_sum": _apply_weights(losses_X, has_label_X, weights_X).sum(),
+        "num_correct": is_correct_X.sum(dtype=jnp.int32),
+    }
+    return sums, lse_X
 
 
 def _backward_tile(

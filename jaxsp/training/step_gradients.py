@@ -7,7 +7,6 @@ whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gather
 gradients are `seq` times too large with ZeRO 0 to 2.)
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -18,37 +17,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxsp.core import axes, host_memory
-from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs, step_row_index
+from jaxsp.core.batch import NO_LABEL, Batch, partition_specs, step_row_index
 from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, loss, sharding
+from jaxsp.training import host_offload, loss, metric_table, sharding
+from jaxsp.training.metric_table import Sums
 from jaxsp.training.sharding import Shard
 from jaxsp.training.specs import StepSpec
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Sums over the rows of a step."""
-
-    loss: Leaf
-    num_correct: Leaf
-    num_rows: Leaf
-    num_tokens: Leaf
-    num_loss_tokens: Leaf
-    loss_weight: Leaf | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepGradients(StepTotals):
-    """Gradients of the step's mean token loss, sharded like the weights; `loss` is the mean."""
-
-    gradients: layers.Weights
-    """None in place of the gradient of a frozen weight."""
-
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
 """Marks a gradient that the backward pass returns instead of adding it to a reference."""
@@ -56,25 +33,32 @@ _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, wit
 
 def compute_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array | int = 0
-) -> StepGradients:
-    """Gradients and counts of a step. Call under jit. Args: step: its number, for dropout."""
+) -> tuple[layers.Weights, dict[str, Array]]:
+    """Gradients of the mean token loss of a step, and its metrics. Call under jit.
 
-    def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
+    Args: step: its number, for dropout.
+    Returns: gradients sharded like the weights, with None for frozen weights; and METRICS with the
+        sums that they are made from.
+    """
+
+    def local(master: layers.Weights, batch: Batch) -> tuple[layers.Weights, Sums]:
         return _local_gradients(spec, master, batch, jnp.asarray(step, jnp.int32))
 
-    return StepGradients(**_run_on_mesh(spec, local, master, batch, has_gradients=True))
+    gradients, sums = _run_on_mesh(spec, local, master, batch, has_gradients=True)
+    return gradients, sums | metric_table.compute_metrics(sums)
 
 
 def _local_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array
-) -> dict[str, Any]:
-    """Fields of StepGradients from this device's shards and rows, inside shard_map."""
+) -> tuple[layers.Weights, Sums]:
+    """Gradients and sums from this device's shards and rows, inside shard_map."""
     gather = spec.gather
     table = spec.table
     values = master
     if not spec.has_offloaded_gradients:
         values = gather.make_working_copy(table, master)
-    slots, structure = jax.tree.flatten(gather.make_grad_slots(table, values))
+    grad_slots = gather.make_grad_slots(table, values)
+    slots, structure = jax.tree.flatten(grad_slots)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     returned_slots = _select_returned(spec, params, slots)
     targets = [
@@ -84,21 +68,21 @@ def _local_gradients(
 
     def run_microbatch(
         batch: Batch, index: Array | int, totals: dict[int, Array]
-    ) -> tuple[tuple[Array, Array], dict[int, Array]]:
-        """Sums of losses and correct tokens, and `totals` with the gradients that are returned."""
+    ) -> tuple[Sums, dict[int, Array]]:
+        """Sums over a microbatch, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(spec, batch, step, index)
         inputs = [
             slot if host_memory.is_on_host(slot) else totals.get(number, slot)
             for number, slot in enumerate(slots)
         ]
 
-        def sum_loss(slots: list[Array]) -> tuple[Array, Array]:
-            tree = jax.tree.unflatten(structure, slots)
-            return _sum_microbatch_loss(spec, values, tree, batch, keys)
+        def sum_loss(slots: list[Array]) -> tuple[Array, Sums]:
+            sums = _sum_microbatch(spec, values, jax.tree.unflatten(structure, slots), batch, keys)
+            return sums["loss_sum"], sums
 
-        loss_sum, backward, num_correct = jax.vjp(sum_loss, inputs, has_aux=True)
+        _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
-        return (loss_sum, num_correct), {number: gradients[number] for number in totals}
+        return sums, {number: gradients[number] for number in totals}
 
     def add_microbatch(carry: tuple, inputs: tuple[Batch, Array]) -> tuple[tuple, None]:
         sums, totals = carry
@@ -113,17 +97,17 @@ def _local_gradients(
     if batch.tokens_BL.shape[0] == 1:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_slots)
     else:
-        zeros = ((jnp.float32(0), jnp.int32(0)), returned_slots)
+        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_slots)
+        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_slots)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
-        (sums, returned), _ = jax.lax.scan(add_microbatch, zeros, (batch, indices))
+        (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
     leaves = [
         returned[number] if number in returned else jax.freeze(target)
         for number, target in enumerate(targets)
     ]
-    totals = _sum_over_mesh(*sums, batch)
-    divisor = _loss_divisor(totals)
-    gradients = gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor)
-    return totals | {"loss": totals["loss"] / divisor, "gradients": gradients}
+    sums = _sum_over_mesh(sums, batch)
+    divisor = metric_table.make_divisor(sums["loss_weight"])
+    return gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
 
 
 def _select_returned(
@@ -143,39 +127,27 @@ def _select_returned(
     }
 
 
-def _loss_divisor(totals: dict[str, Array]) -> Array:
-    """Number, or total weight, of a step's loss tokens; 1 if there are none."""
-    if "loss_weight" in totals:
-        return jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
-    return jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
+def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
+    """Sums over a step's rows: those of the loss, and counts. Call under jit."""
 
-
-def compute_totals(spec: StepSpec, master: layers.Weights, batch: Batch) -> StepTotals:
-    """Loss and counts of a step's rows, without gradients. Call under jit."""
-
-    def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
+    def local(master: layers.Weights, batch: Batch) -> Sums:
         slots = spec.gather.make_grad_slots(spec.table, master)
-
-        def add_microbatch(sums: tuple, batch: Batch) -> tuple[tuple, None]:
-            microbatch_sums = _sum_microbatch_loss(spec, master, slots, batch)
-            return jax.tree.map(jnp.add, sums, microbatch_sums), None
-
-        (loss_sum, num_correct), _ = jax.lax.scan(
-            add_microbatch, (jnp.float32(0), jnp.int32(0)), batch
+        sums, _ = metric_table.scan_sums(
+            lambda batch: (_sum_microbatch(spec, master, slots, batch), None), batch
         )
-        return _sum_over_mesh(loss_sum, num_correct, batch)
+        return _sum_over_mesh(sums, batch)
 
-    return StepTotals(**_run_on_mesh(spec, local, master, batch, has_gradients=False))
+    return _run_on_mesh(spec, local, master, batch, has_gradients=False)
 
 
-def _sum_microbatch_loss(
+def _sum_microbatch(
     spec: StepSpec,
     values: layers.Weights,
     slots: layers.Weights,
     batch: Batch,
     token_keys: Keys | None = None,
-) -> tuple[Array, Array]:
-    """Sum of the token losses of this device's part of a microbatch, and the correct tokens.
+) -> Sums:
+    """Sums over this device's part of a microbatch.
 
     Args: token_keys: see `decoder.hidden_states`.
     """
@@ -193,7 +165,7 @@ def _sum_microbatch_loss(
         tile_tokens=spec.mlp_tile,
         token_keys=token_keys,
     )
-    sums = loss.sum_token_losses(
+    return loss.sum_token_losses(
         hidden_BlD,
         batch.labels_BL,
         batch.weights_BL,
@@ -204,7 +176,6 @@ def _sum_microbatch_loss(
         token_loss=spec.loss,
         transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
-    return sums.loss, sums.num_correct
 
 
 def _make_token_keys(
@@ -230,21 +201,20 @@ def _make_token_keys(
     )
 
 
-def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[str, Array]:
-    """Fields of StepTotals from each device's sums over its part of a step."""
+def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
+    """Adds each device's sums over its part of a step, and counts rows and tokens."""
 
     def count(values: Array, over: tuple[str, ...]) -> Array:
         return jax.lax.psum(values.sum(dtype=jnp.int32), over)
 
     # Labels are sharded over the whole mesh. Starts and lengths are replicated along seq, and count
     # once there.
-    sums = {
-        "loss": jax.lax.psum(loss_sum, axes.ALL),
-        "num_correct": jax.lax.psum(num_correct, axes.ALL),
+    sums = jax.lax.psum(sums, axes.ALL) | {
         "num_rows": count((batch.lengths_BM > 0).any(-1), axes.GROUPS),
         "num_tokens": count(batch.lengths_BM, axes.GROUPS),
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
     }
+    sums["loss_weight"] = sums["num_loss_tokens"]
     if batch.weights_BL is not None:
         weights_BL = jnp.where(batch.labels_BL != NO_LABEL, batch.weights_BL, 0.0)
         sums["loss_weight"] = jax.lax.psum(weights_BL.sum(), axes.ALL)
@@ -258,26 +228,19 @@ def _run_on_mesh(
     batch: Batch,
     *,
     has_gradients: bool,
-) -> dict[str, Any]:
-    """Runs `local`, which returns the fields of a StepTotals, on each device's shards and rows.
+) -> Any:
+    """Runs `local`, which returns sums, on each device's shards and rows.
 
-    Args: has_gradients: True if it returns those of a StepGradients.
+    Args: has_gradients: True if it returns gradients and sums.
     """
     weight_specs = jax.tree.map(
         lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
     )
-    out_specs: dict[str, Any] = {
-        field.name: PartitionSpec() for field in dataclasses.fields(StepTotals)
-    }
-    if batch.weights_BL is None:
-        del out_specs["loss_weight"]
-    if has_gradients:
-        out_specs["gradients"] = weight_specs
     on_mesh = jax.shard_map(
         local,
         mesh=spec.mesh,
         in_specs=(weight_specs, partition_specs(batch)),
-        out_specs=out_specs,
+        out_specs=(weight_specs, PartitionSpec()) if has_gradients else PartitionSpec(),
         check_vma=False,
     )
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa

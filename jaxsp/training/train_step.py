@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from jaxsp import attention
 from jaxsp.core import axes, host_memory
-from jaxsp.core.batch import Batch, Leaf
-from jaxsp.model.layers import Parameter
+from jaxsp.core.batch import Batch
+from jaxsp.model.layers import Parameter, Weights
 from jaxsp.training import (
     compile_options,
     host_offload,
@@ -22,29 +22,18 @@ from jaxsp.training import (
 )
 from jaxsp.training.optimizers import schedules
 from jaxsp.training.specs import StepSpec
-from jaxsp.training.step_gradients import StepGradients
 from jaxsp.training.train_state import TrainState
 
+StepResults = dict[str, Any]
+"""Scalar arrays by name, for a step over the whole mesh: METRICS, the sums that they are made from,
+and:
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """Metrics of a step over the whole mesh; each token counts once."""
+- grad_norm: global norm of the gradients, before clipping.
+- learning_rate
+- is_finite: True if loss and gradient norm are finite; otherwise the update was skipped.
 
-    loss: Leaf
-    """Mean over the step's loss tokens, weighted if rows have weights; 0 if there are none."""
-    token_accuracy: Leaf
-    """Fraction of loss tokens whose label has the largest logit."""
-    grad_norm: Leaf
-    """Global norm of the gradients, before clipping."""
-    learning_rate: Leaf
-    num_rows: Leaf
-    num_tokens: Leaf
-    num_loss_tokens: Leaf
-    is_finite: Leaf
-    """True if loss and gradient norm are finite; otherwise the update was skipped."""
-    loss_weight: Leaf | None = None
-    """Sum of the loss tokens' weights, the divisor of the loss; None if rows have no weights."""
+Means are 0 in a step without loss tokens.
+"""
 
 
 def build_step(spec: StepSpec) -> jax.stages.Wrapped:
@@ -53,46 +42,30 @@ def build_step(spec: StepSpec) -> jax.stages.Wrapped:
     schedule = schedules.build_schedule(config, spec.num_steps)
 
     # Do not rename step, state and batch: the planner looks for these names in the compiled program
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResults]:
         state = _set_memory_kinds(spec, state)
-        gradients = step_gradients.compute_gradients(spec, state.master, batch, state.step)
+        gradients, results = step_gradients.compute_gradients(spec, state.master, batch, state.step)
         norm = _global_norm(spec, gradients)
         scale = jnp.float32(1)
         if (limit := config.max_grad_norm) is not None:
             scale = jnp.where(norm > limit, limit / norm, 1.0)
         learning_rate = schedule(state.step)
-        is_finite = jnp.isfinite(gradients.loss) & jnp.isfinite(norm)
-        # A step without labels must not change weights, not even by weight decay or momentum
-        if gradients.loss_weight is None:
-            has_loss = gradients.num_loss_tokens > 0
-        else:
-            has_loss = gradients.loss_weight > 0
+        is_finite = jnp.isfinite(results["loss"]) & jnp.isfinite(norm)
         master, opt_state = optimizer.update(
             config,
             spec.table,
-            gradients.gradients,
+            gradients,
             state.opt_state,
             state.master,
             mesh=spec.mesh,
             dtype=spec.dtype,
             learning_rate=learning_rate,
             grad_scale=scale,
-            accept=is_finite & has_loss,
+            # A step without labels must not change weights, not even by weight decay or momentum
+            accept=is_finite & (results["loss_weight"] > 0),
         )
-        num_correct = gradients.num_correct.astype(jnp.float32)
-        num_labels = jnp.maximum(gradients.num_loss_tokens, 1).astype(jnp.float32)
-        metrics = StepMetrics(
-            loss=gradients.loss,
-            token_accuracy=num_correct / num_labels,
-            grad_norm=norm,
-            learning_rate=learning_rate,
-            num_rows=gradients.num_rows,
-            num_tokens=gradients.num_tokens,
-            num_loss_tokens=gradients.num_loss_tokens,
-            is_finite=is_finite,
-            loss_weight=gradients.loss_weight,
-        )
-        return TrainState(master=master, opt_state=opt_state, step=state.step + 1), metrics
+        results |= {"grad_norm": norm, "learning_rate": learning_rate, "is_finite": is_finite}
+        return TrainState(master=master, opt_state=opt_state, step=state.step + 1), results
 
     state = train_state.abstract_inputs(spec)[0]
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -100,13 +73,13 @@ def build_step(spec: StepSpec) -> jax.stages.Wrapped:
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
 
 
-def _global_norm(spec: StepSpec, gradients: StepGradients) -> Array:
+def _global_norm(spec: StepSpec, gradients: Weights) -> Array:
     def sum_squares(param: Parameter, gradient: Array | None) -> Array | None:
         if gradient is None:
             return None
         return host_offload.sum_layers(param, lambda layer: jnp.sum(layer * layer), gradient)
 
-    squares = jax.tree.map(sum_squares, spec.table, gradients.gradients)
+    squares = jax.tree.map(sum_squares, spec.table, gradients)
     return jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
 
 
@@ -137,15 +110,15 @@ def compile(spec: StepSpec) -> jax.stages.Compiled:
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 
-def compile_totals(spec: StepSpec) -> jax.stages.Compiled:
-    """Compiles `step_gradients.compute_totals`: loss and counts of a batch, without gradients.
+def compile_sums(spec: StepSpec) -> jax.stages.Compiled:
+    """Compiles `step_gradients.compute_sums`: sums over a batch, without gradients.
 
     Raises: as `compile`.
     """
     state, batch = train_state.abstract_inputs(spec)
     replicated = NamedSharding(spec.mesh, PartitionSpec())
-    totals = functools.partial(step_gradients.compute_totals, spec)
-    lowered = jax.jit(totals, out_shardings=replicated).lower(state.master, batch)
+    compute_sums = functools.partial(step_gradients.compute_sums, spec)
+    lowered = jax.jit(compute_sums, out_shardings=replicated).lower(state.master, batch)
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 

@@ -128,7 +128,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
-            state, step_metrics = jax.block_until_ready(fitted.executable(state, batch))
+            state, results = jax.block_until_ready(fitted.executable(state, batch))
             seconds.append(time.perf_counter() - began)
     except (UserError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and isolation.EXHAUSTED not in str(error):
@@ -138,7 +138,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     return Result(
         status=report.OK,
         **fields,
-        **timing.make_figures(case, seconds, float(step_metrics.loss), device.device_kind),
+        **timing.make_figures(case, seconds, float(results["loss"]), device.device_kind),
         peak_gib=metrics.peak_gib([device]),
         memory_limit_gib=None if limit is None else limit / units.GIB,
     )

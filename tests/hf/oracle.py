@@ -281,7 +281,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
                 transform_logits=transform,
             )
             count = (batch.labels_BL != NO_LABEL).sum().astype(dtype)
-            return sums.loss / count, transform(hidden @ head.T)
+            return sums["loss_sum"] / count, transform(hidden @ head.T)
 
         (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)
         return Result(mean, logits, grads)

@@ -15,7 +15,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.model import flops
-from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
+from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.runtime import jsonl
 from jaxsp.runtime.jsonl import AppendFile
 from tests import batches, messages
@@ -68,11 +68,7 @@ def test_known_gpus_have_a_peak(device_kind, peak):
 
 
 def line(step):
-    fields = {
-        name: 1.0 if "float" in str(kind) else 1
-        for name, kind in MetricsLine.__annotations__.items()
-    }
-    return MetricsLine(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
+    return {"step": step, "loss": 1.0, "num_tokens_by_source": {"a": 1}}
 
 
 def read_steps(path):
@@ -82,7 +78,7 @@ def read_steps(path):
 def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     with MetricsWriter(tmp_path, from_step=0) as writer:
         writer.write_step(line(1))
-        assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1
 
 
 def test_lines_after_the_step_that_a_run_resumes_from_are_removed(tmp_path):

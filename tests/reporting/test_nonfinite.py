@@ -226,8 +226,8 @@ def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
         master=state.master | {"head": head}, opt_state=state.opt_state, step=state.step
     )
     before = jax.tree.map(lambda x: np.array(x), state)
-    after, step_metrics = run.step(state, run.rows(runs.ROWS))
-    assert not step_metrics.is_finite
+    after, results = run.step(state, run.rows(runs.ROWS))
+    assert not results["is_finite"]
     assert batches.is_bitwise_equal(
         (after.master, after.opt_state), (before.master, before.opt_state)
     )

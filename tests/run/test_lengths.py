@@ -54,8 +54,8 @@ def losses(chosen):
     master = material.make_weights()
     actual = {}
     data = material.train_set
-    totals = {
-        stream.row_tokens: train_step.compile_totals(run_spec.steps[stream.row_tokens])
+    compute_sums = {
+        stream.row_tokens: train_step.compile_sums(run_spec.steps[stream.row_tokens])
         for stream in data.streams
     }
     for given, counts in data.make_loader(
@@ -73,7 +73,7 @@ def losses(chosen):
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
             actual[tuple(tokens[part][:2])] = float(
-                totals[counts.row_tokens](master, Batch(**one)).loss
+                compute_sums[counts.row_tokens](master, Batch(**one))["loss_sum"]
             )
     return actual
 

@@ -24,7 +24,8 @@ from jaxsp.runtime import preemption, run_status
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
 status = run_status.RunStatus()
-with preemption.Preemption(run_schema.RunConfig(**options["run"]), status) as stop:
+stop = preemption.Preemption(run_schema.RunConfig(**options["run"]), status)
+with stop.listen():
     for step in range(1, num_steps + 1):
         assert stop.should_dispatch(step)
         status.dispatched(step, 64)
@@ -149,7 +150,8 @@ def test_child_processes_do_not_inherit_the_signal_handlers():
 import signal, subprocess, sys, time
 from jaxsp.config import run_schema
 from jaxsp.runtime import preemption, run_status
-with preemption.Preemption(run_schema.RunConfig(directory="x"), run_status.RunStatus()) as stop:
+stop = preemption.Preemption(run_schema.RunConfig(directory="x"), run_status.RunStatus())
+with stop.listen():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     time.sleep(0.5)
     child.send_signal(signal.SIGTERM)

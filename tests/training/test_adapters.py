@@ -166,7 +166,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits
         trained = trainable.select_trained(
             run.spec.table, jax.tree.map(runs.remove_padding, run.spec.table, state.master)
         )
-        results.append((float(first.loss), float(second.loss), batches.name_leaves(trained)))
+        results.append((float(first["loss"]), float(second["loss"]), batches.name_leaves(trained)))
     expected = results[0]
     plain, _ = runs.compile_reference(model)(weights, runs.ROWS)
     assert abs(expected[0] - expected[1]) > 1e-4

@@ -167,7 +167,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     right = batches.name_leaves(jax.tree.map(lambda w, g: w - g, weights, gradients))
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
-    assert batches.relative_error(metrics.grad_norm, norm) < tolerances.MESH
+    assert batches.relative_error(metrics["grad_norm"], norm) < tolerances.MESH
     actual = run.unpad(state.master)
     assert (
         max(batches.relative_error(actual[name], right[name]) for name in right) < tolerances.MESH

@@ -102,16 +102,18 @@ def test_every_strategy_gives_the_step_of_one_device(name, record_property):
     (loss, num_correct), gradients = runs.compile_reference(model)(weights, ROWS)
     lengths = ROWS["lengths_BM"]
     num_labels = (ROWS["labels_BL"] != NO_LABEL).sum()
-    assert [int(x) for x in (actual.num_rows, actual.num_tokens, actual.num_loss_tokens)] == [
+    assert [
+        int(x) for x in (actual["num_rows"], actual["num_tokens"], actual["num_loss_tokens"])
+    ] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),
         num_labels,
     ]
-    assert float(actual.token_accuracy) == np.float32(num_correct) / np.float32(num_labels)
+    assert float(actual["token_accuracy"]) == np.float32(num_correct) / np.float32(num_labels)
     right = batches.name_leaves(jax.tree.map(lambda w, g: w - 1e3 * g, weights, gradients))
     after = run.unpad(state.master)
     differences = {name: batches.relative_error(after[name], right[name]) for name in right}
-    differences["loss"] = batches.relative_error(actual.loss, loss)
-    differences["norm"] = batches.relative_error(actual.grad_norm, batches.norm(gradients))
+    differences["loss"] = batches.relative_error(actual["loss"], loss)
+    differences["norm"] = batches.relative_error(actual["grad_norm"], batches.norm(gradients))
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences

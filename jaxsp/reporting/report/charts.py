@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from jaxsp.reporting.report.run_files import RunRecord
+from jaxsp.training.metric_table import METRICS
 
 MAX_POINTS = 1000
 """Maximum number of points of a line. Of longer runs, the extremes of neighbors are drawn."""
@@ -35,7 +36,8 @@ CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "attention_imbalance": ("Attention imbalance", "Busiest group relative to the mean.", {}),
     "device_peak_gib": ("Peak memory", "Of process 0.", {"ticksuffix": " GiB", **_FROM_ZERO}),
 }
-"""Title, note and plotly's y axis of each chart, most of them by field of metrics.jsonl."""
+"""Title, note and plotly's y axis of charts, most of them by field of metrics.jsonl. Other means
+among METRICS get a chart with their name."""
 
 _STEADY = ("difference", "learning_rate", "checkpoint_wait_s", "device_peak_gib")
 """Charts without a running average."""
@@ -44,7 +46,9 @@ _STEADY = ("difference", "learning_rate", "checkpoint_wait_s", "device_peak_gib"
 def build(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Returns all charts; those without a value are left out."""
     charts = []
-    for field, (title, note, y_axis) in CHARTS.items():
+    means = [name for name in METRICS if not name.startswith("num_")]
+    for field in dict.fromkeys([*CHARTS, *means]):
+        title, note, y_axis = CHARTS.get(field, (field, "", {}))
         traces = [trace for i in range(len(runs)) for trace in _draw(runs, i, field)]
         if traces:
             charts.append({"title": title, "note": note, "y_axis": y_axis, "traces": traces})

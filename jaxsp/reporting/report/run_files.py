@@ -16,11 +16,10 @@ from jaxsp.reporting import metrics
 from jaxsp.reporting.starts import STARTS_FILE
 from jaxsp.runtime import run_dir
 from jaxsp.runtime.run_paths import CONFIG_FILE
+from jaxsp.training.metric_table import METRICS
 
 HEARTBEAT_MAX_AGE_S = 60
 """Age of the heartbeat up to which a run counts as running: twelve heartbeats."""
-
-FIELDS = [field.name for field in dataclasses.fields(metrics.MetricsLine)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,8 @@ def _read_lines(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 def _to_frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Returns numbers by step; NaN for what is not a finite number."""
-    frame = pd.DataFrame(list(lines), columns=[*FIELDS, "seconds"])
+    fields = [field.name for field in dataclasses.fields(metrics.StepFields)]
+    frame = pd.DataFrame(list(lines), columns=[*METRICS, *fields, "seconds"])
     frame = frame.apply(pd.to_numeric, errors="coerce").astype(float)
     frame = frame.replace([np.inf, -np.inf], np.nan).set_index("step")
     frame = frame[~frame.index.duplicated(keep="last")].sort_index()

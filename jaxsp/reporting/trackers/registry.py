@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -85,6 +85,8 @@ class Trackers:
         self._names = names
         self._direct: list[Tracker] = []
         self._remote: list[BackgroundTracker] = []
+        self.outcome: Outcome = "finished"
+        """End of the run, if no exception ends it."""
 
     def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
         """Starts all trackers. The files have no lines of steps that the run repeats."""
@@ -156,17 +158,12 @@ def send_missing(
 
 
 @contextlib.contextmanager
-def open_trackers(
-    run: TrackedRun, names: tuple[str, ...], *, find_outcome: Callable[[], Outcome]
-) -> Iterator[Trackers]:
-    """Context of the trackers of a run, which finishes them at its end.
-
-    Args: find_outcome: returns how the run ended, if no exception ended it.
-    """
+def open_trackers(run: TrackedRun, names: tuple[str, ...]) -> Iterator[Trackers]:
+    """Context of the trackers of a run, which finishes them at its end."""
     trackers = Trackers(run, names)
     try:
         yield trackers
     except BaseException:
         trackers.finish("failed")
         raise
-    trackers.finish(find_outcome())
+    trackers.finish(trackers.outcome)

@@ -1,0 +1,114 @@
+"""Metrics of a step and of an eval set, and how each is made from sums.
+
+To add a metric, add its sum where it is computed, for example in `loss._sum_tile`, and its row to
+METRICS. It is then among the results of the step, in metrics.jsonl and eval.jsonl, in the trackers
+and the report; `python -m scripts.config_reference` documents it.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Sums = dict[str, Any]
+"""Sums over a step or an eval set, by name: arrays on devices, or numbers on the host."""
+
+Line = dict[str, Any]
+"""A line of metrics.jsonl or eval.jsonl."""
+
+
+class Metric(NamedTuple):
+    """A number that is made from sums."""
+
+    meaning: str
+    compute: Callable[[Sums], Any]
+    """Arithmetic on sums, in float32 on devices and in float64 on the host."""
+
+
+def make_divisor(total: Any) -> Any:
+    """Sum to divide by: 1 in place of 0; float32 on devices."""
+    if isinstance(total, jax.Array):
+        return jnp.where(total > 0, total, 1).astype(jnp.float32)
+    return total or 1
+
+
+def divide(numerator: Any, denominator: Any) -> Any:
+    """Quotient of two sums; 0 if both are 0."""
+    if isinstance(numerator, jax.Array):
+        numerator = numerator.astype(jnp.float32)
+    return numerator / make_divisor(denominator)
+
+
+METRICS = {
+    "loss": Metric(
+        "Mean loss over all loss tokens (not a mean of means over rows or devices). null if there "
+        "are no loss tokens or the loss is not finite.",
+        lambda sums: divide(sums["loss_sum"], sums["loss_weight"]),
+    ),
+    "token_accuracy": Metric(
+        "Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss "
+        "tokens or the step is not finite.",
+        lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
+    ),
+    "num_rows": Metric(
+        "Number of rows with at least one segment.", operator.itemgetter("num_rows")
+    ),
+    "num_tokens": Metric(
+        "Number of tokens in all segments, each counted once over the whole mesh, whether or not "
+        "it has a loss.",
+        operator.itemgetter("num_tokens"),
+    ),
+    "num_loss_tokens": Metric(
+        "Number of tokens whose next token is a target. A document of n tokens has at most n - 1, "
+        "however it is cut.",
+        operator.itemgetter("num_loss_tokens"),
+    ),
+}
+"""Metrics by name. Each is a field of every line of metrics.jsonl and eval.jsonl."""
+
+
+def compute_metrics(sums: Sums) -> dict[str, Any]:
+    """Value of each metric."""
+    return {name: metric.compute(sums) for name, metric in METRICS.items()}
+
+
+def make_line(
+    fields: "DataclassInstance", values: dict[str, Any], *, is_finite: bool = True
+) -> Line:
+    """Line with the metrics among `values` and with other fields, `step` first.
+
+    Args: is_finite: False for a step that was skipped: of its means only the loss is defined.
+    """
+    line = {"step": vars(fields)["step"]}
+    for name in METRICS:
+        number = np.asarray(values[name]).item()
+        has_mean = values["num_loss_tokens"] > 0 and (is_finite or name == "loss")
+        is_defined = isinstance(number, int) or (has_mean and math.isfinite(number))
+        line[name] = number if is_defined else None
+    return line | dataclasses.asdict(fields)
+
+
+def make_zeros(compute_sums: Callable[[Any], Sums], inputs: Any) -> Sums:
+    """Zeros of the sums that `compute_sums` makes of each element of the stacked `inputs`."""
+    element = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    shapes = jax.eval_shape(compute_sums, element)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def scan_sums(compute_sums: Callable[[Any], tuple[Sums, Any]], inputs: Any) -> tuple[Sums, Any]:
+    """Adds the sums of each element of the stacked `inputs`, and stacks the second results."""
+
+    def add(sums: Sums, element: Any) -> tuple[Sums, Any]:
+        element_sums, output = compute_sums(element)
+        return jax.tree.map(jnp.add, sums, element_sums), output
+
+    zeros = make_zeros(lambda element: compute_sums(element)[0], inputs)
+    return jax.lax.scan(add, zeros, inputs)

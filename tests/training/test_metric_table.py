@@ -1,0 +1,92 @@
+"""A metric is a sum where it is computed, and a row of the table."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+
+from jaxsp.config import config_file
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.reporting.report import charts, run_files
+from jaxsp.run import build, trainer
+from jaxsp.training import loss, metric_table
+from jaxsp.training.metric_table import METRICS, Metric
+from tests import batches
+
+
+def train(folder, documents, *, steps):
+    """Trains on documents of one row each, two microbatches of a row in each step."""
+    text = "\n".join(json.dumps({"input_ids": document.tolist()}) for document in documents)
+    (folder / "data.jsonl").write_text(text)
+    source = {"source": str(folder / "data.jsonl"), "format": "tokens"}
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": steps},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {"train": [source], "eval": [source | {"name": "same"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"trackers": []},
+    }
+    program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report(
+    tmp_path, monkeypatch
+):
+    sum_tile = loss._sum_tile
+
+    def count_even_labels(*arguments):
+        sums, lse_X = sum_tile(*arguments)
+        labels_X = arguments[-1][1]
+        is_even_X = (labels_X != NO_LABEL) & (labels_X % 2 == 0)
+        return sums | {"num_even": is_even_X.sum(dtype=jnp.int32)}, lse_X
+
+    even = Metric(
+        "Tokens before an even one, as a fraction of all.",
+        lambda sums: metric_table.divide(sums["num_even"], sums["num_tokens"]),
+    )
+    monkeypatch.setattr(loss, "_sum_tile", count_even_labels)
+    monkeypatch.setitem(METRICS, "even_fraction", even)
+    documents = np.random.default_rng(0).integers(0, 257, (4, 64))
+    train(tmp_path, documents, steps=2)
+    expected = (documents[:, 1:] % 2 == 0).mean(1) * 63 / 64
+    first, second = (line["even_fraction"] for line in read_lines(tmp_path / "run/metrics.jsonl"))
+    assert first != second
+    assert np.isclose(first + second, expected.sum() / 2)
+    (evaluation,) = read_lines(tmp_path / "run/eval.jsonl")
+    assert np.isclose(evaluation["even_fraction"], expected.mean())
+    (run,) = run_files.read_runs([tmp_path / "run"])
+    assert run.metrics["even_fraction"].tolist() == [first, second]
+    assert run.evals["same"]["even_fraction"].tolist() == [evaluation["even_fraction"]]
+    assert "even_fraction" in {chart["title"] for chart in charts.build([run])}
+
+
+@dataclasses.dataclass
+class _Fields:
+    step: int
+
+
+def test_means_are_null_where_they_are_undefined():
+    sums = {"loss_sum": 6.0, "loss_weight": 4, "num_correct": 1, "num_loss_tokens": 4}
+    sums |= {"num_rows": 1, "num_tokens": 5}
+
+    def means(**options):
+        line = metric_table.make_line(_Fields(step=7), values, **options)
+        assert next(iter(line)) == "step"
+        return line["loss"], line["token_accuracy"], line["num_tokens"]
+
+    values = metric_table.compute_metrics(sums)
+    assert means() == (1.5, 0.25, 5)
+    assert means(is_finite=False) == (1.5, None, 5)
+    values["loss"] = float("nan")
+    assert means() == (None, 0.25, 5)
+    values = metric_table.compute_metrics(dict.fromkeys(sums, 0) | {"num_tokens": 5})
+    assert means() == (None, None, 5)
