@@ -586,11 +586,16 @@ def test_cudnn_is_refused_for_softcaps_and_auto_takes_blockwise():
 def test_layers_are_counted_by_workload():
     """Kinds that differ only in what their rows hide or in the scale have the same workload."""
     model = make_model((32, 8, 128), layer_scores=[*GEMMA, ScoreConfig(scale=1.0)])
-    config = batches.make_config()
-    config = config.model_copy(update={"data": config.data.model_copy(update={"row_tokens": 2048})})
-    counts = attention.count_workloads(config, model)
-    assert {layer.window: number for layer, number in counts.items()} == {1024: 5, None: 2}
-    assert list(attention.count_workloads(config.with_row_tokens(1024), model).values()) == [7]
+
+    def count(row_tokens: int) -> dict[int | None, int]:
+        config = batches.make_config()
+        data = config.data.model_copy(update={"row_tokens": row_tokens})
+        config = config.model_copy(update={"data": data})
+        counts = attention.count_workloads(config, model)
+        return {layer.window: number for layer, number in counts.items()}
+
+    assert count(2048) == {1024: 5, None: 2}
+    assert count(1024) == {None: 7}
 
 
 def test_sent_bytes_are_the_mean_of_all_layers(monkeypatch):
