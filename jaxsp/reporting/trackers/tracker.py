@@ -1,9 +1,9 @@
 """Interface of trackers, which show the numbers of a run, and what they need to know of it."""
 
 import abc
-import contextlib
 import dataclasses
-import json
+import heapq
+import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -14,8 +14,6 @@ from jaxsp.runtime import run_paths
 
 STATE_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
-
-_COMPLETE_KEY = "complete"
 
 DEFAULT_PROJECT = "jaxsp"
 
@@ -43,6 +41,17 @@ class Tracker(abc.ABC):
 
     is_local = False
     """True if the numbers go to a file of this machine, which cannot be out of reach."""
+
+    needs_thread = True
+    """True if it may block or fail, so that a thread of its own must send the numbers."""
+
+    def __init__(self, run: "TrackedRun"):
+        self._run = run
+
+    @classmethod
+    def describe(cls, run: "TrackedRun") -> str:
+        """Describes where the numbers are kept or sent, for the banner; empty if that is clear."""
+        return ""
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -82,10 +91,11 @@ class TrackedRun:
         """logging.run_name; None if the config does not set it."""
         self.from_step = from_step
         """Last step whose numbers were recorded by an earlier process."""
-        self.is_resume = is_resume
         self.shutdown_grace = config.run.shutdown_grace
         self._lock = threading.Lock()
-        self._ids: dict[str, Any] | None = None
+        # a run that does not resume from a checkpoint of its own is new
+        saved = files.read_json(self.directory / STATE_FILE) if is_resume else None
+        self._ids: dict[str, Any] = saved or {}
 
     @property
     def default_name(self) -> str:
@@ -94,33 +104,13 @@ class TrackedRun:
 
     def read_id(self, tracker: str) -> Any:
         """Returns the id of the run in a tracker; None for a run that is new there."""
-        with self._lock:
-            return self._read_ids().get(tracker)
+        return self._ids.get(tracker)
 
     def write_id(self, tracker: str, run_id: Any) -> None:
         """Keeps the id of the run in a tracker for processes that resume it. Raises: OSError."""
         with self._lock:
-            ids = self._read_ids()
-            ids[tracker] = run_id
-            files.write_json(self.directory / STATE_FILE, ids)
-
-    @property
-    def complete(self) -> list[str]:
-        """Trackers that have all numbers of a run that is done."""
-        names = self.read_id(_COMPLETE_KEY)
-        return names if isinstance(names, list) else []
-
-    def write_complete(self, names: Sequence[str]) -> None:
-        """Keeps the names of these trackers. A failure is ignored: they receive numbers again."""
-        with contextlib.suppress(OSError):
-            self.write_id(_COMPLETE_KEY, list(names))
-
-    def _read_ids(self) -> dict[str, Any]:
-        """Ids by tracker. A run that does not resume from a checkpoint of its own is new."""
-        if self._ids is None:
-            saved = files.read_json(self.directory / STATE_FILE) if self.is_resume else None
-            self._ids = saved or {}
-        return self._ids
+            self._ids[tracker] = run_id
+            files.write_json(self.directory / STATE_FILE, self._ids)
 
 
 def make_point(fields: dict[str, Any], *, group: str) -> Point:
@@ -140,11 +130,22 @@ def make_point(fields: dict[str, Any], *, group: str) -> Point:
     )
 
 
-def flatten(fields: dict[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the values of a config as text, with dotted names as on the command line."""
-    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
-    for name, value in items:
-        if isinstance(value, dict | list) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+def read_points(metrics: pathlib.Path, evals: pathlib.Path) -> Iterator[Point]:
+    """Yields the points of metrics.jsonl and eval.jsonl so far; damaged lines are left out.
+
+    A step comes before its evaluations, and these before the next step.
+    """
+    steps = (make_point(line, group="train") for line in _read_lines(metrics))
+    results = (make_point(line, group=f"eval/{line.get('data')}") for line in _read_lines(evals))
+    return heapq.merge(steps, results, key=lambda point: point.step)
+
+
+def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            # the last line may be in the middle of being written
+            fields = files.parse_json(line) if line.endswith(b"\n") else None
+            if fields is not None and isinstance(fields.get("step"), int):
+                yield fields
