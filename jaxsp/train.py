@@ -1,7 +1,6 @@
 """jaxsp train CONFIG.yaml [key.path=value ...]: trains a model."""
 
 import argparse
-import os
 import pathlib
 
 import jax
@@ -13,7 +12,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, jax_limits, preview, resume, trainer
-from jaxsp.runtime import compilation_cache, distributed, hardware, run_dir, run_paths
+from jaxsp.runtime import compilation_cache, distributed, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
@@ -43,12 +42,7 @@ def main(arguments: list[str]) -> None:
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
-            Watchdog(
-                config.run,
-                status,
-                has_heartbeat=process.index == 0,
-                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
-            ),
+            Watchdog(config.run, status, has_heartbeat=process.index == 0),
         ):
             damaged: list[pathlib.Path] = []
             while True:
@@ -78,8 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "Trains a model and writes a run directory.",
         documents_fields=True,
         is_multi_process=True,
-        verbose_help="also prints details of the run, the first rows of each device, and the "
-        "traceback of an error",
+        verbose_help="also prints details of the run, and the traceback of an error",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
