@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
     for data in resolved.evals:
         print_line(f"{data.name}: {banner.describe_documents(data)}")
     for result in Evaluator(program, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_result(result))
+        print_line(output.format_result(result, with_step=meta is not None))
         if out is not None and jax.process_index() == 0:
             jsonl.append_record(out, result)
     if out is not None:

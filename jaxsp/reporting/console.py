@@ -52,14 +52,15 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
             yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
 
 
-def format_result(result: EvalResult) -> str:
+def format_result(result: EvalResult, *, with_step: bool = True) -> str:
     """Formats an evaluation of one eval set as a line."""
     loss = "not finite" if result.loss is None else f"{result.loss:.4f}"
     if result.perplexity is not None:
         loss += f", perplexity {result.perplexity:.4g}"
     loss_tokens = format_count(result.num_loss_tokens, "loss token")
+    step = f"step {result.step}  " if with_step else ""
     return (
-        f"step {result.step}  {result.data}: loss {loss}, "
+        f"{step}{result.data}: loss {loss}, "
         f"token accuracy {result.token_accuracy:.4f} over {loss_tokens} "
         f"({durations.describe(round(result.seconds, 1))})"
     )

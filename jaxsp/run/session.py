@@ -13,7 +13,6 @@ from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.data.packing import summary
 from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.reporting import console as output
 from jaxsp.reporting import run_summary, starts
@@ -96,12 +95,6 @@ class Session:
         self._is_training = False
         self._loader = inputs.train_set.make_loader(config, inputs.schedule, program.place_rows)
 
-    def print_assignments(self) -> None:
-        """Prints which rows of the first step each sequence-parallel group gets."""
-        lines = summary.describe_assignments(self._loader.assign_rows(0))
-        text = "\n".join([f"step {self._start.step + 1}:", *lines])
-        self._console.print(text, highlight=False, soft_wrap=True)
-
     @contextlib.contextmanager
     def open(self, banner_text: str, start_line: StartLine) -> Iterator[None]:
         """Creates the run directory and its files, and closes them at the end."""
@@ -119,7 +112,7 @@ class Session:
             # A new run also drops lines of an evaluation before its first step, and repeats it
             from_step = self._start.step if self._is_resume else self._start.step - 1
             trackers = stack.enter_context(
-                registry.open_trackers(
+                registry.Trackers(
                     TrackedRun(config, from_step=from_step, is_resume=self._is_resume),
                     config.logging.trackers,
                     find_outcome=self._find_outcome,

@@ -30,8 +30,7 @@ def train(
 
     Args:
         preemption: handles requests to stop early. The same command then resumes the run.
-        verbose: print the whole banner, and which rows each sequence-parallel group gets in the
-            first step.
+        verbose: print the whole banner.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
             checkpoint or the run directory cannot be used.
@@ -55,8 +54,6 @@ def train(
     session = Session(
         program, inputs, console, preemption, early_stopping, base_checksums=base_checksums
     )
-    if verbose:
-        session.print_assignments()
     banner_text = output.format_pairs(banner.select_pairs(entries, is_verbose=True))
     with session.open(banner_text, start_line):
         if session.evaluate_before_training(state):

@@ -1,5 +1,6 @@
 """Plans as text."""
 
+import dataclasses
 import re
 
 import pytest
@@ -11,6 +12,11 @@ from jaxsp.planner.search import LongestRow, TriedLength
 from jaxsp.training import memory_causes
 from tests.messages import assert_names, numbers
 from tests.planner import example_plans
+
+
+def test_a_small_model_has_its_own_unit():
+    plan = dataclasses.replace(example_plans.make_plan(), device_gib=0.01)
+    assert_names(report.format_fit(plan), "10.2 MiB of 72.8 GiB", start="yes")
 
 
 def test_a_report_has_all_parts_of_a_plan():

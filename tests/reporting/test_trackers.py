@@ -141,6 +141,14 @@ def test_a_step_is_read_before_its_evaluations_and_a_damaged_line_is_left_out(fi
     ]
 
 
+def test_lines_that_are_added_while_the_files_are_read_are_not_read(files):
+    files.add_step(1)
+    points = files.read_points()
+    files.add_eval(1)
+    files.add_step(2)
+    assert steps_of(points) == [("train", 1)]
+
+
 def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
     fake = FakeTracker(num_failures=3)
     thread = files.start(fake)
@@ -236,7 +244,7 @@ def fake_kind(monkeypatch):
 
 
 def run_trackers(run, files):
-    with registry.open_trackers(run, ("mlflow",), find_outcome=lambda: "finished") as trackers:
+    with registry.Trackers(run, ("mlflow",), find_outcome=lambda: "finished") as trackers:
         trackers.start(files.metrics, files.evals)
         trackers.log(tracker.make_point({"step": 1, "loss": 2.0}, group="train"))
 

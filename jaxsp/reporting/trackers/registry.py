@@ -1,12 +1,11 @@
 """Trackers by name, and the trackers of a run."""
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
@@ -54,27 +53,36 @@ def describe(run: TrackedRun, names: tuple[str, ...]) -> str:
 
 
 class Trackers:
-    """The trackers of a run: those on this machine's disk directly, others through threads.
+    """Context of a run's trackers: those on this machine's disk directly, others through threads.
 
-    Use: `open_trackers`.
+    Args: find_outcome: returns how the run ended, if no exception ended it.
     """
 
-    def __init__(self, run: TrackedRun, names: tuple[str, ...]):
+    def __init__(
+        self, run: TrackedRun, names: tuple[str, ...], *, find_outcome: Callable[[], Outcome]
+    ):
         self._run = run
         self._names = names
+        self._find_outcome = find_outcome
         self._direct: list[Tracker] = []
         self._threads: list[tuple[Tracker, BackgroundTracker]] = []
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._finish(self._find_outcome() if kind is None else "failed")
 
     def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
         """Starts all trackers. The files have no lines of steps that the run repeats."""
         read_points = functools.partial(tracker.read_points, metrics, evals)
         for name in self._names:
-            made = load(name)(self._run)
-            if made.needs_thread:
-                self._threads.append((made, BackgroundTracker(name, made, read_points)))
+            new = load(name)(self._run)
+            if new.needs_thread:
+                self._threads.append((new, BackgroundTracker(name, new, read_points)))
             else:
-                made.start()
-                self._direct.append(made)
+                new.start()
+                self._direct.append(new)
 
     def log(self, point: Point) -> None:
         """Records a point whose line has been written."""
@@ -88,7 +96,7 @@ class Trackers:
         for direct in self._direct:
             direct.sync()
 
-    def finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: Outcome) -> None:
         """Finishes all trackers, in a limited time."""
         for direct in self._direct:
             direct.finish(outcome)
@@ -97,23 +105,6 @@ class Trackers:
         began = time.monotonic()
         for _, thread in self._threads:
             thread.request_finish(outcome)
-        for made, thread in self._threads:
-            is_waited_for = made.is_local and outcome == "finished"
+        for remote, thread in self._threads:
+            is_waited_for = remote.is_local and outcome == "finished"
             thread.join(began + (LOCAL_TIMEOUT_S if is_waited_for else limit_s))
-
-
-@contextlib.contextmanager
-def open_trackers(
-    run: TrackedRun, names: tuple[str, ...], *, find_outcome: Callable[[], Outcome]
-) -> Iterator[Trackers]:
-    """Context of the trackers of a run, which finishes them at its end.
-
-    Args: find_outcome: returns how the run ended, if no exception ended it.
-    """
-    trackers = Trackers(run, names)
-    try:
-        yield trackers
-    except BaseException:
-        trackers.finish("failed")
-        raise
-    trackers.finish(find_outcome())

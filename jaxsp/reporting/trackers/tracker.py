@@ -133,19 +133,26 @@ def make_point(fields: dict[str, Any], *, group: str) -> Point:
 def read_points(metrics: pathlib.Path, evals: pathlib.Path) -> Iterator[Point]:
     """Yields the points of metrics.jsonl and eval.jsonl so far; damaged lines are left out.
 
-    A step comes before its evaluations, and these before the next step.
+    A step comes before its evaluations, and these before the next step, also if lines are added
+    meanwhile.
     """
-    steps = (make_point(line, group="train") for line in _read_lines(metrics))
-    results = (make_point(line, group=f"eval/{line.get('data')}") for line in _read_lines(evals))
+    # in this order: an evaluation is written before the next step
+    num_bytes = [path.stat().st_size if path.exists() else 0 for path in (metrics, evals)]
+    steps = (make_point(line, group="train") for line in _read_lines(metrics, num_bytes[0]))
+    results = (
+        make_point(line, group=f"eval/{line.get('data')}")
+        for line in _read_lines(evals, num_bytes[1])
+    )
     return heapq.merge(steps, results, key=lambda point: point.step)
 
 
-def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
+def _read_lines(path: pathlib.Path, num_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yields the fields of the complete lines in the first bytes of a file."""
+    if num_bytes == 0:
         return
     with path.open("rb") as file:
-        for line in file:
-            # the last line may be in the middle of being written
+        while file.tell() < num_bytes:
+            line = file.readline()
             fields = files.parse_json(line) if line.endswith(b"\n") else None
             if fields is not None and isinstance(fields.get("step"), int):
                 yield fields
