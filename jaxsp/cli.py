@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jaxsp.config import config_errors
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.runtime import cluster, distributed, standard_streams
+from jaxsp.runtime import allocator_errors, cluster, distributed, standard_streams
 from jaxsp.runtime.cluster import Process
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
@@ -199,4 +199,5 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
     if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
+    message = message or allocator_errors.explain(error)
     return exit_codes.INTERNAL_ERROR, message
