@@ -1,6 +1,7 @@
 """jaxsp train CONFIG.yaml [key.path=value ...]: trains a model."""
 
 import argparse
+import os
 import pathlib
 
 import jax
@@ -12,7 +13,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import registry
 from jaxsp.run import build, jax_limits, preview, resume, trainer
-from jaxsp.runtime import compilation_cache, distributed, run_dir, run_paths
+from jaxsp.runtime import compilation_cache, distributed, hardware, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
@@ -42,7 +43,12 @@ def main(arguments: list[str]) -> None:
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
-            Watchdog(config.run, status, has_heartbeat=process.index == 0),
+            Watchdog(
+                config.run,
+                status,
+                has_heartbeat=process.index == 0,
+                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
+            ),
         ):
             damaged: list[pathlib.Path] = []
             while True:

@@ -78,7 +78,7 @@ class RunConfig(ConfigSection):
     """Time without progress after which the run exits with code 75. It applies to a step, an
     evaluation batch and a checkpoint write; jaxsp launch then restarts the run. null: ten times the
     usual duration, and at least 10 minutes. For the first step, that is ten times its duration at
-    1 % MFU, or one day on devices of unknown speed, such as CPUs."""
+    1 % MFU, one day on GPUs of unknown speed, or, on CPUs, 10 minutes without CPU time."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action after a step whose loss or gradient norm is not finite. Such a step changes neither
     weights nor optimizer state, and its documents are listed in nonfinite_steps.jsonl. stop: write

@@ -27,6 +27,13 @@ TIMEOUT_FACTOR = 10
 MAX_TIMEOUT_S = 86_400.0
 """Time without progress that counts as a hang of a step whose duration is unknown."""
 
+MIN_CPU_USE = 0.05
+"""Minimum CPU seconds per second of a process whose CPU devices compute.
+
+A step on virtual CPU devices whose threads all wait for each other uses none. XLA may run
+independent collectives in different orders on different devices.
+"""
+
 _MIN_WRITTEN_BYTES = 2**20
 """Bytes written between two checks that count as progress of a write; heartbeats are smaller."""
 
@@ -37,11 +44,24 @@ class Watchdog:
     Without progress in time, it prints the stacks of all threads and ends all processes with exit
     code 75. It needs the GIL for that. If code hangs while it holds the GIL, the other processes
     detect it, and the heartbeat stops.
+
+    Args:
+        has_cpu_devices: JAX's devices are CPUs, all of this process. A step of unknown duration,
+            such as the first, then makes progress as long as this process uses CPU time. (One of
+            several processes may wait for the others, for at most COLLECTIVE_TIMEOUT_S.)
     """
 
-    def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):
+    def __init__(
+        self,
+        config: RunConfig,
+        status: RunStatus,
+        *,
+        has_heartbeat: bool,
+        has_cpu_devices: bool = False,
+    ):
         self._config = config
         self._status = status
+        self._has_cpu_devices = has_cpu_devices
         self._has_heartbeat = has_heartbeat
         self._path = run_paths.local_dir(config) / run_dir.HEARTBEAT_FILE
         self._interval_s = HEARTBEAT_INTERVAL_S
@@ -54,6 +74,7 @@ class Watchdog:
             heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
             self._threads.append(heartbeat)
         self._bytes_written = 0
+        self._cpu_s = time.process_time()
         self._is_broken = False
 
     def __enter__(self) -> "Watchdog":
@@ -76,7 +97,7 @@ class Watchdog:
             return math.inf
         expected_s = activity.expected_s
         if expected_s is None:
-            expected_s = activity.estimated_s
+            expected_s = 0.0 if self._has_cpu_devices else activity.estimated_s
         if expected_s is None:
             return MAX_TIMEOUT_S
         return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected_s)
@@ -102,6 +123,9 @@ class Watchdog:
         if activity.is_writing and self._bytes_written > bytes_before + _MIN_WRITTEN_BYTES:
             self._status.heartbeat()
             return
+        if self._is_computing(activity):
+            self._status.heartbeat()
+            return
         idle_s = time.monotonic() - activity.last_progress
         limit_s = self.timeout_s(activity)
         if idle_s <= limit_s:
@@ -111,6 +135,8 @@ class Watchdog:
             rule = "run.step_timeout"
         elif activity.expected_s is None:
             rule = "no step has finished"
+            if self._has_cpu_devices:
+                rule += ", and this process uses no CPU time"
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
@@ -122,6 +148,14 @@ class Watchdog:
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
         distributed.abort_job(exit_codes.HUNG)
+
+    def _is_computing(self, activity: Activity) -> bool:
+        """True if CPU devices have computed since the last call, in a step of unknown duration."""
+        used_s = time.process_time() - self._cpu_s
+        self._cpu_s += used_s
+        has_no_other_limit = activity.expected_s is None and self._config.step_timeout is None
+        is_used = used_s > MIN_CPU_USE * self._interval_s
+        return self._has_cpu_devices and has_no_other_limit and is_used
 
     def _write_heartbeat(self) -> None:
         """Writes the heartbeat file. A full disk must not end a run with nothing to save yet."""

@@ -58,6 +58,29 @@ def test_the_limit_is_10_times_the_expected_time_and_10_minutes_or_that_of_the_c
     assert dog.timeout_s(activity) == seconds
 
 
+@pytest.mark.parametrize(
+    ("fields", "used_s", "is_hung"),
+    [({}, 0.1, True), ({}, 9.0, False), ({"expected_s": 1.0}, 9.0, True)],
+)
+def test_a_first_step_on_cpus_hangs_if_it_uses_no_cpu_time(
+    tmp_path, monkeypatch, fields, used_s, is_hung
+):
+    """A step whose duration is known hangs also if it computes, for example in a loop."""
+    aborted = []
+    monkeypatch.setattr(watchdog.distributed, "abort_job", aborted.append)
+    monkeypatch.setattr(watchdog.distributed, "log", lambda *_: None)
+    monkeypatch.setattr(watchdog.distributed, "log_stacks", lambda: None)
+    cpu_s = time.process_time()
+    monkeypatch.setattr(watchdog.time, "process_time", lambda: cpu_s)
+    status = RunStatus()
+    config = RunConfig(directory=str(tmp_path))
+    dog = Watchdog(config, status, has_heartbeat=False, has_cpu_devices=True)
+    status.activity = activity(last_progress=time.monotonic() - 700, **fields)
+    cpu_s += used_s
+    dog._check_activity()
+    assert aborted == ([exit_codes.HUNG] if is_hung else [])
+
+
 @pytest.mark.e2e
 def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp_path):
     start_s = time.monotonic()
