@@ -102,7 +102,9 @@ class MetricsWriter:
         if jax.process_index() > 0:
             return
         for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
-            jsonl.truncate_after(directory / name, from_step)
+            jsonl.truncate_after(
+                directory / name, from_step, has_regular_steps=name == METRICS_FILE
+            )
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
         if trackers is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -145,16 +146,18 @@ def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
             line = line[file.write(line) :]
 
 
-def truncate_after(path: pathlib.Path, step: int) -> None:
+def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = False) -> None:
     """Removes lines of steps after `step` from a file that may not exist.
 
-    Damaged lines are moved to a file beside it, and printed.
+    Damaged lines are moved to a file beside it, and printed, as is an end that is missing.
+
+    Args: has_regular_steps: True if the steps of the lines have equal distances.
     """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
     kept: list[bytes] = []
-    last_step = 0
+    steps: list[int] = []
     damaged: list[bytes] = []
     places: list[str] = []
     for line in lines:
@@ -163,10 +166,10 @@ def truncate_after(path: pathlib.Path, step: int) -> None:
             # the last line of a killed run may be incomplete
             if line.endswith(b"\n") or _guess_step(line) <= step:
                 damaged.append(line)
-                places.append(str(last_step))
+                places.append(str(steps[-1] if steps else 0))
         elif line_step <= step:
             kept.append(line)
-            last_step = line_step
+            steps.append(line_step)
     if damaged:
         copy = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
         with copy.open("ab") as file:
@@ -178,8 +181,17 @@ def truncate_after(path: pathlib.Path, step: int) -> None:
             f"{path}: {len(damaged)} of {len(lines)} lines are damaged, and now in {copy.name}. "
             f"They follow the lines of steps {', '.join(places[:_MAX_PLACES])}{more}"
         )
+    if has_regular_steps and _is_end_missing(steps, step):
+        distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")
     if kept != lines:
         files.write_atomic(path, b"".join(kept))
+
+
+def _is_end_missing(steps: list[int], last_step: int) -> bool:
+    """True if lines up to `last_step` are missing, by the distances of the last lines' steps."""
+    latest = steps[-10:]
+    distances = [after - before for before, after in itertools.pairwise(latest)]
+    return bool(latest) and last_step - latest[-1] >= max(1, *distances, 0)
 
 
 def _read_step(line: bytes) -> int | None:

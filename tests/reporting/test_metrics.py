@@ -124,11 +124,14 @@ def test_damaged_lines_are_set_aside_and_printed(tmp_path, capfd):
             "1 of 5 .*s 1",
         ),
         (lambda text: text.replace(b'{"', b"{", 1), [2, 3, 4, 5, 6], "1 of 6 .*s 0"),
-        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*s 3"),
+        (lambda text: text[: text.index(b'"step": 4') + 12], [1, 2, 3], "1 of 4 .*s 3.*\n.*step 3"),
+        (lambda text: text[: text.index(b'{"step": 4')], [1, 2, 3], "ends at step 3"),
         (lambda text: text + b'{"step": 70, "los', [1, 2, 3, 4, 5, 6], ""),
     ],
 )
-def test_damaged_lines_of_metrics_are_named(tmp_path, capfd, damage, kept, message, interval):
+def test_damaged_and_missing_lines_of_metrics_are_named(
+    tmp_path, capfd, damage, kept, message, interval
+):
     text = b"".join(b'{"step": %d, "loss": 0}\n' % step for step in range(1, 7))
     text = damage(text)
     if interval == 10:
