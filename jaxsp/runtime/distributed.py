@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster, hardware, join_timeout, standard_streams
+from jaxsp.runtime import cluster, hardware, join_timeout, local_peers, standard_streams
 from jaxsp.runtime.cluster import Process
+from jaxsp.runtime.local_peers import LocalPeers
 
 # jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
 # a thread.
@@ -25,8 +26,9 @@ HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
 JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
-than 20 s (jax issue 23599). Launchers detect at once that a process was killed; without one, the
-others end after 97 to 99 s (two processes, jax 0.10.1).
+than 20 s (jax issue 23599). A process that is killed is detected in 2 s if another one runs on its
+node (local_peers.py), and at once by launchers. If it was the only one, the others end after 97 to
+99 s (two processes, jax 0.10.1).
 """
 
 SHUTDOWN_TIMEOUT_S = 1200
@@ -39,6 +41,9 @@ POLL_INTERVAL_S = 0.5
 
 MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often."""
+
+MAX_PEER_READS = 10
+"""Reads in which a process looks for others on its node, which publish their ids when they join."""
 
 OWN_ERROR_GRACE_S = 1.0
 """Time that a process has, after another has failed, to find the same error and to print its own
@@ -120,6 +125,8 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         joined.set()
     _kv_client = _get_kv_client()
     _disconnected.clear()
+    name, pid = local_peers.describe_process()
+    publish(f"process/{name}", str(pid))
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
 
@@ -286,26 +293,50 @@ def find_failed_peer() -> tuple[int, int] | None:
 
 
 def _watch_peers() -> None:
-    """Ends this process after another has failed."""
+    """Ends this process after another has failed, or has been killed on this node."""
     import jax
 
-    while not _disconnected.wait(poll_interval_s()):
+    local = LocalPeers()
+    num_reads = 0
+    next_read = 0.0
+    num_ended = 0
+    while not _disconnected.is_set():
+        ended = local.wait(POLL_INTERVAL_S)
+        if time.monotonic() < next_read and len(ended) == num_ended:
+            continue
+        num_ended = len(ended)
+        next_read = time.monotonic() + poll_interval_s()
         # After the end of process 0 nothing can be read, and JAX ends this process
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _read_events()
-        peers = {
-            index: int(code)
-            for index, code in last_read(_FAILED_KEY).items()
-            if index != _this_process.index
-        }
-        if not peers or _disconnected.is_set():
+            if num_reads < MAX_PEER_READS:
+                with contextlib.suppress(OSError):  # a /proc that cannot be read
+                    local.add(_read_local_pids())
+            num_reads += 1
+        failed = last_read(_FAILED_KEY)
+        killed = ended - failed.keys() - last_read(_EXITED_KEY).keys()
+        peers = [index for index in failed if index != _this_process.index]
+        if not (peers or killed) or _disconnected.is_set():
             continue
         time.sleep(OWN_ERROR_GRACE_S)
-        index = min(peers)
-        log(f"ends because process {index} has failed, with exit code {peers[index]}")
-        if peers[index] == exit_codes.HUNG:  # the stacks show which process is stuck
+        if peers:
+            index = min(peers)
+            code = int(failed[index])
+            log(f"ends because process {index} has failed, with exit code {code}")
+        else:
+            code = exit_codes.INTERNAL_ERROR
+            log(f"ends because process {min(killed)} on this node has been killed")
+        if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
-        exit_now(peers[index])
+        # Processes on other nodes learn of a killed one in this way
+        exit_now(code, key=_EXITED_KEY if peers else _FAILED_KEY)
+
+
+def _read_local_pids() -> dict[int, int]:
+    """Ids of the other processes of this node, by their index."""
+    name, _ = local_peers.describe_process()
+    published = read_published(f"process/{name}")
+    return {index: int(pid) for index, pid in published.items() if index != _this_process.index}
 
 
 def _get_kv_client() -> Any:

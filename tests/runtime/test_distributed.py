@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from jaxsp import launch
 from jaxsp.runtime import distributed
 from jaxsp.runtime.cluster import Process
+from jaxsp.runtime.local_peers import LocalPeers
 from tests.messages import assert_names
 
 JOIN = (
@@ -76,6 +78,35 @@ def test_sigterm_ends_one_of_several_processes():
             process.communicate()
 
 
+JOIN_AND_WAIT = "\nprint('joined', flush=True)\nimport time\ntime.sleep(100)"
+
+
+@pytest.mark.e2e
+def test_a_process_ends_within_seconds_after_another_on_its_node_was_killed():
+    """JAX would end it after 100 s without heartbeats."""
+    environ = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(launch.free_port()),
+        "WORLD_SIZE": "2",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", JOIN.format(60) + JOIN_AND_WAIT]
+    processes = [
+        subprocess.Popen(command, env=environ | {"RANK": str(rank)}, **pipes) for rank in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["joined\n"] * 2
+        time.sleep(2)  # each has found the other
+        processes[1].kill()
+        processes[0].wait(timeout=30)
+    finally:
+        for process in processes:
+            process.kill()
+        outputs = [process.communicate() for process in processes]
+    assert processes[0].returncode == 1
+    assert "process 1 on this node has been killed" in outputs[0][1]
+
+
 class Store:
     """JAX's key-value store with these values."""
 
@@ -114,10 +145,32 @@ def test_process_0_answers_a_limited_number_of_reads(monkeypatch, num_processes)
     assert distributed.poll_interval_s() == 0.5 or reads_per_s == distributed.MAX_POLLS_PER_S
 
 
-def test_a_function_that_conda_s_python_lacks_is_not_needed(monkeypatch, capfd):
-    monkeypatch.delattr(os, "memfd_create")
+def test_functions_that_conda_s_python_lacks_are_not_needed(monkeypatch, capfd):
+    for name in ("pidfd_open", "memfd_create"):
+        monkeypatch.delattr(os, name)
+    peers = LocalPeers()
+    peers.add({1: os.getpid()})
+    assert peers.wait(0.0) == set()
     distributed.log_stacks()
-    assert "test_a_function_that_conda_s_python_lacks" in capfd.readouterr().err
+    assert "test_functions_that_conda_s_python_lacks" in capfd.readouterr().err
+
+
+def test_the_end_of_a_process_on_this_node_is_detected_at_once():
+    killed, running, ended = (subprocess.Popen(["sleep", "100"]) for _ in range(3))
+    try:
+        ended.kill()
+        ended.wait()
+        peers = LocalPeers()
+        peers.add({4: killed.pid, 5: running.pid, 6: ended.pid})
+        assert peers.wait(0.01) == {6}, "it had ended before"
+        killed.kill()
+        killed.wait()
+        peers.add({4: killed.pid, 5: running.pid, 6: ended.pid})
+        assert peers.wait(0.01) == {4, 6}
+    finally:
+        for process in (killed, running, ended):
+            process.kill()
+            process.wait()
 
 
 def run_program(program):
