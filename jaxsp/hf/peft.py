@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
+from jaxsp.core import limits
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, json_values, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
@@ -66,6 +67,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """Checks of values, and the end of the sentence `... must be`."""
+
+_PATTERN_SECONDS = 10.0
+"""CPU time to match patterns with the names of all projections."""
 
 _IGNORED_FIELDS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
@@ -210,7 +214,13 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
             "adapter with PEFT, and use the merged model as model.source"
         )
     try:
-        targets = _match_targets(fields, model)
+        with limits.limit_time(_PATTERN_SECONDS):
+            targets = _match_targets(fields, model)
+    except limits.LimitError as error:
+        problems.append(
+            f"target_modules = {format_value(fields.get('target_modules'))}: {error} to match. "
+            "Write a simpler regular expression, or a list of names"
+        )
     except ValueError as error:
         problems.append(str(error))
     if problems:

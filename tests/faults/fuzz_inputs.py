@@ -117,7 +117,7 @@ def check_model(rng: random.Random) -> None:
     adapter = ADAPTER
     changes = []
     if rng.random() < 0.2:
-        adapter = mutate_json(rng, ADAPTER, [*ODD_VALUES, *PATTERNS])
+        adapter = mutate_json(rng, ADAPTER, [*ODD_VALUES, *PATTERNS, "([a-z0-9_.]+)*X"])
         fields = batches.SMALL_LLAMA
         changes = ["adapter.type=lora", "adapter.source=adapter"]
     else:
@@ -243,9 +243,17 @@ def split_by(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": steps}
 
 
+def grow(times: int, letter: str = "e") -> dict[str, Any]:
+    """A normalizer of tokenizer.json that makes four letters of one, several times."""
+    replace = {"type": "Replace", "pattern": {"String": letter}, "content": letter * 4}
+    return {"type": "Sequence", "normalizers": [replace] * times}
+
+
 def make_tokenizer(rng: random.Random) -> dict[str, Any]:
     """A tokenizer.json of bytes, with parts that a hostile one may have."""
     backend = json.loads(tokenizers.make_byte_tokenizer().backend_tokenizer.to_str())
+    if rng.random() < 0.5:
+        backend["normalizer"] = grow(rng.choice([1, 3, 30]))
     if rng.random() < 0.5:
         backend["pre_tokenizer"] = split_by(rng.choice(PATTERNS))
     return backend

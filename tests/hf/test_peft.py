@@ -358,6 +358,7 @@ def make_source(directory: pathlib.Path, base: Base, **changes: Any) -> AdapterC
         ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
         ({"target_modules": "("}, ["target_modules"]),
         ({"target_modules": None}, ["target_modules"]),
+        ({"target_modules": "([a-z0-9_.]+)*X"}, ["target_modules", "regular expression"]),
         ({"target_modules": "(" * 2000 + ")" * 2000}, ["target_modules"]),
         ({"target_modules": [1]}, ["target_modules"]),
         ({"exclude_modules": {}}, ["exclude_modules"]),
@@ -373,7 +374,10 @@ def make_source(directory: pathlib.Path, base: Base, **changes: Any) -> AdapterC
         ({"use_dora": True}, ["type", "dora"]),
     ],
 )
-def test_what_is_not_supported_in_an_adapter_is_refused(tmp_path, base_of, changes, words):
+def test_what_is_not_supported_in_an_adapter_is_refused(
+    tmp_path, base_of, monkeypatch, changes, words
+):
+    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.1)
     section = make_source(tmp_path / "theirs", base_of("llama"), **changes)
     with pytest.raises(UserError) as caught:
         open_source(base_of("llama"), section)

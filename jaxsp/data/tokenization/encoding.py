@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxsp.core import errors
+from jaxsp.core import errors, limits
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.tokenization import tokenizers
 
 if TYPE_CHECKING:
     import transformers
@@ -118,7 +117,7 @@ def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> 
     A word-level tokenizer without an unknown token refuses words that it does not have.
     """
     try:
-        with tokenizers.convert_panics():
+        with limits.convert_panics():
             return encode(texts)
     except Exception as error:  # the library raises a bare Exception
         if len(texts) > 1:

@@ -92,7 +92,9 @@ def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        _, encoded = tokenize.render_and_encode([entry[record_format.column]], options)
+        _, encoded = tokenize.render_and_encode(
+            [entry[record_format.column]], options, places=[entry["place"]]
+        )
         return encoded[0]
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
     return np.asarray(entry["input_ids"], np.int32), labels

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.core.limits import LimitError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
@@ -81,20 +82,30 @@ def resolve_options(
 
 
 def render_and_encode(
-    records: Sequence[str], options: TokenizeOptions
+    records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
 ) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
-    """Returns texts, or records as JSON, as rendered text and as tokens; or their problem."""
-    rendered = [_render_record(record, options) for record in records]
-    return rendered, encoding.encode_texts(rendered, options.chat.tokenizer)
+    """Returns texts, or records as JSON, as rendered text and as tokens; or their problem.
+
+    Args: places: of the records, for messages.
+    """
+    size = sum(map(len, records))
+    where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
+    with tokenizers.limit_tokenization(size, error_prefix=f"{where}:"):
+        with chat_template.limit_render_memory(size):
+            rendered = [_render_record(record, options) for record in records]
+        return rendered, encoding.encode_texts(rendered, options.chat.tokenizer)
 
 
 def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
     if options.format.is_text:
         return RenderedRecord(text=record, is_plain=True)
     try:
-        return chat.render_record(json.loads(record), options.chat)
+        with chat_template.limit_render_time(len(record)):
+            return chat.render_record(json.loads(record), options.chat)
     except RecordError as problem:
         return problem
+    except (LimitError, MemoryError) as error:  # outside of the template
+        return RecordError(f"cannot be rendered: {error or 'it needs too much memory'}")
 
 
 @record_cache.hide_progress_without_terminal()
@@ -236,7 +247,12 @@ def _encode_table(
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
     num_bare_answers = np.zeros(len(problems), np.int32)
-    rendered, encoded = render_and_encode([contents[index] for index in usable], options)
+    places = records["place"].to_pylist()
+    rendered, encoded = render_and_encode(
+        [contents[index] for index in usable],
+        options,
+        places=[places[index] for index in usable],
+    )
     for index, record, result in zip(usable, rendered, encoded, strict=True):
         if isinstance(result, RecordError):
             problems[index] = str(result)
