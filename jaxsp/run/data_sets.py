@@ -9,7 +9,7 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import duplicates, sources
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -53,7 +53,9 @@ def open_sources(
         _check_unique_names(train)
         _check_unique_names(evals)
     with problems.collect():
-        _check_no_duplicates(train, records)
+        duplicates.check_no_duplicates(
+            {field: source for field, source in train.items() if field in records}
+        )
     return OpenedSources(train=train, evals=evals, records=records)
 
 
@@ -190,18 +192,4 @@ def _check_unique_names(group: Mapping[str, SourceConfig]) -> None:
             raise UserError(
                 f"{field}.name = {name}: another source has this name. Give each its own: "
                 f"{field}.name={name}-{number}."
-            )
-
-
-def _check_no_duplicates(train: Mapping[str, SourceConfig], records: Mapping[str, Any]) -> None:
-    """Raises: UserError if two sources have the same files and read them in the same way."""
-    first_fields: dict[str, str] = {}
-    for field, source in train.items():
-        if field not in records:
-            continue
-        first = first_fields.setdefault(records[field]._fingerprint, field)
-        if first != field:
-            raise UserError(
-                f"{field}.source = {source.source}: has the same records as {first}, so that they "
-                "would count twice. Leave it out; to repeat a source, raise its weight."
             )

@@ -11,8 +11,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import record_cache, sources
-from jaxsp.run import data_sets
+from jaxsp.data.ingest import duplicates, record_cache, source_files, sources
 from tests.messages import assert_names, numbers
 
 
@@ -368,26 +367,53 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
 
     def check(*given):
-        train = {
+        configs = {
             f"data.train.{number}": SourceConfig(format="text", **fields)
             for number, fields in enumerate(given)
         }
-        records = {
-            field: sources.read(source, data=settings(), field=f"{field}.source")
-            for field, source in train.items()
-        }
-        data_sets._check_no_duplicates(train, records)
+        duplicates.check_no_duplicates(configs)
 
     check(
         {"source": "a.jsonl"},
         {"source": "b.jsonl"},
         {"source": "a.jsonl", "fields": {"text": "body"}},
-        {"source": "*.jsonl"},
     )
-    for other in ("./a.jsonl", "a*.jsonl"):
+    check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
+    for other in ("./a.jsonl", "*.jsonl"):
         with pytest.raises(UserError) as caught:
             check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
-        assert_names(caught.value.problems[0], "weight", start=f"data.train.1.source = {other}: ")
+        assert_names(
+            caught.value.problems[0],
+            "a.jsonl",
+            "weight",
+            start=f"data.train.1.source = {other}: ",
+        )
+
+
+def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    find = source_files.find_files
+    listed = []
+    monkeypatch.setattr(
+        source_files, "find_files", lambda *args: listed.append(args) or find(*args)
+    )
+
+    def count(*given):
+        listed.clear()
+        configs = {
+            f"data.train.{number}": SourceConfig(format="text", **fields)
+            for number, fields in enumerate(given)
+        }
+        duplicates.check_no_duplicates(configs)
+        return len(listed)
+
+    other = {"source": "*.jsonl", "fields": {"text": "body"}}
+    assert count({"source": "*.jsonl"}) == 0
+    assert count({"source": "*.jsonl"}, other) == 0
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+    assert count({"source": "a*.jsonl"}, {"source": "b*.jsonl"}, other) == 2
 
 
 def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_path):

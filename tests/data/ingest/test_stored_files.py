@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import duplicates, sources
 from jaxsp.storage.object_store import ObjectStore
 from tests.messages import assert_names
 from tests.storage import store_server
@@ -130,3 +130,14 @@ def test_errors_name_the_url_and_the_line(files):
         read(f"s3://{BUCKET}/bad/a.jsonl")
     with pytest.raises(UserError, match=rf"s3://{BUCKET}/bad/b\.jsonl\.gz: is broken"):
         read(f"s3://{BUCKET}/bad/b.jsonl.gz")
+
+
+def test_two_sources_cannot_read_the_same_object(files):
+    files.pipe_file(f"{BUCKET}/same/a.txt", b"x")
+    urls = (f"s3://{BUCKET}/same/a.txt", f"s3://{BUCKET}/same/*.txt")
+    configs = {
+        f"data.train.{number}": SourceConfig(source=url, format="text", name=str(number))
+        for number, url in enumerate(urls)
+    }
+    with pytest.raises(UserError, match="count twice"):
+        duplicates.check_no_duplicates(configs)
