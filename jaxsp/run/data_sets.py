@@ -1,6 +1,7 @@
 """Data sets of a config: sources are opened, tokenized and packed."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.ingest import duplicates, sources
+from jaxsp.data.ingest import duplicates, record_cache, sources
+from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -70,40 +72,26 @@ def make_data_sets(
     """Tokenizes and packs the training set (None unless `for_training`) and the eval sets.
 
     Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
-    have rows of the greatest length only.
+    have rows of the greatest length only. Damaged caches are rebuilt.
 
-    Raises: UserError with the problems of all sources; DamagedCacheError.
+    Raises: UserError with the problems of all sources; DamagedCacheError for a file that is damaged
+        again.
     """
-    tokenized = _tokenize_sources(opened, config, tokenizer=tokenizer, vocab_size=vocab_size)
-    eval_config = config.with_row_tokens(config.data.max_row_tokens)
-    evals = [
-        _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
-        for field, source in opened.evals.items()
-    ]
-    masks = None
-    if config.data.eval_fraction is not None:
-        masks = document_selection.select_records(
-            [tokenized[field].dataset for field in opened.train],
-            source_names=[_name(source) for source in opened.train.values()],
-            fraction=config.data.eval_fraction,
-            seed=config.run.seed,
-        )
-        held_out_set = _pack(
-            opened.train,
-            tokenized,
-            eval_config,
-            name=document_selection.EVAL_SET_NAME,
-            field="data.eval_fraction",
-            masks=masks,
-            use_held_out=True,
-        )
-        evals.append(held_out_set)
-    train = None
-    if for_training:
-        train = _pack(
-            opened.train, tokenized, config, name="train", field="data.train", masks=masks
-        )
-    return train, tuple(evals)
+    rebuilt: set[pathlib.Path] = set()
+    while True:
+        try:
+            tokenized = _tokenize_sources(
+                opened, config, tokenizer=tokenizer, vocab_size=vocab_size
+            )
+            return _pack_sources(opened, tokenized, config, for_training=for_training)
+        except DamagedCacheError as damage:
+            if damage.path in rebuilt:
+                raise
+            rebuilt.add(damage.path)
+            record_cache.report_damage(damage)
+        problems = ProblemCollector()
+        opened = open_sources(config, for_training=for_training, problems=problems)
+        problems.raise_if_any()
 
 
 def _tokenize_sources(
@@ -137,6 +125,45 @@ def _suggest_vocabulary(config: Config) -> str:
     if config.model.tokenizer is not None:
         return "Use the model's own tokenizer: model.tokenizer=null."
     return "Leave the record out, or use a model with more rows: jaxsp adds none to an embedding."
+
+
+def _pack_sources(
+    opened: OpenedSources,
+    tokenized: Mapping[str, TokenizedSource],
+    config: Config,
+    *,
+    for_training: bool,
+) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
+    """Packs the training set (None unless `for_training`) and the eval sets."""
+    eval_config = config.with_row_tokens(config.data.max_row_tokens)
+    evals = [
+        _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
+        for field, source in opened.evals.items()
+    ]
+    masks = None
+    if config.data.eval_fraction is not None:
+        masks = document_selection.select_records(
+            [tokenized[field].dataset for field in opened.train],
+            source_names=[_name(source) for source in opened.train.values()],
+            fraction=config.data.eval_fraction,
+            seed=config.run.seed,
+        )
+        held_out_set = _pack(
+            opened.train,
+            tokenized,
+            eval_config,
+            name=document_selection.EVAL_SET_NAME,
+            field="data.eval_fraction",
+            masks=masks,
+            use_held_out=True,
+        )
+        evals.append(held_out_set)
+    train = None
+    if for_training:
+        train = _pack(
+            opened.train, tokenized, config, name="train", field="data.train", masks=masks
+        )
+    return train, tuple(evals)
 
 
 def _pack(

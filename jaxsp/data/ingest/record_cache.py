@@ -19,6 +19,7 @@ from jaxsp.core import errors, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.core.units import MIB
 from jaxsp.data.ingest import columnar
+from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import datasets
@@ -52,9 +53,10 @@ class DamagedCacheError(NeedsAttentionError):
 
     def __init__(self, paths: Sequence[pathlib.Path], reason: str):
         """Removes the files. Raises: UserError if that is not allowed."""
-        problem = f"{paths[0]} IS DAMAGED: {reason}"
+        self.path = paths[0]
+        self.problem = f"{self.path} IS DAMAGED: {reason}"
         super().__init__(
-            f"{problem}. It was removed; run the same command again to rebuild it and to "
+            f"{self.problem}. It was removed; run the same command again to rebuild it and to "
             "resume from the latest checkpoint."
         )
         for path in paths:
@@ -62,9 +64,25 @@ class DamagedCacheError(NeedsAttentionError):
                 files.remove_with_checksum(path)
             except OSError as error:
                 raise UserError(
-                    f"{problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
+                    f"{self.problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
                     "set HF_DATASETS_CACHE to another folder."
                 ) from None
+
+
+def report_damage(damage: DamagedCacheError) -> None:
+    """Prints that damaged files are rebuilt."""
+    distributed.log(f"{damage.problem}. Rebuilding it")
+
+
+def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
+    """Maps a cached file into memory; None if it does not exist, or was damaged and is removed."""
+    if not path.exists():
+        return None
+    try:
+        return open_file(path)
+    except DamagedCacheError as damage:
+        report_damage(damage)
+        return None
 
 
 def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":

@@ -53,8 +53,7 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
     is messages or prompt and completion as JSON under jaxsp's names.
 
     Args:   field: the source's field in messages, such as data.train.0.source.
-    Raises: UserError naming file and line or row of bad records, unless `data` skips them;
-        DamagedCacheError.
+    Raises: UserError naming file and line or row of bad records, unless `data` skips them.
     """
     import datasets
 
@@ -74,10 +73,11 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
         cached = folder / "records.arrow"
         folder.mkdir(parents=True, exist_ok=True)
         with record_cache.build_once(cached):
-            if not cached.exists():
+            dataset = record_cache.open_or_none(cached)
+            if dataset is None:
                 entries = _check_records(source, origin, columns, data=data)
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
-            dataset = record_cache.open_file(cached)
+                dataset = record_cache.open_file(cached)
     except (UserError, PermissionError) as error:
         problems = error.problems if isinstance(error, UserError) else [str(error)]
         group = f"{field.rpartition('.')[0]}."
