@@ -5,7 +5,7 @@ import rich.console
 from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
-from jaxsp.run import preflight
+from jaxsp.run import finished_run, preflight
 from jaxsp.run.preflight import StepFunctions
 from jaxsp.run.session import Session
 from jaxsp.runtime.preemption import Preemption
@@ -41,6 +41,8 @@ def train(
     preflight.check_agreement(program, inputs)
     early_stopping = preflight.make_early_stopping(program, inputs)
     if message := preflight.describe_completion(program, inputs, early_stopping):
+        eval_set = preflight.ranking_eval_set(program, inputs)
+        finished_run.finish_run(program.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
     entries = banner.describe_run(program, inputs)

@@ -225,11 +225,12 @@ def test_only_a_resumed_run_keeps_its_ids(tmp_path):
     assert TrackedRun(config, from_step=0, is_resume=False).read_id("wandb") is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"complete": 3}'])
 def test_damaged_ids_are_as_those_of_a_new_run(tmp_path, content):
     (tmp_path / tracker.STATE_FILE).write_text(content)
     run = TrackedRun(make_config(tmp_path), from_step=1, is_resume=True)
     assert run.read_id("wandb") is None
+    assert run.complete == []
     run.write_id("wandb", "abc")
     again = TrackedRun(make_config(tmp_path), from_step=1, is_resume=True)
     assert again.read_id("wandb") == "abc"
@@ -239,7 +240,12 @@ def test_damaged_ids_are_as_those_of_a_new_run(tmp_path, content):
 def fake_kind(monkeypatch):
     """Lets logging.trackers=[mlflow] be the tracker that the test appends to a list."""
     fakes = []
-    monkeypatch.setattr(registry, "load", lambda name: lambda run: fakes[-1])
+
+    class Loaded(FakeTracker):
+        def __new__(cls, run):
+            return fakes[-1]
+
+    monkeypatch.setattr(registry, "load", lambda name: Loaded)
     return fakes
 
 
@@ -261,6 +267,32 @@ def test_a_tracker_on_this_machine_is_waited_for(files, tmp_path, fake_kind, mon
         run_trackers(TrackedRun(make_config(tmp_path), from_step=0, is_resume=False), files)
         assert fake.is_abandoned != is_local
     assert "ARE NOT SENT" in capfd.readouterr().err
+
+
+def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fake_kind, capfd):
+    config = make_config(tmp_path)
+    for step in (1, 2, 3):
+        files.add_step(step)
+    fake_kind.append(FakeTracker(num_failures=10**9))
+    run_trackers(TrackedRun(config, from_step=0, is_resume=False), files)
+    assert fake_kind[-1].points == []
+
+    def send(**fields):
+        fake_kind.append(FakeTracker(known_step=1, **fields))
+        run = TrackedRun(config, from_step=-1, is_resume=True)
+        registry.send_missing(run, ("mlflow",), metrics=files.metrics, evals=files.evals)
+        return [point.step for point in fake_kind[-1].points], fake_kind[-1].outcome
+
+    capfd.readouterr()
+    assert send(num_failures=10**9) == ([], None)
+    (lost,) = (line for line in capfd.readouterr().err.splitlines() if "NOT SENT" in line)
+    assert re.match(messages.containing("mlflow", 1, 3), lost)
+    assert send() == ([2, 3], "finished")
+    assert capfd.readouterr().err.splitlines() == ["mlflow: has all values of this run"]
+    assert send() == ([], None)
+    # a run that goes on after all has new values
+    run_trackers(TrackedRun(config, from_step=3, is_resume=True), files)
+    assert fake_kind[-1].outcome == "finished"
 
 
 def test_params_have_the_names_of_the_command_line(tmp_path):

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.checkpoint import files, reader
+from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
@@ -28,7 +28,6 @@ from jaxsp.hf import model_config, writer
 from jaxsp.run import build, resume, trainer
 from jaxsp.runtime import run_paths
 from tests import batches, commands, messages, tolerances
-from tests.checkpoint.test_writer import make_meta
 from tests.data.packing import test_dataset
 
 STEPS = 10
@@ -457,35 +456,3 @@ def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
 @pytest.mark.e2e
 def test_the_newest_checkpoints_are_kept(straight):
     assert sorted(int(path.name) for path in (straight / "run/checkpoints").iterdir()) == [6, 9, 10]
-
-
-def write_checkpoint(run, step):
-    folder = run / "checkpoints" / str(step)
-    (folder / run_paths.META).mkdir(parents=True)
-    (folder / run_paths.MASTER).mkdir()
-    files.write_meta(folder, make_meta(step))
-
-
-@pytest.mark.parametrize("damage", ["removed", "empty", "a file", "partial"])
-def test_a_run_whose_checkpoints_have_vanished_stops(tmp_path, damage):
-    run = tmp_path / "run"
-    config = RunConfig(directory=str(run), steps=9)
-    checkpoints = run / "checkpoints"
-    (run / "checkpoints/8.partial").mkdir(parents=True)
-    (run / run_paths.CONFIG_FILE).touch()
-    (run / "metrics.jsonl").touch()
-    assert resume.find_checkpoint(config) is None, "a run that was killed before the first"
-    write_checkpoint(run, 8)
-    files.record_complete(checkpoints, 8)
-    assert resume.find_checkpoint(config) == checkpoints / "8"
-    if damage == "partial":
-        shutil.rmtree(checkpoints / "8")
-    else:
-        shutil.rmtree(checkpoints)
-    if damage == "empty":
-        checkpoints.mkdir()
-    elif damage == "a file":
-        checkpoints.touch()
-    parts = ("step 8", checkpoints, f"run.directory={run}-2")
-    with pytest.raises(UserError, match=messages.containing(*parts)):
-        resume.find_checkpoint(config)

@@ -34,7 +34,7 @@ class BackgroundTracker:
         self, name: str, tracker: Tracker, read_points: Callable[[], Iterator[Point]]
     ) -> None:
         """Starts the thread. Args: read_points: returns the points in the files so far."""
-        self._name = name
+        self.name = name
         self._tracker = tracker
         self._read_points = read_points
         self._queue: collections.deque[Point] = collections.deque()
@@ -60,14 +60,14 @@ class BackgroundTracker:
         self._outcome = outcome
         self._finish_requested.set()
 
-    def join(self, deadline: float) -> None:
+    def join(self, deadline: float) -> bool:
         """Waits until the tracker is finished, or until a time of time.monotonic().
 
-        Prints which values it did not receive.
+        Prints which values it did not receive. Returns: whether it is finished.
         """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._is_finished:
-            return
+            return True
         self._is_abandoned = True
         reason = self._failure or "it does not answer"
         self._tracker.abandon()
@@ -75,11 +75,12 @@ class BackgroundTracker:
         if unsent:
             last = self._sent.get("train", 0)
             distributed.log(
-                f"{self._name}: values of steps {last + 1:,} to {max(unsent):,} ARE NOT SENT: "
+                f"{self.name}: values of steps {last + 1:,} to {max(unsent):,} ARE NOT SENT: "
                 f"{reason}. metrics.jsonl and eval.jsonl have them"
             )
         else:
-            distributed.log(f"{self._name}: has all values, but the run is not closed: {reason}")
+            distributed.log(f"{self.name}: has all values, but the run is not closed: {reason}")
+        return False
 
     def _run(self) -> None:
         retry_s = FIRST_RETRY_S
@@ -130,14 +131,14 @@ class BackgroundTracker:
     def _record_failure(self, error: BaseException) -> None:
         if not self._failure and not self._is_abandoned:
             distributed.log(
-                f"{self._name}: FAILS: {describe_error(error)}. "
+                f"{self.name}: FAILS: {describe_error(error)}. "
                 "The run continues, and values wait in metrics.jsonl"
             )
         self._failure = describe_error(error)
 
     def _record_success(self) -> None:
         if self._failure:
-            distributed.log(f"{self._name}: works again, and no value is missing")
+            distributed.log(f"{self.name}: works again, and no value is missing")
         self._failure = ""
 
 

@@ -12,12 +12,16 @@ from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.background import BackgroundTracker
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
+from jaxsp.runtime import distributed
 
 FINISH_TIMEOUT_S = 10.0
 """Time limit for all trackers to receive the last values, and at most run.shutdown_grace."""
 
 LOCAL_TIMEOUT_S = 300.0
 """The same for a tracker on this machine's disk, which a busy machine may delay."""
+
+SEND_TIMEOUT_S = 600.0
+"""The same for a run that is done already."""
 
 STOP_TIMEOUT_S = 3.0
 """The same for a run that was asked to stop, whose checkpoint has taken its part of the grace."""
@@ -55,15 +59,23 @@ def describe(run: TrackedRun, names: tuple[str, ...]) -> str:
 class Trackers:
     """Context of a run's trackers: those on this machine's disk directly, others through threads.
 
-    Args: find_outcome: returns how the run ended, if no exception ended it.
+    Args:
+        find_outcome: returns how the run ended, if no exception ended it.
+        limit_s: time limit at the end; None: by the outcome.
     """
 
     def __init__(
-        self, run: TrackedRun, names: tuple[str, ...], *, find_outcome: Callable[[], Outcome]
+        self,
+        run: TrackedRun,
+        names: tuple[str, ...],
+        *,
+        find_outcome: Callable[[], Outcome],
+        limit_s: float | None = None,
     ):
         self._run = run
         self._names = names
         self._find_outcome = find_outcome
+        self._limit_s = limit_s
         self._direct: list[Tracker] = []
         self._threads: list[tuple[Tracker, BackgroundTracker]] = []
 
@@ -75,6 +87,7 @@ class Trackers:
 
     def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
         """Starts all trackers. The files have no lines of steps that the run repeats."""
+        self._run.write_complete([])
         read_points = functools.partial(tracker.read_points, metrics, evals)
         for name in self._names:
             new = load(name)(self._run)
@@ -100,11 +113,37 @@ class Trackers:
         """Finishes all trackers, in a limited time."""
         for direct in self._direct:
             direct.finish(outcome)
-        limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
-        limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
+        limit_s = self._limit_s
+        if limit_s is None:
+            limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
+            limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
         began = time.monotonic()
         for _, thread in self._threads:
             thread.request_finish(outcome)
+        complete = []
         for remote, thread in self._threads:
             is_waited_for = remote.is_local and outcome == "finished"
-            thread.join(began + (LOCAL_TIMEOUT_S if is_waited_for else limit_s))
+            if thread.join(began + (LOCAL_TIMEOUT_S if is_waited_for else limit_s)):
+                complete.append(thread.name)
+        if outcome == "finished":
+            self._run.write_complete(complete)
+
+
+def send_missing(
+    run: TrackedRun, names: tuple[str, ...], *, metrics: pathlib.Path, evals: pathlib.Path
+) -> None:
+    """Sends the values of a run that is done to trackers that do not have all of them."""
+    complete = run.complete
+    missing = tuple(name for name in names if load(name).needs_thread and name not in complete)
+    if not missing:
+        return
+    with Trackers(
+        run, missing, find_outcome=lambda: "finished", limit_s=SEND_TIMEOUT_S
+    ) as trackers:
+        trackers.start(metrics, evals)
+        last_points = {point.group: point for point in tracker.read_points(metrics, evals)}
+        for point in last_points.values():
+            trackers.log(point)
+    for name in run.complete:
+        distributed.log(f"{name}: has all values of this run")
+    run.write_complete([*complete, *run.complete])

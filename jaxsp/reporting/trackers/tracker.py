@@ -1,6 +1,7 @@
 """Interface of trackers, which show the numbers of a run, and what they need to know of it."""
 
 import abc
+import contextlib
 import dataclasses
 import heapq
 import pathlib
@@ -14,6 +15,8 @@ from jaxsp.runtime import run_paths
 
 STATE_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""
+
+_COMPLETE_KEY = "complete"
 
 DEFAULT_PROJECT = "jaxsp"
 
@@ -111,6 +114,18 @@ class TrackedRun:
         with self._lock:
             self._ids[tracker] = run_id
             files.write_json(self.directory / STATE_FILE, self._ids)
+
+    @property
+    def complete(self) -> list[str]:
+        """Trackers that have all values of a run that is done."""
+        names = self.read_id(_COMPLETE_KEY)
+        return names if isinstance(names, list) else []
+
+    def write_complete(self, names: list[str]) -> None:
+        """Keeps the names of these trackers. A failure is ignored: they receive values again."""
+        if names != self.complete:
+            with contextlib.suppress(OSError):
+                self.write_id(_COMPLETE_KEY, names)
 
 
 def make_point(fields: dict[str, Any], *, group: str) -> Point:
