@@ -1,7 +1,6 @@
 """Command `jaxsp`: starts the command that it is given, such as `jaxsp train CONFIG.yaml`."""
 
 import importlib
-import importlib.util
 import sys
 
 from jaxsp.core import errors
@@ -21,31 +20,23 @@ _COMMANDS = {
 
 def main() -> None:
     """Runs the command line of this process; without a command, lists them all."""
-    commands = _find_commands()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(_describe(commands), flush=True)
-    elif name in commands:
+        print(_describe(), flush=True)
+    elif name in _COMMANDS:
         from jaxsp import cli
 
         sys.argv = [f"jaxsp {name}", *arguments]
         cli.run_command(importlib.import_module(f"jaxsp.{name}").main)
     else:
-        nearest = errors.find_nearest(name, commands)
-        suggestion = errors.format_choices([nearest] if nearest else commands)
+        nearest = errors.find_nearest(name, _COMMANDS)
+        suggestion = errors.format_choices([nearest] if nearest else _COMMANDS)
         print(errors.escape(f"jaxsp {name}: no such command. Use {suggestion}."), file=sys.stderr)
         sys.exit(2)
 
 
-def _find_commands() -> dict[str, str]:
-    """Descriptions of the commands whose modules exist."""
-    return {
-        name: text for name, text in _COMMANDS.items() if importlib.util.find_spec(f"jaxsp.{name}")
-    }
-
-
-def _describe(commands: dict[str, str]) -> str:
-    lines = [f"  {name:<11}{text}" for name, text in commands.items()]
+def _describe() -> str:
+    lines = [f"  {name:<11}{text}" for name, text in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: jaxsp COMMAND ...",

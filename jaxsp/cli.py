@@ -1,6 +1,7 @@
 """Parts that all commands share: argument parser, error output and exit codes."""
 
 import argparse
+import logging
 import os
 import pathlib
 import re
@@ -158,6 +159,8 @@ def run_command(main: Callable[[list[str]], None]) -> None:
     several processes fails, it ends all of them; its lines carry its index, except for process 0.
     """
     standard_streams.protect()
+    # it has a handler of its own; absl's at the root would print each retry again
+    logging.getLogger("huggingface_hub").propagate = False
     code = exit_codes.OK
     try:
         main(sys.argv[1:])
@@ -194,7 +197,7 @@ def _explain(error: BaseException) -> tuple[int, str | None]:
         return code, f"ends because process {index} failed with exit code {code}"
     message = None
     if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
-        reason = str(error).splitlines()[0]
+        reason = errors.first_line(error)
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
     message = message or allocator_errors.explain(error)
     return exit_codes.INTERNAL_ERROR, message

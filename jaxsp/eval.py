@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
     for line in Evaluator(spec, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_evaluation(line))
+        print_line(output.format_evaluation(line, with_step=meta is not None))
         if out is not None and jax.process_index() == 0:
             jsonl.append_record(out, line)
     if out is not None:

@@ -157,16 +157,11 @@ def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
 def _check_tokenizer(
     directory: str | pathlib.Path, lines: list[str]
 ) -> "transformers.PreTrainedTokenizerBase | None":
-    """Loads the tokenizer of an export, if it has one.
-
-    Adds to `lines` what transformers' AutoTokenizer would load differently.
-    """
+    """Loads the tokenizer of an export, if it has one. Adds to `lines` why it cannot be loaded."""
     if not pathlib.Path(directory, "tokenizer_config.json").is_file():
         return None
     try:
-        return tokenizers.load(
-            str(directory), error_prefix=f"{directory}: its tokenizer", report=lines.append
-        )
+        return tokenizers.load(str(directory), error_prefix=f"{directory}: its tokenizer")
     except UserError as error:  # training on token ids did not need it
         lines.append(str(error))
         return None

@@ -3,6 +3,7 @@
 import pathlib
 
 from jaxsp import cli
+from jaxsp.config import yaml_io
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.report import facts, page, run_files
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> None:
     folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
     out = args.out or folder / FILE_NAME
     cli.check_file(out, flag="--out")
-    configs = [dict(config_changes.flatten(run.config)) for run in runs]
+    configs = [dict(yaml_io.flatten(run.config)) for run in runs]
     differences = facts.compare_configs(configs, is_neutral=config_changes.is_neutral)
     text = page.render(runs, differences)
     try:

@@ -79,8 +79,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "Trains a model and writes a run directory.",
         documents_fields=True,
         is_multi_process=True,
-        verbose_help="also prints details of the run, the first rows of each device, and the "
-        "traceback of an error",
+        verbose_help="also prints details of the run, and the traceback of an error",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(

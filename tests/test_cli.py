@@ -1,6 +1,7 @@
 """Exit codes and last messages of a command."""
 
 import io
+import logging
 import os
 import re
 import runpy
@@ -90,6 +91,13 @@ def test_help_of_a_section_has_its_fields_only(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     assert "mesh.seq" in capsys.readouterr().out
+
+
+def test_retries_of_the_hub_are_printed_once():
+    """absl adds a handler to the root logger, and the hub's has its own."""
+    with pytest.raises(SystemExit):
+        cli.run_command(lambda _: None)
+    assert not logging.getLogger("huggingface_hub").propagate
 
 
 def test_an_internal_error_prints_its_traceback(capsys):

@@ -49,7 +49,7 @@ def compute_losses(model):
 
 
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_loss_of_each_document_is_that_of_transformers(tmp_path, name):
+def test_loss_of_each_document_is_that_of_transformers(tmp_path, capsys, name):
     dtype = "bfloat16" if name == "llama3" else "float32"
     expected = compute_losses(save_model(tmp_path / "hf", name, dtype))
     sets = []
@@ -73,6 +73,7 @@ def test_loss_of_each_document_is_that_of_transformers(tmp_path, name):
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
         assert line["token_accuracy"] == pytest.approx(num_correct / num_loss_tokens)
         assert line["step"] == 0
+    assert "step" not in capsys.readouterr().out, "a model has no step"
 
 
 @pytest.mark.e2e

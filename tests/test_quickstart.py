@@ -14,7 +14,7 @@ import pytest
 
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
-from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.packing import Segments
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
 from jaxsp.training import step_gradients
@@ -63,7 +63,7 @@ def test_the_loss_falls_below_the_entropy_of_byte_pairs(quickstart):
     _, inputs = build.build_training(load_config(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
     for document, length in enumerate(inputs.train_set.documents.lengths):
-        row = PackedRow(
+        row = Segments(
             document=np.array([document]), offset=np.array([0]), length=np.array([length])
         )
         tokens = inputs.train_set.documents.read_slice(row, 0, int(length)).tokens

@@ -16,6 +16,7 @@ from jaxsp.config import config_file, yaml_io
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
+from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.run import build
@@ -110,10 +111,10 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
 )
 def test_a_chat_template_stays_in_its_sandbox(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    tokenizer = tokenizers.make_byte_tokenizer()
+    options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=True)
     with pytest.raises(RecordError, match="chat template"):
-        chat.render_record(
-            CHAT, tokenizer=tokenizers.make_byte_tokenizer(), template=template, train_on="all"
-        )
+        chat.render_record(CHAT, options)
     assert not any(tmp_path.iterdir())
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.strategy import Strategy
 from jaxsp.attention.workload import HasHeads
+from jaxsp.core import units
 
-_MIN_MENTIONED_LSE_BYTES = 64 * 2**20
+_MIN_MENTIONED_LSE_BYTES = 64 * units.MIB
 """Minimum memory of log-sum-exps that a description mentions."""
 
 
@@ -54,12 +55,12 @@ def describe(choice: AttentionChoice, model: HasHeads) -> str:
         part += f", and {layout.chunks_per_device} of {layout.num_chunks} chunks of each row"
     average = " on average" if len(set(choice.layer_scores)) > 1 else ""
     traffic = (
-        f"it sends {_format_bytes(choice.sent_bytes)} per layer and microbatch{average} "
+        f"it sends {units.format_bytes(choice.sent_bytes)} per layer and microbatch{average} "
         "if attention is not recomputed"
     )
     if choice.alternatives:
         alternatives = ", ".join(
-            f"{description}: {_format_bytes(num_bytes)}"
+            f"{description}: {units.format_bytes(num_bytes)}"
             for description, num_bytes in choice.alternatives
         )
         traffic += f" (alternatives: {alternatives})"
@@ -76,7 +77,7 @@ def _describe_kernel(choice: AttentionChoice) -> str:
             f", segments copied to rows of their own in {settings.capacity_factor} times the memory"
         )
     if settings.lse_bytes >= _MIN_MENTIONED_LSE_BYTES:
-        description += f", whose log-sum-exps need {settings.lse_bytes / 2**20:,.0f} MiB"
+        description += f", whose log-sum-exps need {settings.lse_bytes / units.MIB:,.0f} MiB"
     return description + "".join(f", {part}" for part in _describe_scores(choice.layer_scores))
 
 
@@ -96,7 +97,3 @@ def _describe_scores(layer_scores: Sequence[ScoreConfig]) -> list[str]:
         part if count == num_layers else f"{count} of {num_layers} layers: {part}"
         for part, count in parts.items()
     ]
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

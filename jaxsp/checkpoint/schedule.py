@@ -29,13 +29,13 @@ class CheckpointSchedule:
 
     def __init__(
         self,
-        store: CheckpointWriter,
+        writer: CheckpointWriter,
         config: RunConfig,
         *,
         first_step: int,
         print_line: Callable[[str], None],
     ):
-        self._store = store
+        self._writer = writer
         self._config = config
         self._print_line = print_line
         self._saved_at = time.monotonic()
@@ -53,7 +53,7 @@ class CheckpointSchedule:
 
     def poll(self) -> None:
         """Reports the end of a pending write. Called after every step."""
-        self._report_outcome(self._store.poll(), self._describe_next_attempt())
+        self._report_outcome(self._writer.poll(), self._describe_next_attempt())
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is due after this step.
@@ -81,16 +81,16 @@ class CheckpointSchedule:
         Args: is_last: True if no step follows.
         """
         began = time.monotonic()
-        self._report_outcome(self._store.poll(wait=True))
+        self._report_outcome(self._writer.poll(wait=True))
         if is_last and self._retry_waits_s is None:
             self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]
         self._meta = meta
-        outcome = self._store.save(state, meta)
+        outcome = self._writer.save(state, meta)
         self._saved_at = time.monotonic()
         self._from_step = meta.step
         self._next_check_step = meta.step + 1
         self._waited_s = self._saved_at - began
-        self._compile_s = self._store.compile_s
+        self._compile_s = self._writer.compile_s
         self._report_outcome(outcome, self._describe_next_attempt())
         return self._waited_s
 
@@ -104,11 +104,11 @@ class CheckpointSchedule:
         if not self._retry_waits_s:
             self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]
         waits_s = self._retry_waits_s
-        self._report_outcome(self._store.poll(wait=True), self._describe_next_attempt())
+        self._report_outcome(self._writer.poll(wait=True), self._describe_next_attempt())
         while self._failed is not None and waits_s:
             time.sleep(waits_s.pop(0))
             self.save(state, self._meta or meta)  # the stored metadata has the evaluation's loss
-            self._report_outcome(self._store.poll(wait=True), self._describe_next_attempt())
+            self._report_outcome(self._writer.poll(wait=True), self._describe_next_attempt())
         if self._failed is not None:
             raise NeedsAttentionError(
                 f"the checkpoint of the last step, {meta.step}, could not be written: "
@@ -146,7 +146,7 @@ class CheckpointSchedule:
         )
 
     def _describe_latest(self) -> str:
-        if steps := self._store.steps:
+        if steps := self._writer.steps:
             return f"The latest complete checkpoint is step {steps[-1]}"
         return "There is no complete checkpoint yet"
 

@@ -1,6 +1,7 @@
 """YAML as configs are written in it."""
 
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -165,3 +166,19 @@ def format_value(value: object) -> str:
 def shorten(text: str, max_chars: int = 80) -> str:
     """Returns a text, or its beginning if it is long."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+
+
+def flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each value of nested fields with its name as in `key.path=value`.
+
+    A list of mappings has nested fields; another list is a value, unless it is empty.
+    """
+    is_nested = isinstance(fields, dict) or (
+        isinstance(fields, list) and all(isinstance(entry, dict) for entry in fields)
+    )
+    if not is_nested:
+        yield field, fields
+        return
+    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
+    for name, value in items:
+        yield from flatten(value, f"{field}.{name}" if field else str(name))

@@ -161,13 +161,18 @@ def _format_tflop(num_flops: float) -> str:
 
 def format_fit(plan: Plan) -> str:
     """Formats whether a plan fits, the fullest memory, and suggestions if it does not."""
-    sizes = f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f} GiB on each device"
+    sizes = f"{_format_gib(plan.device_gib)} of {plan.device_limit_gib:.1f} GiB on each device"
     if plan.host_gib >= 0.05:
         sizes += f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory"
     if plan.fits:
         return f"yes: {sizes}; {plan.memory_bottleneck} memory is nearest to full"
     text = f"NO: {sizes}; not enough {plan.memory_bottleneck} memory"
     return f"{text}. Try {errors.format_choices(plan.suggestions)}" if plan.suggestions else text
+
+
+def _format_gib(gib: float) -> str:
+    """Formats a size in GiB; a smaller one has its own unit."""
+    return f"{gib:.1f}" if gib >= 0.05 else units.format_bytes(gib * units.GIB)
 
 
 def format_time(plan: Plan) -> str:
@@ -242,7 +247,7 @@ def _format_memory(plan: Plan) -> str:
     host = ""
     if plan.host_gib >= 0.05:
         host = f", {plan.host_gib:8,.1f} of {plan.host_limit_gib:,.0f} of host"
-    device = f"{plan.device_gib:6.1f} of {plan.device_limit_gib:.1f} GiB of device"
+    device = f"{_format_gib(plan.device_gib):>6} of {plan.device_limit_gib:.1f} GiB of device"
     return f"remat {plan.remat:<9}  {device}{host}"
 
 

@@ -52,14 +52,15 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
             yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
 
 
-def format_evaluation(line: Line) -> str:
+def format_evaluation(line: Line, *, with_step: bool = True) -> str:
     """Formats a line of eval.jsonl as text."""
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
     if line["perplexity"] is not None:
         loss += f", perplexity {line['perplexity']:.4g}"
     loss_tokens = format_count(line["num_loss_tokens"], "loss token")
+    step = f"step {line['step']}  " if with_step else ""
     return (
-        f"step {line['step']}  {line['data']}: loss {loss}, "
+        f"{step}{line['data']}: loss {loss}, "
         f"token accuracy {line['token_accuracy']:.4f} over {loss_tokens} "
         f"({durations.describe(round(line['seconds'], 1))})"
     )

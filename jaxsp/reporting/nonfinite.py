@@ -62,16 +62,8 @@ class NonfiniteTracker:
             grad_norm=_json_number(results["grad_norm"]),
             learning_rate=float(results["learning_rate"]),
             row_tokens=loader.row_tokens(step_index),
-            rows=sorted({segment.row_index for segment in segments}),
-            documents=[
-                {
-                    "row": segment.row_index,
-                    **dataclasses.asdict(segment.origin),
-                    "first_token": segment.offset,
-                    "tokens": segment.num_tokens,
-                }
-                for segment in segments
-            ],
+            rows=sorted({segment["row"] for segment in segments}),
+            documents=segments,
         )
         self._writer.write_nonfinite_step(dataclasses.asdict(line))
 

@@ -1,6 +1,5 @@
 """Differences between the config of a checkpoint and that of the run that resumes from it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import yaml_io
@@ -48,8 +47,8 @@ _MAX_VALUE_CHARS = 60
 
 def list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     """Changed fields with both values; those without effect on the model come last, as one."""
-    before = dict(flatten(saved.model_dump(mode="json")))
-    now = dict(flatten(config.model_dump(mode="json")))
+    before = dict(yaml_io.flatten(saved.model_dump(mode="json")))
+    now = dict(yaml_io.flatten(config.model_dump(mode="json")))
     changes = {
         field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
         for field in before | now
@@ -69,19 +68,3 @@ def is_neutral(field: str) -> bool:
 
 def _shorten(value: Any) -> str:
     return yaml_io.shorten(yaml_io.format_value(value), _MAX_VALUE_CHARS)
-
-
-def flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested fields with its name as in `key.path=value`.
-
-    A list of mappings has nested fields; another list is a value, unless it is empty.
-    """
-    is_nested = isinstance(fields, dict) or (
-        isinstance(fields, list) and all(isinstance(entry, dict) for entry in fields)
-    )
-    if not is_nested:
-        yield field, fields
-        return
-    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
-    for name, value in items:
-        yield from flatten(value, f"{field}.{name}" if field else str(name))

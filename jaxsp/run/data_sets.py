@@ -1,6 +1,7 @@
 """Data sets of a config: sources are opened, tokenized and packed."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,22 +74,24 @@ def make_data_sets(
     Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
     have rows of the greatest length only. Damaged caches are rebuilt.
 
-    Raises: UserError with the problems of all sources.
+    Raises: UserError with the problems of all sources; DamagedCacheError for a file that is damaged
+        again.
     """
-    for is_last in (False, False, True):  # damaged tokens, rebuilt from damaged records
+    rebuilt: set[pathlib.Path] = set()
+    while True:
         try:
             tokenized = _tokenize_sources(
                 opened, config, tokenizer=tokenizer, vocab_size=vocab_size
             )
             return _pack_sources(opened, tokenized, config, for_training=for_training)
         except DamagedCacheError as damage:
-            if is_last:
+            if damage.path in rebuilt:
                 raise
+            rebuilt.add(damage.path)
             record_cache.report_damage(damage)
         problems = ProblemCollector()
         opened = open_sources(config, for_training=for_training, problems=problems)
         problems.raise_if_any()
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _tokenize_sources(

@@ -14,7 +14,6 @@ from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.run.data_sets import OpenedSources
-from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import transformers
@@ -91,24 +90,20 @@ def load_tokenizer(
 ) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source.
 
-    The first process prints where it differs from what transformers' AutoTokenizer loads.
-
     Raises: UserError if there is none.
     """
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir), report=_print_note)
+            return tokenizers.load(str(run_model_dir))
     if name is not None:
-        return tokenizers.load(name, report=_print_note)
+        return tokenizers.load(name)
     if source is None:
         raise UserError(
             "model.tokenizer = null: text needs one. Use bytes, or a folder or hub name."
         )
     return tokenizers.load(
-        str(source.path),
-        error_prefix=f"model.source = {source.source}: its tokenizer",
-        report=_print_note,
+        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
     )
 
 
@@ -133,8 +128,3 @@ def write_small_files(
         tokenizer_json.correct_file(directory)
     elif tokenizer is not None:
         tokenizer.save_pretrained(directory)
-
-
-def _print_note(note: str) -> None:
-    if distributed.this_process().index == 0:
-        print(note, flush=True)

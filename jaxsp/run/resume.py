@@ -278,17 +278,17 @@ def _layer_differences(
     if len(layers) != len(saved):
         return [("num_layers", len(layers), len(saved))]
     differences: list[tuple[str, object, object]] = []
-    windows = [i for i, layer in enumerate(layers) if layer.window != saved[i].window]
-    if windows:
-        first = windows[0]
-        values = (layers[first].window, saved[first].window)
-        differences.append((f"window of {_name_layers(windows, len(layers))}", *values))
-    ropes = [i for i, layer in enumerate(layers) if layer.rope != saved[i].rope]
-    if ropes:
-        text, saved_text = (each[ropes[0]].rope.description for each in (layers, saved))
-        if text == saved_text:
-            saved_text = "a RoPE with other frequencies or another scale"
-        differences.append((f"rope of {_name_layers(ropes, len(layers))}", text, saved_text))
+    for field in ("window", "rope"):
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
+        numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
+        if not numbers:
+            continue
+        now, before = pairs[numbers[0]]
+        if field == "rope":
+            now, before = now.description, before.description
+        if now == before:
+            before = "a RoPE with other frequencies or another scale"
+        differences.append((f"{field} of {_name_layers(numbers, len(layers))}", now, before))
     return differences
 
 

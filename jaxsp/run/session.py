@@ -356,7 +356,7 @@ def _open_files(
     # A new run also drops lines of an evaluation before its first step, and repeats it
     from_step = inputs.start.step if is_resume else inputs.start.step - 1
     run = TrackedRun(config, from_step=from_step, is_resume=is_resume)
-    trackers = stack.enter_context(registry.open_trackers(run, config.logging.trackers))
+    trackers = stack.enter_context(registry.Trackers(run, config.logging.trackers))
     metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
     stack.enter_context(metrics)
     checkpoints = CheckpointWriter(

@@ -68,7 +68,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     # all sources have the same template
     try:
         renderer = TemplateRenderer(
-            {}, tokenizer=tokenizer, template=options.template, with_marks=False
+            {}, tokenizer=tokenizer, template=options.chat.template, with_marks=False
         )
     except RecordError:  # several templates, none of which is for all records
         return StopTokens()

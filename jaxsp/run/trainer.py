@@ -30,8 +30,7 @@ def train(
 
     Args:
         preemption: handles requests to stop early. The same command then resumes the run.
-        verbose: print the whole banner, and which rows each sequence-parallel group gets in the
-            first step.
+        verbose: print the whole banner.
     Raises:
         UserError: the processes have different configs, data or checkpoints, or the step, a
             checkpoint or the run directory cannot be used.
@@ -54,8 +53,6 @@ def train(
         run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
     state, base_checksums = _make_state(run_spec.longest, inputs)
-    if verbose:
-        preflight.print_assignments(run_spec, inputs, console)
     with open_session(
         run_spec,
         inputs,

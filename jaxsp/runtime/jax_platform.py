@@ -20,8 +20,8 @@ the process, 20 s until it prints a warning, and 30 minutes between processes. j
 
 COLLECTIVE_TIMEOUT_S = 3_600
 """Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
-on slow cores. In jaxsp.train, the watchdog ends a step that hangs earlier, and prints the stacks of
-all threads. Elsewhere, for example in the library, XLA ends the process."""
+on slow cores. In jaxsp.train, the watchdog ends a step of known duration that hangs earlier, and
+prints the stacks of all threads. Elsewhere, for example in the library, XLA ends the process."""
 
 
 GPU_TIMEOUTS = (

@@ -1,7 +1,6 @@
 """Time limit for the processes of a job to find each other."""
 
 import os
-import socket
 import sys
 import threading
 
@@ -33,22 +32,10 @@ def _limit_join_time(process: Process, joined: threading.Event, timeout_s: float
     if joined.wait(timeout_s * 7 / 8):
         return
     print(
-        f"{name}: waited {timeout_s:g} s for {missing}{_describe_coordinator(process)}. "
+        f"{name}: waited {timeout_s:g} s for {missing}. "
         f"All {process.num_processes} processes must start within that time, with the same "
         "coordinator, and every node must be able to reach its port.",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
-
-
-def _describe_coordinator(process: Process) -> str:
-    """Tries to connect to process 0, and describes the result in parentheses."""
-    if process.index == 0:
-        return ""
-    host, _, port = process.coordinator.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-    except OSError as error:
-        return f" (it does not answer: {error.strerror or error})"
-    return " (it answers, so another process is missing)"

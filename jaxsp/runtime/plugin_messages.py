@@ -10,10 +10,7 @@ import ctypes
 import importlib.util
 import os
 import pathlib
-import re
-from collections.abc import Iterator
 
-from jaxsp.core import files
 from jaxsp.runtime import hardware
 
 _PLUGINS = (
@@ -25,11 +22,6 @@ _PLUGINS = (
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
-_NO_GPU = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR\n"
-    rb"|I\d{4} .*cudart_stub\.cc:\d+\] Could not find cuda drivers .*\n"
-)
-
 
 def load_quietly() -> None:
     """Loads the plugin's libraries, on a machine without NVIDIA GPUs that has the plugin.
@@ -38,46 +30,24 @@ def load_quietly() -> None:
     """
     if hardware.count_gpus(os.environ) > 0:
         return
-    paths = [*_list_libraries()]
-    if not paths:
+    libraries: list[pathlib.Path] = []
+    for name in _PLUGINS:
+        with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
+            spec = importlib.util.find_spec(name)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                libraries += sorted(pathlib.Path(folder).glob("[_x]*.so"))
+    if not libraries:
         return
     level = os.environ.get(_LOG_LEVEL)
     # They read it when they are loaded. Without GPUs only jaxsp.plan uses them, which sets it too
     os.environ.setdefault(_LOG_LEVEL, "3")
-    with _filter_stderr():
-        for path in paths:
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(path))
-    if level is None:
-        del os.environ[_LOG_LEVEL]
-
-
-def _list_libraries() -> Iterator[pathlib.Path]:
-    for name in _PLUGINS:
-        with contextlib.suppress(ModuleNotFoundError):  # jax_plugins
-            spec = importlib.util.find_spec(name)
-            if spec is None:
-                continue
-            for folder in spec.submodule_search_locations or ():
-                yield from sorted(pathlib.Path(folder).glob("[_x]*.so"))
-
-
-@contextlib.contextmanager
-def _filter_stderr() -> Iterator[None]:
-    """Removes the plugin's messages from what is written to file descriptor 2 meanwhile."""
-    try:
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # stderr may be closed
         stderr = os.dup(2)
-    except OSError:  # closed
-        yield
-        return
-    file = files.open_scratch()
-    os.dup2(file, 2)
-    try:
-        yield
-    finally:
+        os.dup2(null.fileno(), 2)
+        for library in libraries:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library))
         os.dup2(stderr, 2)
         os.close(stderr)
-        output = _NO_GPU.sub(b"", os.pread(file, os.fstat(file).st_size, 0))
-        os.close(file)
-        with contextlib.suppress(OSError):
-            os.write(2, output)
+    if level is None:
+        del os.environ[_LOG_LEVEL]

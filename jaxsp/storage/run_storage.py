@@ -89,7 +89,7 @@ def _hold_lock(store: ObjectStore, folder: pathlib.Path) -> Iterator[SessionLock
         # written before the session begins, so that a kill between the two loses no file
         _write_sessions(folder, [latest["session"], holder["session"]])
     # no other process uses the local copy: this process holds its lock
-    lock.acquire(latest, is_dead=lambda _: is_own)
+    lock.acquire(latest, is_dead=is_own)
     try:
         yield lock
     finally:

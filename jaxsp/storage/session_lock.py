@@ -5,7 +5,6 @@ import json
 import pathlib
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxsp.core import exit_codes, files
@@ -54,13 +53,13 @@ class SessionLock:
         content = self._store.read(_name(self.number)) if self.number else None
         return _parse(content)
 
-    def acquire(self, latest: dict[str, Any], *, is_dead: Callable[[dict[str, Any]], bool]) -> None:
+    def acquire(self, latest: dict[str, Any], *, is_dead: bool) -> None:
         """Starts a session after the one that `find_holder` has returned.
 
-        Args: is_dead: True for a holder that is known to have ended.
+        Args: is_dead: True if its holder is known to have ended.
         Raises: UserError that describes the holder if it is alive.
         """
-        if latest and not self._has_ended(latest) and not is_dead(latest):
+        if latest and not self._has_ended(latest) and not is_dead:
             description = run_dir.describe_holder(latest)
             distributed.log(
                 f"{self._store.url}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "

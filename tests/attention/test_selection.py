@@ -13,6 +13,7 @@ from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config import config_file
+from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from tests import batches
 from tests.messages import assert_names, numbers
@@ -631,8 +632,8 @@ def test_the_banner_shows_what_each_strategy_sends():
     }
     assert_names(
         line,
-        f"{choice.sent_bytes / 1e6:,.1f} MB",
-        *(f"{description}: {size / 1e6:,.1f} MB" for description, size in others.items()),
+        units.format_bytes(choice.sent_bytes),
+        *(f"{description}: {units.format_bytes(size)}" for description, size in others.items()),
     )
 
 

@@ -14,6 +14,11 @@ from tests.messages import assert_names, numbers
 from tests.planner import example_plans
 
 
+def test_a_small_model_has_its_own_unit():
+    plan = dataclasses.replace(example_plans.make_plan(), device_gib=0.01)
+    assert_names(report.format_fit(plan), "10.2 MiB of 72.8 GiB", start="yes")
+
+
 def test_a_report_has_all_parts_of_a_plan():
     text = report.format_plan(example_plans.make_plan(), model="a model")
     assert_names(

@@ -4,16 +4,14 @@ import json
 import re
 import threading
 import time
-import types
 
 import pytest
 
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import background, mlflow_tracker, registry, tracker
 from jaxsp.reporting.trackers.background import BackgroundTracker
-from jaxsp.reporting.trackers.line_reader import LineReader
 from jaxsp.reporting.trackers.tracker import TrackedRun, Tracker
 from tests import messages
 
@@ -22,6 +20,7 @@ class FakeTracker(Tracker):
     """Keeps what it receives; fails the given number of times, and may block."""
 
     def __init__(self, *, num_failures=0, known_step=-1, blocked_by=None):
+        super().__init__(None)
         self.points = []
         self.num_starts = 0
         self.outcome = None
@@ -61,27 +60,32 @@ def short_waits(monkeypatch):
 
 
 class Files:
-    """metrics.jsonl and eval.jsonl in a folder, and a thread that sends them to a tracker."""
+    """metrics.jsonl and eval.jsonl in a folder, and threads that get the points added from now."""
 
     def __init__(self, folder):
         self.metrics = folder / "metrics.jsonl"
         self.evals = folder / "eval.jsonl"
+        self.threads = []
 
     def add_step(self, step):
-        self._append(self.metrics, {"step": step, "loss": step / 3, "num_loss_tokens": 7})
+        fields = {"step": step, "loss": step / 3, "num_loss_tokens": 7}
+        self._add(self.metrics, fields, group="train")
 
     def add_eval(self, step):
-        self._append(self.evals, {"step": step, "data": "json", "loss": step / 7})
+        self._add(self.evals, {"step": step, "data": "json", "loss": step / 7}, group="eval/json")
 
-    def reader(self):
-        return LineReader(self.metrics, self.evals)
+    def read_points(self):
+        return tracker.read_points(self.metrics, self.evals)
 
-    def thread(self, fake, *, from_step=0):
-        return BackgroundTracker("fake", fake, self.reader, from_step=from_step)
+    def start(self, fake):
+        self.threads.append(BackgroundTracker("fake", fake, self.read_points))
+        return self.threads[-1]
 
-    def _append(self, path, fields):
+    def _add(self, path, fields, *, group):
         with path.open("a") as file:
             file.write(f"{json.dumps(fields)}\n")
+        for thread in self.threads:
+            thread.log(tracker.make_point(fields, group=group))
 
 
 @pytest.fixture
@@ -110,14 +114,13 @@ def steps_of(points):
 
 def test_a_tracker_receives_every_number_of_both_files_in_the_order_of_steps(files):
     fake = FakeTracker()
-    thread = files.thread(fake)
-    thread.start()
-    for step in range(1, 101):
+    for step in range(1, 40):
         files.add_step(step)
-        thread.notify()
+    thread = files.start(fake)
+    for step in range(40, 101):
+        files.add_step(step)
         if step % 50 == 0:
             files.add_eval(step)
-            thread.notify()
     finish(thread, outcome="stopped")
     expected = [("train", step) for step in range(1, 101)]
     expected.insert(50, ("eval/json", 50))
@@ -127,60 +130,30 @@ def test_a_tracker_receives_every_number_of_both_files_in_the_order_of_steps(fil
     assert fake.outcome == "stopped"
 
 
-def test_a_part_of_the_lines_keeps_the_order_of_steps(files):
-    for step in range(1, 10):
+def test_a_step_is_read_before_its_evaluations_and_a_damaged_line_is_left_out(files):
+    for step in range(1, 4):
         files.add_step(step)
         files.add_eval(step)
-    reader = files.reader()
-    points = []
-    while part := reader.read(2):
-        points += part
-    assert steps_of(points) == [
-        (group, step) for step in range(1, 10) for group in ("train", "eval/json")
+    with files.metrics.open("a") as file:
+        file.write('[3]\n{"step": 4, "lo')
+    assert steps_of(files.read_points()) == [
+        (group, step) for step in range(1, 4) for group in ("train", "eval/json")
     ]
 
 
-def test_steps_that_are_written_between_the_reads_of_both_files_keep_their_order(
-    files, monkeypatch
-):
-    reader = files.reader()
-    read = reader._evals.read
-    next_steps = iter((1, 2, 3))
-
-    def write_and_read():
-        for step in next_steps:
-            files.add_step(step)
-            files.add_eval(step)
-        return read()
-
-    monkeypatch.setattr(reader._evals, "read", write_and_read)
-    points = []
-    while part := reader.read(2):
-        points += part
-    assert steps_of(points) == [
-        (group, step) for step in (1, 2, 3) for group in ("train", "eval/json")
-    ]
-
-
-def test_a_line_that_is_being_written_is_read_when_it_is_complete(files):
+def test_lines_that_are_added_while_the_files_are_read_are_not_read(files):
     files.add_step(1)
-    reader = files.reader()
-    with files.metrics.open("a") as file:
-        file.write('{"step": 2, "lo')
-    assert steps_of(reader.read(10)) == [("train", 1)]
-    with files.metrics.open("a") as file:
-        file.write('ss": 1.0}\n[3]\n')  # and a damaged line
-    files.add_step(3)
-    assert steps_of(reader.read(10)) == [("train", 2), ("train", 3)]
+    points = files.read_points()
+    files.add_eval(1)
+    files.add_step(2)
+    assert steps_of(points) == [("train", 1)]
 
 
 def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
     fake = FakeTracker(num_failures=3)
-    thread = files.thread(fake)
-    thread.start()
+    thread = files.start(fake)
     for step in range(1, 6):
         files.add_step(step)
-        thread.notify()
     wait_until(lambda: fake.points)
     finish(thread)
     assert [point.step for point in fake.points] == [1, 2, 3, 4, 5]
@@ -192,16 +165,14 @@ def test_a_tracker_that_fails_for_a_while_misses_nothing(files, capfd):
 
 def test_a_tracker_that_always_fails_costs_two_lines_and_no_time(files, capfd):
     fake = FakeTracker(num_failures=10**9)
-    thread = files.thread(fake, from_step=2)
+    thread = files.start(fake)
     for step in range(1, 5):
         files.add_step(step)
-    thread.start()
     wait_until(lambda: fake.num_starts >= 3)
     assert finish(thread, limit_s=60) < 10
     failed, lost = capfd.readouterr().err.splitlines()
     assert "FAILS" in failed
-    # steps 3 and 4 of this process, two numbers each
-    assert re.match(messages.containing("fake", 4, 3, 4, "Connection refused"), lost)
+    assert re.match(messages.containing("fake", 1, 4, "Connection refused"), lost)
     assert fake.outcome is None
     assert fake.is_abandoned
 
@@ -209,16 +180,15 @@ def test_a_tracker_that_always_fails_costs_two_lines_and_no_time(files, capfd):
 def test_a_blocked_tracker_delays_neither_a_step_nor_the_end(files, capfd):
     released = threading.Event()
     fake = FakeTracker(blocked_by=released)
-    thread = files.thread(fake)
-    thread.start()
+    files.add_step(1)
+    thread = files.start(fake)
     began = time.monotonic()
-    for step in range(1, 1001):
+    for step in range(2, 1001):
         files.add_step(step)
-        thread.notify()
     assert time.monotonic() - began < 10
     assert 0.2 < finish(thread, limit_s=0.3) < 10
     (lost,) = capfd.readouterr().err.splitlines()
-    assert re.match(messages.containing("fake", "2,000", 1, 1000, "does not answer"), lost)
+    assert re.match(messages.containing("fake", 1, "1,000", "does not answer"), lost)
     assert fake.is_abandoned
     released.set()
 
@@ -228,8 +198,7 @@ def test_a_resumed_tracker_receives_what_it_misses_and_nothing_twice(files):
     for step in range(1, 7):
         files.add_step(step)
     fake = FakeTracker(known_step=4)
-    thread = files.thread(fake, from_step=6)
-    thread.start()
+    thread = files.start(fake)
     files.add_step(7)
     finish(thread)
     assert [point.step for point in fake.points] == [5, 6, 7]
@@ -271,14 +240,19 @@ def test_damaged_ids_are_as_those_of_a_new_run(tmp_path, content):
 def fake_kind(monkeypatch):
     """Lets logging.trackers=[mlflow] be the tracker that the test appends to a list."""
     fakes = []
-    module = types.SimpleNamespace(make_tracker=lambda run: fakes[-1])
-    monkeypatch.setattr(registry.TrackerKind, "load", lambda self: module)
+
+    class Loaded(FakeTracker):
+        def __new__(cls, run):
+            return fakes[-1]
+
+    monkeypatch.setattr(registry, "load", lambda name: Loaded)
     return fakes
 
 
 def run_trackers(run, files):
-    with registry.open_trackers(run, ("mlflow",)) as trackers:
+    with registry.Trackers(run, ("mlflow",)) as trackers:
         trackers.start(files.metrics, files.evals)
+        trackers.log(tracker.make_point({"step": 1, "loss": 2.0}, group="train"))
 
 
 def test_a_tracker_on_this_machine_is_waited_for(files, tmp_path, fake_kind, monkeypatch, capfd):
@@ -292,9 +266,7 @@ def test_a_tracker_on_this_machine_is_waited_for(files, tmp_path, fake_kind, mon
         threading.Timer(0.3, released.set).start()
         run_trackers(TrackedRun(make_config(tmp_path), from_step=0, is_resume=False), files)
         assert fake.is_abandoned != is_local
-    waiting, lost = capfd.readouterr().err.splitlines()
-    assert "waiting" in waiting
-    assert "ARE NOT SENT" in lost
+    assert "ARE NOT SENT" in capfd.readouterr().err
 
 
 def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fake_kind, capfd):
@@ -305,14 +277,16 @@ def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fa
     run_trackers(TrackedRun(config, from_step=0, is_resume=False), files)
     assert fake_kind[-1].points == []
 
-    def send():
-        fake_kind.append(FakeTracker(known_step=1))
+    def send(**fields):
+        fake_kind.append(FakeTracker(known_step=1, **fields))
         run = TrackedRun(config, from_step=-1, is_resume=True)
-        paths = {"metrics": files.metrics, "evals": files.evals}
-        registry.send_missing(run, ("tensorboard", "mlflow"), **paths)
+        registry.send_missing(run, ("mlflow",), metrics=files.metrics, evals=files.evals)
         return [point.step for point in fake_kind[-1].points], fake_kind[-1].outcome
 
     capfd.readouterr()
+    assert send(num_failures=10**9) == ([], None)
+    (lost,) = (line for line in capfd.readouterr().err.splitlines() if "NOT SENT" in line)
+    assert re.match(messages.containing("mlflow", 1, 3), lost)
     assert send() == ([2, 3], "finished")
     assert capfd.readouterr().err.splitlines() == ["mlflow: has all values of this run"]
     assert send() == ([], None)
@@ -323,11 +297,10 @@ def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fa
 
 def test_params_have_the_names_of_the_command_line(tmp_path):
     run = TrackedRun(make_config(tmp_path), from_step=0, is_resume=False)
-    params = dict(tracker.flatten(run.config))
+    params = dict(yaml_io.flatten(run.config))
     assert params["data.train.0.source"] == "a.txt"
-    assert params["run.steps"] == "3"
-    assert params["run.epochs"] == "null"
-    assert params["logging.trackers.0"] == "tensorboard"
+    assert params["run.steps"] == 3
+    assert params["logging.trackers"] == ["tensorboard"]
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
@@ -362,7 +335,10 @@ def test_neither_the_banner_nor_an_error_has_a_password(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     run = TrackedRun(make_config(tmp_path), from_step=0, is_resume=False)
-    assert mlflow_tracker.describe(run) == "mlflow at http://host:5000/a, experiment jaxsp"
+    assert (
+        mlflow_tracker.MlflowTracker.describe(run)
+        == "mlflow at http://host:5000/a, experiment jaxsp"
+    )
     error = ValueError(f"request to {uri} failed: 0123456789 is refused")
     connection = ConnectionError(f"cannot reach {uri}")
     for text in map(background.describe_error, (error, connection, OSError(5, f"of {uri}"))):

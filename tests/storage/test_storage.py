@@ -330,7 +330,7 @@ def make_lock(store, tmp_path, session):
 
 
 def acquire(lock):
-    lock.acquire(lock.find_holder(), is_dead=lambda _: False)
+    lock.acquire(lock.find_holder(), is_dead=False)
 
 
 def test_a_second_run_is_refused_until_the_first_ends_or_is_dead(store, tmp_path):
@@ -355,9 +355,9 @@ def test_a_second_run_is_refused_until_the_first_ends_or_is_dead(store, tmp_path
 def test_of_two_runs_that_take_over_together_one_is_refused(store, tmp_path):
     locks = [make_lock(store, tmp_path, name) for name in "ab"]
     latest = [lock.find_holder() for lock in locks]
-    locks[0].acquire(latest[0], is_dead=lambda _: False)
+    locks[0].acquire(latest[0], is_dead=False)
     with pytest.raises(UserError, match="in use"):
-        locks[1].acquire(latest[1], is_dead=lambda _: False)
+        locks[1].acquire(latest[1], is_dead=False)
     locks[0].release(is_unused=True)
 
 

@@ -11,7 +11,7 @@ from jaxsp.attention.kernels.kernel import (
     find_local_devices,
     lowest_capability,
 )
-from jaxsp.core import errors
+from jaxsp.core import errors, units
 
 BROKEN_VERSIONS = ((9, 10, 0), (9, 10, 1))
 """cuDNN versions with known bugs in attention, which TransformerEngine avoids too."""
@@ -205,8 +205,8 @@ def _check_deterministic(
     if shorter is not None:
         suggestions.append(f"data.row_tokens={shorter}")
     yield UnsupportedReason(
-        f"needs {needed / 2**30:.1f} GiB for the deterministic backward pass (run.deterministic) "
-        f"of {num_rows} x {row_tokens:,} tokens, with heads in {legal[-1]} chunks, and a device "
-        f"has {device_bytes / 2**30:.1f}",
+        f"needs {needed / units.GIB:.1f} GiB for the deterministic backward pass "
+        f"(run.deterministic) of {num_rows} x {row_tokens:,} tokens, with heads in {legal[-1]} "
+        f"chunks, and a device has {device_bytes / units.GIB:.1f}",
         f"Use {errors.format_choices(suggestions)}.",
     )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jaxsp.attention.kernels import cudnn_bins
 from jaxsp.attention.kernels.kernel import Device, KernelWorkload, divisors, lowest_capability
+from jaxsp.core import units
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum number of elements of an array in packed calls, whose offsets have 32 bits."""
@@ -14,7 +15,7 @@ ROW_MULTIPLE = 128
 """Rows must be a multiple of this many tokens: with a remainder of 64, gradients were NaN (pytorch
 issue 196678)."""
 
-TARGET_WORKSPACE_BYTES = 6 * 2**30
+TARGET_WORKSPACE_BYTES = 6 * units.GIB
 """Target for cuDNN's workspace, with copied segments. More head chunks make it smaller, but copy
 more."""
 
@@ -195,8 +196,8 @@ def describe_shortage(
     problem = (
         f"cuDNN's statistics and {gradients} of {num_rows} x {row_tokens:,} tokens "
         f"in up to {workload.max_segments} segments, heads in {split.head_chunks} chunks, need "
-        f"{call_bytes(workload, split) / 2**30:.1f} GiB, and a device has "
-        f"{device_bytes / 2**30:.1f}."
+        f"{call_bytes(workload, split) / units.GIB:.1f} GiB, and a device has "
+        f"{device_bytes / units.GIB:.1f}."
     )
     for chunks in legal_head_chunks(workload):
         if call_bytes(workload, choose_split(workload, head_chunks=chunks)) <= device_bytes:

@@ -21,15 +21,12 @@ drops the thinking of earlier messages, data.earlier_reasoning decides about the
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxsp.data.chat import generation_marks, reasoning, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
-
-if TYPE_CHECKING:
-    import transformers
 
 _MAX_PREFIX_TURNS = 4
 """Assistant messages up to which rendering all prefixes is about as fast as rendering the
@@ -37,6 +34,21 @@ conversation with inserted messages."""
 
 _CONTEXT_CHARS = 1000
 """Characters before a span that are searched for the opening tag of thinking."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options that determine the text of a record and its spans with loss."""
+
+    tokenizer: Any
+    template: str | None
+    """Chat template of the config; None: the tokenizer's own."""
+    has_full_loss: bool
+    """data.train_on = all."""
+    earlier_reasoning: str = "error"
+    """data.earlier_reasoning."""
+    date: datetime.date | None = None
+    """data.chat_template_date."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,22 +66,9 @@ class RenderedRecord:
     """Number of messages whose thinking the template dropped, and that would have a loss."""
 
 
-def render_record(
-    record: dict[str, Any],
-    *,
-    tokenizer: "transformers.PreTrainedTokenizerBase",
-    template: str | None,
-    train_on: str,
-    earlier_reasoning: str = "error",
-    date: datetime.date | None = None,
-) -> RenderedRecord:
+def render_record(record: dict[str, Any], options: ChatOptions) -> RenderedRecord:
     """Renders a record of `messages`, or of `prompt` and `completion`, as formats.py stores them.
 
-    Args:
-        template: None to use the tokenizer's own.
-        train_on: data.train_on.
-        earlier_reasoning: data.earlier_reasoning.
-        date: data.chat_template_date.
     Raises: RecordError if the record cannot be used.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
@@ -77,44 +76,26 @@ def render_record(
         written differently when its completion follows is refused (TRL trains from where they
         differ), unless only the generation prompt is; a template never writes today's date.
     """
-    has_full_loss = train_on == "all"
-    if "messages" in record:
-        render = TemplateRenderer(
-            record, tokenizer=tokenizer, template=template, with_marks=not has_full_loss, date=date
-        )
-        return _render_conversation(
-            record["messages"],
-            render,
-            turn_ends.find(tokenizer, render.template),
-            has_full_loss=has_full_loss,
-            earlier_reasoning=earlier_reasoning,
-        )
-    prompt = record["prompt"]
-    completion = record["completion"]
+    prompt = record.get("prompt")
     if isinstance(prompt, str):
-        text = prompt + completion
-        spans = None if has_full_loss else ((len(prompt), len(text)),)
+        text = prompt + record["completion"]
+        spans = None if options.has_full_loss else ((len(prompt), len(text)),)
         return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
     render = TemplateRenderer(
-        record, tokenizer=tokenizer, template=template, with_marks=False, date=date
+        record,
+        tokenizer=options.tokenizer,
+        template=options.template,
+        with_marks=prompt is None and not options.has_full_loss,
+        date=options.date,
     )
-    return _render_completion(
-        prompt,
-        completion,
-        render,
-        turn_ends.find(tokenizer, render.template),
-        has_full_loss=has_full_loss,
-        earlier_reasoning=earlier_reasoning,
-    )
+    turn_end = turn_ends.find(options.tokenizer, render.template)
+    if prompt is None:
+        return _render_conversation(record["messages"], render, turn_end, options)
+    return _render_completion(prompt, record["completion"], render, turn_end, options)
 
 
 def _render_conversation(
-    messages: Messages,
-    render: TemplateRenderer,
-    turn_end: TurnEnd,
-    *,
-    has_full_loss: bool,
-    earlier_reasoning: str,
+    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
 ) -> RenderedRecord:
     text, marks = render(messages)
     template_text.check_messages_present(messages, text)
@@ -126,10 +107,10 @@ def _render_conversation(
     ]
     loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
     bare = reasoning.find_bare_answers(messages, loss_indices, text, render)
-    if has_full_loss:
+    if options.has_full_loss:
         suggestion = "use data.train_on=assistant"
         _check_all_have_loss(messages, suggestion)
-        reasoning.check_bare_answers(bare, earlier_reasoning, no_loss=suggestion)
+        reasoning.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
         return RenderedRecord(text=text + ending, num_bare_answers=len(bare))
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
@@ -137,7 +118,7 @@ def _render_conversation(
             f"has no message with the role {template_text.ASSISTANT} to train on, only {roles}. "
             "Map the source's role names with roles, or use data.train_on=all"
         )
-    if earlier_reasoning == "no_loss":
+    if options.earlier_reasoning == "no_loss":
         loss_indices = [index for index in loss_indices if index not in bare]
     if not loss_indices:
         reason = " or loses its thinking" if bare else ""
@@ -152,7 +133,7 @@ def _render_conversation(
         bare = [index for index in bare if index in marked]
     else:
         spans = _infer_spans(messages, loss_indices, text, render, turn_end)
-    reasoning.check_bare_answers(bare, earlier_reasoning)
+    reasoning.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
         text=text + ending,
         loss_spans=tuple(spans),
@@ -176,9 +157,7 @@ def _render_completion(
     completion: Messages,
     render: TemplateRenderer,
     turn_end: TurnEnd,
-    *,
-    has_full_loss: bool,
-    earlier_reasoning: str,
+    options: ChatOptions,
 ) -> RenderedRecord:
     messages = prompt + completion
     text, _ = render(messages)
@@ -186,7 +165,7 @@ def _render_completion(
     template_text.check_messages_present(messages, text)
     suggestion = "use format: messages"
     first_with_loss = len(prompt)
-    if has_full_loss:
+    if options.has_full_loss:
         suggestion = "use data.train_on=assistant"
         first_with_loss = 0
     _check_all_have_loss(messages[first_with_loss:], suggestion)
@@ -196,8 +175,8 @@ def _render_completion(
         if messages[index]["role"] == template_text.ASSISTANT
     ]
     bare = reasoning.find_bare_answers(messages, answers, text, render)
-    reasoning.check_bare_answers(bare, earlier_reasoning, no_loss=suggestion)
-    if has_full_loss:
+    reasoning.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
+    if options.has_full_loss:
         return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)

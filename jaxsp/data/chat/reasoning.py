@@ -43,28 +43,32 @@ def _replace_thinking(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def check_bare_answers(
-    bare: Sequence[int], earlier_reasoning: str, *, no_loss: str | None = None
+    bare: Sequence[int], earlier_reasoning: str, *, instead_of_no_loss: str | None = None
 ) -> None:
     """Checks that the config allows a loss on answers whose thinking the template dropped.
 
     Args:
         bare: indices of the messages.
-        no_loss: suggestion where single messages cannot be without loss.
+        instead_of_no_loss: suggestion where single messages cannot be without loss.
     Raises: RecordError if it does not.
     """
-    if not bare or earlier_reasoning == "keep" or (earlier_reasoning == "no_loss" and not no_loss):
+    if not bare or earlier_reasoning == "keep":
+        return
+    if earlier_reasoning == "no_loss" and instead_of_no_loss is None:
         return
     others = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
     problem = f"the chat template drops the thinking of message {bare[0] + 1}{others}"
     if earlier_reasoning == "no_loss":
         raise RecordError(
-            f"{problem}, and no_loss cannot exclude single messages here: {no_loss}, or "
+            f"{problem}, and no_loss cannot exclude single messages here: {instead_of_no_loss}, or "
             "data.earlier_reasoning=keep"
         )
     without = "data.earlier_reasoning=no_loss (no loss on such messages), "
+    if instead_of_no_loss is not None:
+        without = ""
     raise RecordError(
         f"{problem}, so that the model would learn to answer without thinking. Use "
-        f"{without if no_loss is None else ''}data.earlier_reasoning=keep (learn that), or a "
+        f"{without}data.earlier_reasoning=keep (learn that), or a "
         "data.chat_template that keeps it: for Qwen3 and DeepSeek-R1-Distill, TRL has "
         f"*_training.jinja in {template_text.TRL_TEMPLATES}"
     )

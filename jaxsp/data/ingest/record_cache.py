@@ -53,7 +53,8 @@ class DamagedCacheError(NeedsAttentionError):
 
     def __init__(self, paths: Sequence[pathlib.Path], reason: str):
         """Removes the files. Raises: UserError if that is not allowed."""
-        self.problem = f"{paths[0]} IS DAMAGED: {reason}"
+        self.path = paths[0]
+        self.problem = f"{self.path} IS DAMAGED: {reason}"
         super().__init__(
             f"{self.problem}. It was removed; run the same command again to rebuild it and to "
             "resume from the latest checkpoint."
@@ -84,8 +85,11 @@ def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
         return None
 
 
-def open_file(path: pathlib.Path) -> "datasets.Dataset":
-    """Maps a cached file into memory. Raises: DamagedCacheError if it is empty or cut."""
+def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":
+    """Maps a cached file into memory. Raises: DamagedCacheError if it is missing, empty or cut.
+
+    Args: stats_file: its statistics, which are removed with a damaged file.
+    """
     import datasets
 
     try:
@@ -94,7 +98,8 @@ def open_file(path: pathlib.Path) -> "datasets.Dataset":
     except Exception as error:
         if not files.is_damage(error):
             raise
-        raise DamagedCacheError((path,), errors.first_line(error)) from None
+        paths = (path,) if stats_file is None else (path, stats_file)
+        raise DamagedCacheError(paths, errors.first_line(error)) from None
     return dataset
 
 

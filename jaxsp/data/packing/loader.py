@@ -17,15 +17,9 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches,
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
-from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.packing import Segments
 from jaxsp.data.packing.row_reader import Documents, RowSlice
-from jaxsp.data.packing.step_records import (
-    Assignment,
-    BlockSpan,
-    HostBatch,
-    StepCounts,
-    StepSegment,
-)
+from jaxsp.data.packing.step_records import BlockSpan, HostBatch, StepCounts
 from jaxsp.runtime import device_mesh
 
 
@@ -50,9 +44,7 @@ class _SortedRows(NamedTuple):
 
     row_tokens: int
     rows: np.ndarray
-    """[rows of a step], of PackedRow."""
-    indices: np.ndarray
-    """Indices in the sequence of rows of this length; None for an empty row."""
+    """[rows of a step], the Segments of each."""
     places: np.ndarray
     """[microbatches, B]: place of each row of the microbatches in `rows`."""
     placement: RowPlacement
@@ -135,49 +127,24 @@ class BatchLoader:
             imbalance=self._compute_imbalance(sorted_rows),
         )
 
-    def assign_rows(self, step: int) -> list[Assignment]:
-        sorted_rows = self._sort_rows(step)
-        num_groups = sorted_rows.placement.num_groups
-        devices_of_group = sorted_rows.placement.mesh.devices.reshape(num_groups, -1)
-        by_group = split_by_group(sorted_rows.places, num_groups)
-        assignments = []
-        for microbatch, group in np.ndindex(by_group.shape[:2]):
-            places = by_group[microbatch, group]
-            rows = sorted_rows.rows[places]
-            devices = devices_of_group[group]
-            assignments.append(
-                Assignment(
-                    microbatch=microbatch,
-                    group=group,
-                    devices=tuple(device.id for device in devices),
-                    processes=tuple(sorted({device.process_index for device in devices})),
-                    rows=tuple(sorted_rows.indices[places]),
-                    num_segments=sum(len(row.length) for row in rows),
-                    num_tokens=sum(int(row.length.sum()) for row in rows),
-                )
-            )
-        return assignments
-
     def row_tokens(self, step: int) -> int:
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
 
-    def list_segments(self, step: int) -> list[StepSegment]:
-        """Returns the segments of a step in the order of its rows: the same on every mesh."""
+    def list_segments(self, step: int) -> list[dict[str, Any]]:
+        """Describes the segments of a step in the order of its rows: the same on every mesh.
+
+        Returns: as in `NonfiniteStep.documents`.
+        """
         step_rows = self._schedule.step_rows(step)
         stream = self._streams[step_rows.stream_index]
         segments = []
         for row_index in range(step_rows.first_row, step_rows.first_row + step_rows.num_rows):
             row = stream.row(row_index)
             arrays = (row.document.tolist(), row.offset.tolist(), row.length.tolist())
-            segments += [
-                StepSegment(
-                    row_index=row_index,
-                    origin=self._documents.find_origin(document),
-                    offset=offset,
-                    num_tokens=num_tokens,
-                )
-                for document, offset, num_tokens in zip(*arrays, strict=True)
-            ]
+            for document, offset, num_tokens in zip(*arrays, strict=True):
+                origin = self._documents.find_origin(document)
+                place = {"first_token": offset, "tokens": num_tokens}
+                segments.append({"row": row_index} | origin | place)
         return segments
 
     def batches(self) -> Generator[tuple[Batch, StepCounts]]:
@@ -209,13 +176,11 @@ class BatchLoader:
         stream_index, first_row, num_rows = self._schedule.step_rows(step)
         stream = self._streams[stream_index]
         places = self._places[stream_index]
-        pairs: list[tuple[PackedRow, int | None]]
-        pairs = [(stream.row(index), index) for index in range(first_row, first_row + num_rows)]
-        pairs.sort(key=lambda pair: -attention_work(pair[0]))
-        pairs += [(packing.EMPTY_ROW, None)] * (places.size - num_rows)
-        rows, indices = np.array(pairs, object).T
+        rows = [stream.row(index) for index in range(first_row, first_row + num_rows)]
+        rows.sort(key=lambda row: -attention_work(row))
+        rows += [packing.EMPTY_ROW] * (places.size - num_rows)
         placement = self._placements[stream_index]
-        return _SortedRows(stream.row_tokens, rows, indices, places, placement)
+        return _SortedRows(stream.row_tokens, np.array(rows, object), places, placement)
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
         work = np.array(
@@ -239,7 +204,7 @@ class BatchLoader:
         sorted_rows: _SortedRows,
         spec: jax.sharding.PartitionSpec,
         shapes: dict[str, tuple[int, int, int]],
-        read_part: Callable[[PackedRow, int, int], Any],
+        read_part: Callable[[Segments, int, int], Any],
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
 
@@ -263,7 +228,7 @@ class BatchLoader:
         return blocks
 
     def _read_slice(
-        self, row_tokens: int, layout: Layout, row: PackedRow, begin: int, end: int
+        self, row_tokens: int, layout: Layout, row: Segments, begin: int, end: int
     ) -> RowSlice:
         spans = layout.spans(begin, end, row_tokens=row_tokens)
         return row_reader.concatenate_slices(
@@ -317,6 +282,6 @@ def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSp
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def attention_work(row: PackedRow) -> int:
+def attention_work(row: Segments) -> int:
     """Attention work of a row, by which rows are sorted: the squared lengths of its segments."""
     return int(np.sum(row.length.astype(np.int64) ** 2))

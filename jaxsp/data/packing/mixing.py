@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing.packing import PackedEpochs, PackedRow
+from jaxsp.data.packing.packing import PackedEpochs, Segments
 
 
 class RowStream:
@@ -56,7 +56,7 @@ class RowStream:
         self._part_of_row = np.zeros(0, np.int16)
         self._index_in_part = np.zeros(0, np.int64)
 
-    def row(self, index: int) -> PackedRow:
+    def row(self, index: int) -> Segments:
         part, index_in_part = self._locate_row(index)
         return self.parts[part].row(index_in_part)
 

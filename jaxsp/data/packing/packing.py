@@ -35,13 +35,21 @@ for a million documents)."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Documents, or parts of documents that are longer than a row."""
+    """Documents, or parts of documents that are longer than a row.
+
+    Those of a packed row are in order from its first token.
+    """
 
     document: np.ndarray
     offset: np.ndarray
     length: np.ndarray
 
-    def select(self, chosen: np.ndarray) -> "Segments":
+    @property
+    def starts(self) -> np.ndarray:
+        """First token of each segment within the row that consists of these segments."""
+        return np.cumsum(self.length) - self.length
+
+    def select(self, chosen: np.ndarray | slice) -> "Segments":
         """Returns the segments at these indices, or where a mask is True."""
         return Segments(
             document=self.document[chosen], offset=self.offset[chosen], length=self.length[chosen]
@@ -59,45 +67,23 @@ def concatenate_segments(parts: Sequence[Segments]) -> Segments:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedRow:
-    """Segments of one row, in order from its first token."""
-
-    document: np.ndarray
-    offset: np.ndarray
-    length: np.ndarray
-
-    @property
-    def starts(self) -> np.ndarray:
-        """First token of each segment within the row."""
-        return np.cumsum(self.length) - self.length
-
-
-EMPTY_ROW = PackedRow(
+EMPTY_ROW = Segments(
     document=np.zeros(0, np.int32), offset=np.zeros(0, np.int32), length=np.zeros(0, np.int32)
 )
 """Row that is all padding. Such rows fill up the last step of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackingPlan:
+class PackingPlan(Segments):
     """Rows of one epoch: each segment once, row after row."""
 
-    document: np.ndarray
-    offset: np.ndarray
-    length: np.ndarray
     row_starts: np.ndarray
 
     def __len__(self) -> int:
         return len(self.row_starts) - 1
 
-    def row(self, index: int) -> PackedRow:
-        segments = slice(self.row_starts[index], self.row_starts[index + 1])
-        return PackedRow(
-            document=self.document[segments],
-            offset=self.offset[segments],
-            length=self.length[segments],
-        )
+    def row(self, index: int) -> Segments:
+        return self.select(slice(self.row_starts[index], self.row_starts[index + 1]))
 
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
@@ -189,7 +175,7 @@ class PackedEpochs:
                 cycles, index = divmod(index, self._epoch_ends[-1])
             return cycles * _NUM_PACKINGS + bisect.bisect_right(self._epoch_ends, index) - 1
 
-    def row(self, index: int) -> PackedRow:
+    def row(self, index: int) -> Segments:
         """Returns a row, given by its index in the whole sequence."""
         with self._lock:
             epoch = self.find_epoch(index)
@@ -202,12 +188,7 @@ def _shuffle_rows(plan: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
     row_starts = np.concatenate([[0], np.cumsum(num_segments)])
     shifts = np.repeat(plan.row_starts[order] - row_starts[:-1], num_segments)
     segments = shifts + np.arange(len(plan.document))
-    return PackingPlan(
-        document=plan.document[segments],
-        offset=plan.offset[segments],
-        length=plan.length[segments],
-        row_starts=row_starts,
-    )
+    return PackingPlan(**vars(plan.select(segments)), row_starts=row_starts)
 
 
 def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.ndarray:

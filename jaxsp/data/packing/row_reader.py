@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.packing import document_selection, packing, source_counts
 from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
-from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.packing import Segments
 from jaxsp.data.packing.source_counts import SourceCounts
 
 if TYPE_CHECKING:
@@ -40,16 +40,6 @@ class SegmentSlots:
 
     starts: np.ndarray
     lengths: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentOrigin:
-    """Origin of a document."""
-
-    source: str
-    record_index: int
-    """Index of its record in the source, from 0; records that are left out are counted."""
-    location: str
 
 
 class Documents:
@@ -167,15 +157,18 @@ class Documents:
     def find_sources(self, documents: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._source_ends, documents, side="right")
 
-    def find_origin(self, document: int) -> DocumentOrigin:
+    def find_origin(self, document: int) -> dict[str, Any]:
+        """Returns the source of a document, and index and location of its record there.
+
+        Records that are left out are counted.
+        """
         number, first_record = self._chunk_origins[self._chunk_of_document[document]]
         record = first_record + int(self._index_in_chunk[document])
         location = self._tokenized[number][record]["place"]
-        return DocumentOrigin(
-            source=self.sources[number].name, record_index=record, location=location
-        )
+        source = self.sources[number].name
+        return {"source": source, "record_index": record, "location": location}
 
-    def read_slice(self, row: PackedRow, begin: int, end: int) -> RowSlice:
+    def read_slice(self, row: Segments, begin: int, end: int) -> RowSlice:
         """Returns the tokens `begin` to `end` of a row.
 
         Labels and positions are those of the whole document: a token before a cut has its label,
@@ -246,7 +239,7 @@ def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
     )
 
 
-def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
+def make_slots(row: Segments, max_segments: int) -> SegmentSlots:
     """Returns the row's segments, padded to `max_segments`."""
     padding = (0, max_segments - len(row.length))
     return SegmentSlots(

@@ -1,11 +1,9 @@
-"""Records about one step: its arrays, its counts, and its rows and segments."""
+"""Arrays and counts of one step."""
 
 import dataclasses
 
 import jax
 import numpy as np
-
-from jaxsp.data.packing.row_reader import DocumentOrigin
 
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""
@@ -39,29 +37,3 @@ class HostBatch:
     counts: StepCounts
     mesh: jax.sharding.Mesh
     """Mesh of rows of this length."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """Rows of one group in one microbatch."""
-
-    microbatch: int
-    group: int
-    devices: tuple[int, ...]
-    processes: tuple[int, ...]
-    rows: tuple[int | None, ...]
-    """Indices in the sequence of rows of this length; None for an empty row."""
-    num_segments: int
-    num_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSegment:
-    """A document, or a part of one, in a step."""
-
-    row_index: int
-    """Index of its row in the sequence of rows of this length."""
-    origin: DocumentOrigin
-    offset: int
-    """The segment's first token within the document."""
-    num_tokens: int

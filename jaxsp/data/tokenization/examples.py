@@ -92,8 +92,10 @@ def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        contents = [entry[record_format.column]]
-        return tokenize.encode_records(contents, options, places=[entry["place"]])[0]
+        _, encoded = tokenize.render_and_encode(
+            [entry[record_format.column]], options, places=[entry["place"]]
+        )
+        return encoded[0]
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
     return np.asarray(entry["input_ids"], np.int32), labels
 

@@ -25,14 +25,26 @@ def open_or_make(
         fingerprint: name of the tokens.
         make: tokenizes the records into the files `cache-FINGERPRINT*.arrow`; None: the records
             are tokens.
-    Raises: DamagedCacheError if the cached records are damaged, and must be read again.
+    Raises: DamagedCacheError if the cached records or tokens are damaged.
     """
+    import datasets
+
     folder = _list_files(records)[0].parent
     stats_file = folder / f"counted-{fingerprint}.npz"
     with record_cache.build_once(stats_file):
-        cached = _open(records, stats_file, is_tokenized=make is None)
-        if cached is not None:
-            return cached
+        stats = token_stats.read(stats_file)
+        if stats is not None:
+            if make is None:
+                tokenized = _rename_ids(records)
+            else:
+                tokenized = datasets.concatenate_datasets(
+                    [
+                        record_cache.open_file(path, stats_file=stats_file)
+                        for path in stats.cached_files
+                    ]
+                )
+            stats.check_lengths(tokenized)
+            return tokenized, stats
         can_write = os.access(folder, os.W_OK)
         if can_write:
             for leftover in folder.glob(f"cache-{fingerprint}*.arrow"):
@@ -43,33 +55,6 @@ def open_or_make(
         if can_write:
             stats = token_stats.write(stats, stats_file, _list_files(tokenized))
         return tokenized, stats
-
-
-def _open(
-    records: "datasets.Dataset", stats_file: pathlib.Path, *, is_tokenized: bool
-) -> "tuple[datasets.Dataset, TokenStats] | None":
-    """Opens cached tokens; None if there are none, or they were damaged and are removed.
-
-    Raises: DamagedCacheError if the records were removed.
-    """
-    import datasets
-
-    try:
-        stats = token_stats.read(stats_file)
-        if stats is None:
-            return None
-        if is_tokenized:
-            tokenized = _rename_ids(records)
-        else:
-            parts = [record_cache.open_file(path) for path in stats.cached_files]
-            tokenized = datasets.concatenate_datasets(parts)
-        stats.check_lengths(tokenized)
-    except DamagedCacheError as damage:
-        if not all(path.exists() for path in _list_files(records)):
-            raise
-        record_cache.report_damage(damage)
-        return None
-    return tokenized, stats
 
 
 def _check_intact(records: "datasets.Dataset") -> None:

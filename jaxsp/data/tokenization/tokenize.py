@@ -1,7 +1,6 @@
 """Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
 import dataclasses
-import datetime
 import functools
 import importlib.metadata
 import json
@@ -16,7 +15,7 @@ from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.core.limits import LimitError
 from jaxsp.data.chat import chat, chat_template
-from jaxsp.data.chat.chat import RenderedRecord
+from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import columnar, formats, record_cache
 from jaxsp.data.ingest.formats import BARE_ANSWERS, Format
@@ -50,19 +49,13 @@ class TokenizedSource:
 class TokenizeOptions:
     """Options that determine the tokens of a source's records."""
 
-    tokenizer: Any
-    template: str | None
-    """Chat template of the config; None: the tokenizer's own."""
     format: Format
-    train_on: str
-    earlier_reasoning: str
-    date: datetime.date | None
-    """data.chat_template_date."""
+    chat: ChatOptions
 
     @property
     def columns(self) -> list[str]:
         """Columns of the tokenized dataset with token ids."""
-        has_full_loss = self.format.is_text or self.train_on == "all"
+        has_full_loss = self.format.is_text or self.chat.has_full_loss
         return ["tokens"] if has_full_loss else ["tokens", "labels"]
 
 
@@ -78,35 +71,29 @@ def resolve_options(
     is_set = data.chat_template is not None or data.chat_template_date is not None
     if record_format.needs_template or is_set:
         template = chat_template.load_template(data, tokenizer)
-    return TokenizeOptions(
+    chat_options = ChatOptions(
         tokenizer=tokenizer,
         template=template,
-        format=record_format,
-        train_on=data.train_on,
+        has_full_loss=data.train_on == "all",
         earlier_reasoning=data.earlier_reasoning,
         date=data.chat_template_date,
     )
+    return TokenizeOptions(format=record_format, chat=chat_options)
 
 
-def encode_records(
+def render_and_encode(
     records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
-) -> list[EncodedRecord]:
-    """Returns tokens and labels of texts, or of records as JSON; or their problem.
+) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
+    """Returns texts, or records as JSON, as rendered text and as tokens; or their problem.
 
     Args: places: of the records, for messages.
     """
-    return _render_and_encode(records, options, places)[1]
-
-
-def _render_and_encode(
-    records: Sequence[str], options: TokenizeOptions, places: Sequence[str]
-) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
     size = sum(map(len, records))
     where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
     with tokenizers.limit_tokenization(size, error_prefix=f"{where}:"):
         with chat_template.limit_render_memory(size):
             rendered = [_render_record(record, options) for record in records]
-        return rendered, encoding.encode_texts(rendered, options.tokenizer)
+        return rendered, encoding.encode_texts(rendered, options.chat.tokenizer)
 
 
 def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
@@ -114,14 +101,7 @@ def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | Re
         return RenderedRecord(text=record, is_plain=True)
     try:
         with chat_template.limit_render_time(len(record)):
-            return chat.render_record(
-                json.loads(record),
-                tokenizer=options.tokenizer,
-                template=options.template,
-                train_on=options.train_on,
-                earlier_reasoning=options.earlier_reasoning,
-                date=options.date,
-            )
+            return chat.render_record(json.loads(record), options.chat)
     except RecordError as problem:
         return problem
     except (LimitError, MemoryError) as error:  # outside of the template
@@ -185,13 +165,14 @@ def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
     versions = [
         importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
     ]
+    chat = options.chat
     chat_options: tuple[Any, ...] = ()
     if not options.format.is_text:
         # the same for a run that keeps the config's template as its tokenizer's own
-        template = options.template or options.tokenizer.chat_template
-        chat_options = (template, options.earlier_reasoning, options.date)
-    files = tokenizers.serialize_files(options.tokenizer)
-    return (options.format.name, options.train_on, chat_options, versions, files)
+        template = chat.template or chat.tokenizer.chat_template
+        chat_options = (template, chat.earlier_reasoning, chat.date)
+    files = tokenizers.serialize_files(chat.tokenizer)
+    return (options.format.name, chat.has_full_loss, chat_options, versions, files)
 
 
 def _map_dataset(
@@ -267,8 +248,10 @@ def _encode_table(
     arrays = {name: [empty] * len(problems) for name in options.columns}
     num_bare_answers = np.zeros(len(problems), np.int32)
     places = records["place"].to_pylist()
-    rendered, encoded = _render_and_encode(
-        [contents[index] for index in usable], options, [places[index] for index in usable]
+    rendered, encoded = render_and_encode(
+        [contents[index] for index in usable],
+        options,
+        places=[places[index] for index in usable],
     )
     for index, record, result in zip(usable, rendered, encoded, strict=True):
         if isinstance(result, RecordError):

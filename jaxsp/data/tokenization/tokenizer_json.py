@@ -15,18 +15,8 @@ if TYPE_CHECKING:
 
 _FILE = "tokenizer.json"
 
-_COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-
-_MODEL_FIELDS = (
-    "dropout",
-    "unk_token",
-    "fuse_unk",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "byte_fallback",
-    "ignore_merges",
-)
-"""Fields of the models of the `tokenizers` library that determine ids."""
+_PROBE = "it's  12345 e\u0301\n\n\t\u4e2d\u6587 \U0001f600 eBay x"
+"""Text whose tokens show whether two tokenizers split text in the same way."""
 
 _TEKKEN_TOKEN = "[AVAILABLE_TOOLS]"
 """Control token of Mistral's Tekken vocabularies."""
@@ -48,23 +38,22 @@ _TEKKEN_SPLIT = (
 def load_as_in_file(
     tokenizer: "transformers.PreTrainedTokenizerBase", name: str
 ) -> tuple["transformers.PreTrainedTokenizerBase", list[str]]:
-    """Returns the tokenizer that tokenizer.json defines, and a note for each difference.
+    """Returns the tokenizer that tokenizer.json defines, and notes for the user.
 
     Args:
-        tokenizer: what AutoTokenizer loaded; returned as it is if it agrees with the file, or if
-            there is no tokenizer.json.
+        tokenizer: what AutoTokenizer loaded; returned if there is no tokenizer.json.
         name: the folder or hub name that it was loaded from.
     """
     notes = []
-    loaded_type = type(tokenizer).__name__
     from_file = _load_file(tokenizer, name)
-    if from_file is not None and (differing := _find_differences(tokenizer, from_file)):
+    if from_file is not None:
+        if tokenizer(_PROBE)["input_ids"] != from_file(_PROBE)["input_ids"]:
+            notes.append(
+                f"{name}: transformers' AutoTokenizer loads a {type(tokenizer).__name__} that "
+                "gives other tokens than tokenizer.json. jaxsp uses tokenizer.json, like "
+                f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
+            )
         tokenizer = from_file
-        notes.append(
-            f"{name}: transformers' AutoTokenizer loads a {loaded_type} whose "
-            f"{', '.join(differing)} differ from tokenizer.json. jaxsp uses tokenizer.json, like "
-            f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
-        )
     if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):
         _correct_split(tokenizer.backend_tokenizer)
         notes.append(
@@ -119,65 +108,14 @@ def _load_file(
     return fast.from_pretrained(name, **missing) if missing else from_file
 
 
-def _find_differences(
-    tokenizer: "transformers.PreTrainedTokenizerBase", from_file: Any
-) -> list[str]:
-    """Names the parts of a tokenizer that give other ids or texts than the file's."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return ["tokens"]
-    loaded = _describe_parts(backend)
-    expected = _describe_parts(from_file.backend_tokenizer)
-    return [part.replace("_", "-") for part in expected if loaded[part] != expected[part]]
-
-
-def _describe_parts(backend: "tokenizers.Tokenizer") -> dict[str, Any]:
-    """Describes what determines a backend's ids and texts, in a form that can be compared."""
-    parts = {name: _describe_component(getattr(backend, name), name) for name in _COMPONENTS}
-    model = backend.model
-    # some files have "" where others have null
-    fields = {name: getattr(model, name, None) or None for name in _MODEL_FIELDS}
-    if _has_all_bytes(backend):  # no character is unknown
-        fields |= {"unk_token": None, "fuse_unk": None}
-    size = backend.get_vocab_size(with_added_tokens=False)
-    added_tokens = {
-        index: (token.content, token.lstrip, token.rstrip, token.single_word, token.normalized)
-        for index, token in backend.get_added_tokens_decoder().items()
-    }
-    return {**parts, "model": (type(model).__name__, size, fields), "added tokens": added_tokens}
-
-
-def _describe_component(component: Any, name: str) -> Any:
-    def simplify(value: Any) -> Any:
-        if isinstance(value, list):
-            return [simplify(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if value.get("type") == "ByteLevel" and name in ("decoder", "post_processor"):
-            return "ByteLevel"  # its options matter in a pre-tokenizer only
-        # offsets are read without a post-processor
-        return {key: simplify(item) for key, item in value.items() if key != "trim_offsets"}
-
-    return None if component is None else simplify(json.loads(component.__getstate__()))
-
-
-def _has_all_bytes(backend: "tokenizers.Tokenizer") -> bool:
-    """True if a vocabulary has a token for every byte, so that no character is unknown."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    spellings = ([f"<0x{byte:02X}>" for byte in range(256)], bytes_to_unicode().values())
-    return any(
-        all(backend.token_to_id(token) is not None for token in spelling) for spelling in spellings
-    )
-
-
 def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
     """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
     if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None:
         return False
-    splits = _describe_component(backend.pre_tokenizer, "pre_tokenizer") or {}
-    first, *_ = splits.get("pretokenizers") or [{}]
-    return first.get("pattern") == {"Regex": _LLAMA_SPLIT}
+    if backend.pre_tokenizer is None:
+        return False
+    splits = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
+    return splits[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
 
 
 def _correct_split(backend: "tokenizers.Tokenizer") -> None:

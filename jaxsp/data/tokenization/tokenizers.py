@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxsp.core import errors, exit_codes, files, limits, paths
@@ -54,17 +53,12 @@ def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     )
 
 
-def load(
-    name: str,
-    *,
-    error_prefix: str | None = None,
-    report: Callable[[str], None] = lambda note: None,
-) -> "transformers.PreTrainedTokenizerBase":
+def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer of a folder or of the hub, or BYTE_TOKENIZER.
 
-    Args:
-        error_prefix: beginning of error messages; by default model.tokenizer and the name.
-        report: receives a line for each difference from what AutoTokenizer loads.
+    The first process prints where it differs from what transformers' AutoTokenizer loads.
+
+    Args: error_prefix: beginning of error messages; by default model.tokenizer and the name.
     Raises: UserError if it cannot be loaded, or has an empty vocabulary.
     """
     import transformers
@@ -95,8 +89,9 @@ def load(
         raise UserError(
             f"{error_prefix} has an empty vocabulary, so text has no tokens. {suggestion}"
         )
-    for note in notes:
-        report(note)
+    if distributed.this_process().index == 0:
+        for note in notes:
+            print(note, flush=True)
     return tokenizer
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from jaxsp.config import yaml_io
-from jaxsp.core import durations
+from jaxsp.core import durations, units
 from jaxsp.reporting.report import charts
 from jaxsp.reporting.report.run_files import RunRecord
 
@@ -47,8 +47,8 @@ def summarize(run: RunRecord) -> dict[str, str]:
         "Mean padding": _format(run.metrics["padding_fraction"].mean(), "{:.1%}"),
         "Mean attention imbalance": _format(run.metrics["attention_imbalance"].mean(), "{:.3f}"),
         "Memory per device, measured": _format(peak, "{:.1f} GiB"),
-        "Memory per device, compiled": _format(compiled / 2**30, "{:.3g} GiB"),
-        "Memory per device, available": _format(available / 2**30, "{:.3g} GiB"),
+        "Memory per device, compiled": _format(compiled / units.GIB, "{:.3g} GiB"),
+        "Memory per device, available": _format(available / units.GIB, "{:.3g} GiB"),
         "Time": durations.describe(sum(measure_time(run).values())),
         "Status": _describe_status(run),
         "Model": str(model.get("source") or (model.get("config") or {}).get("model_type")),
@@ -94,7 +94,7 @@ def _find_memory(run: RunRecord) -> Mapping[str, Any]:
 
 def list_memory(run: RunRecord, place: str) -> dict[str, float]:
     """GiB by cause, of one device. Args: place: device or host."""
-    return {cause: size / 2**30 for cause, size in _find_memory(run).get(place, {}).items()}
+    return {cause: size / units.GIB for cause, size in _find_memory(run).get(place, {}).items()}
 
 
 def measure_time(run: RunRecord) -> dict[str, float]:

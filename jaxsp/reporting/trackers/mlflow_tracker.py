@@ -4,13 +4,14 @@ MLflow's environment variables hold: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNA
 _TOKEN, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME, MLFLOW_HTTP_REQUEST_TIMEOUT.
 """
 
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from jaxsp.config import yaml_io
 from jaxsp.core import redaction
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
@@ -24,7 +25,7 @@ MAX_NUMBERS = 1_000
 """Maximum number of metrics in a request of MLflow."""
 
 MAX_PARAMS = 100
-"""Maximum number of params in a request of MLflow."""
+"""Maximum number of params, and of tags, in a request of MLflow."""
 
 MAX_PARAM_LENGTH = 6_000
 """Maximum number of characters of a param of MLflow."""
@@ -42,15 +43,6 @@ ENVIRONMENT = {
 """Settings of MLflow that a user may override."""
 
 
-def describe(run: TrackedRun) -> str:
-    address = redaction.strip_credentials(_find_uri(run))
-    return f"mlflow at {address}, experiment {_find_experiment(run)}"
-
-
-def make_tracker(run: TrackedRun) -> Tracker:
-    return MlflowTracker(run)
-
-
 class MlflowTracker(Tracker):
     """Run of MLflow.
 
@@ -59,15 +51,19 @@ class MlflowTracker(Tracker):
     """
 
     def __init__(self, run: TrackedRun):
-        self._run = run
+        super().__init__(run)
         self._uri = _find_uri(run)
         self.is_local = self._uri.startswith("sqlite:")
         self._run_id = ""
-        """Id of the run; empty before the first start."""
         self._last_steps: dict[str, int] = {}
         """Last step that MLflow has, by group."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+
+    @classmethod
+    def describe(cls, run: TrackedRun) -> str:
+        address = redaction.strip_credentials(_find_uri(run))
+        return f"mlflow at {address}, experiment {_find_experiment(run)}"
 
     def start(self) -> None:
         import mlflow
@@ -105,17 +101,13 @@ class MlflowTracker(Tracker):
                 for name, number in point.numbers.items()
             ]
             if len(batch) + len(metrics) > MAX_NUMBERS:
-                self._send(batch)
+                self._client.log_batch(self._run_id, metrics=batch)
                 batch = []
             batch += metrics
-        self._send(batch)
+        self._client.log_batch(self._run_id, metrics=batch)
 
     def finish(self, outcome: Outcome) -> None:
         self._client.set_terminated(self._run_id, status=STATUS[outcome])
-
-    def _send(self, metrics: Sequence[Any]) -> None:
-        for part in _split(metrics, MAX_NUMBERS):
-            self._client.log_batch(self._run_id, metrics=part)
 
     def _create_run(self) -> str:
         name = _find_experiment(self._run)
@@ -136,28 +128,24 @@ class MlflowTracker(Tracker):
 
         known = self._client.get_run(self._run_id).data.params
         values = {
-            to_key(name): value[:MAX_PARAM_LENGTH]
-            for name, value in tracker.flatten(self._run.config)
+            to_key(name): (value if isinstance(value, str) else json.dumps(value))[
+                :MAX_PARAM_LENGTH
+            ]
+            for name, value in yaml_io.flatten(self._run.config)
         }
         params = [Param(name, value) for name, value in values.items() if name not in known]
-        for part in _split(params, MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=part)
         tags = [
             RunTag(name, value) for name, value in values.items() if known.get(name, value) != value
         ]
-        for part in _split(tags, MAX_PARAMS):
-            self._client.log_batch(self._run_id, tags=part)
+        for start in range(0, max(len(params), len(tags)), MAX_PARAMS):
+            part = slice(start, start + MAX_PARAMS)
+            self._client.log_batch(self._run_id, params=params[part], tags=tags[part])
 
 
 def to_key(name: str) -> str:
     """Returns a name with _ for what MLflow refuses in names of metrics and params."""
     parts = re.sub(r"[^\w/.\- :]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
-
-
-def _split(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def _find_uri(run: TrackedRun) -> str:

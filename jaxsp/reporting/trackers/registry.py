@@ -1,21 +1,15 @@
 """Trackers by name, and the trackers of a run."""
 
-import contextlib
-import dataclasses
+import functools
 import importlib
 import importlib.util
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any
-
-import jax
 
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
+from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.background import BackgroundTracker
-from jaxsp.reporting.trackers.line_reader import LineReader
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
 from jaxsp.runtime import distributed
 
@@ -31,139 +25,114 @@ SEND_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 3.0
 """The same for a run that was asked to stop, whose checkpoint has taken its part of the grace."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrackerKind:
-    """A value of logging.trackers."""
-
-    module: str
-    """Module with `make_tracker(run)` and, if the tracker is remote, `describe(run)`."""
-    package: str = ""
-    """Package that the extra of the tracker's name installs; empty if jaxsp requires it."""
-    is_remote: bool = True
-    """True if it may block or fail, so that a thread of its own must send the values."""
-
-    def load(self) -> ModuleType:
-        """Imports the module."""
-        return importlib.import_module(self.module)
-
-
 TRACKERS = {
-    "tensorboard": TrackerKind(module=f"{__package__}.tensorboard", is_remote=False),
-    "wandb": TrackerKind(module=f"{__package__}.wandb_tracker", package="wandb"),
-    "mlflow": TrackerKind(module=f"{__package__}.mlflow_tracker", package="mlflow"),
+    "tensorboard": "tensorboard.TensorBoardTracker",
+    "wandb": "wandb_tracker.WandbTracker",
+    "mlflow": "mlflow_tracker.MlflowTracker",
 }
+"""Module and class of each value of logging.trackers, which is also its extra and its package."""
+
+
+def load(name: str) -> type[Tracker]:
+    """Imports a tracker's class."""
+    module, _, class_name = TRACKERS[name].partition(".")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
 
 
 def check_installed(config: LoggingConfig) -> None:
     """Raises: UserError if the package of a tracker is not installed."""
     for name in config.trackers:
-        package = TRACKERS[name].package
-        if package and importlib.util.find_spec(package) is None:
+        # jaxsp itself requires what tensorboard needs
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"logging.trackers = [{', '.join(config.trackers)}]: {name} needs the package "
-                f"{package}, which is not installed. Use pip install 'jaxsp[{name}]'."
+                f"{name}, which is not installed. Use pip install 'jaxsp[{name}]'."
             )
 
 
 def describe(run: TrackedRun, names: tuple[str, ...]) -> str:
-    """Describes where remote trackers keep or send the numbers; only process 0 has trackers."""
-    if jax.process_index() > 0:
-        return ""
-    remote = [TRACKERS[name] for name in names if TRACKERS[name].is_remote]
-    return "; ".join(kind.load().describe(run) for kind in remote)
+    """Describes where trackers keep or send the numbers, for the banner."""
+    return "; ".join(filter(None, (load(name).describe(run) for name in names)))
 
 
 class Trackers:
-    """The trackers of a run: those on this machine's disk directly, others through threads.
+    """Context of a run's trackers: those on this machine's disk directly, others through threads.
 
-    Use: `open_trackers`.
+    Args: limit_s: time limit at the end; None: by the outcome.
     """
 
-    def __init__(self, run: TrackedRun, names: tuple[str, ...]):
+    def __init__(self, run: TrackedRun, names: tuple[str, ...], *, limit_s: float | None = None):
         self._run = run
         self._names = names
+        self._limit_s = limit_s
         self._direct: list[Tracker] = []
-        self._remote: list[BackgroundTracker] = []
+        self._threads: list[tuple[Tracker, BackgroundTracker]] = []
         self.outcome: Outcome = "finished"
         """End of the run, if no exception ends it."""
 
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._finish(self.outcome if kind is None else "failed")
+
     def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
         """Starts all trackers. The files have no lines of steps that the run repeats."""
-        if self._run.complete:
-            self._run.write_complete([])
+        self._run.write_complete([])
+        read_points = functools.partial(tracker.read_points, metrics, evals)
         for name in self._names:
-            tracker: Any = TRACKERS[name].load().make_tracker(self._run)
-            if TRACKERS[name].is_remote:
-                remote = BackgroundTracker(
-                    name,
-                    tracker,
-                    lambda: LineReader(metrics, evals),
-                    from_step=self._run.from_step,
-                )
-                remote.start()
-                self._remote.append(remote)
+            new = load(name)(self._run)
+            if new.needs_thread:
+                self._threads.append((new, BackgroundTracker(name, new, read_points)))
             else:
-                tracker.start()
-                self._direct.append(tracker)
+                new.start()
+                self._direct.append(new)
 
     def log(self, point: Point) -> None:
         """Records a point whose line has been written."""
-        for tracker in self._direct:
-            tracker.log([point])
-        for remote in self._remote:
-            remote.notify()
+        for direct in self._direct:
+            direct.log([point])
+        for _, thread in self._threads:
+            thread.log(point)
 
     def sync(self) -> None:
         """Makes the points in local files survive a power failure. Raises: OSError."""
-        for tracker in self._direct:
-            tracker.sync()
+        for direct in self._direct:
+            direct.sync()
 
-    def finish(self, outcome: Outcome, *, limit_s: float | None = None) -> None:
-        """Finishes all trackers, in a limited time. Args: limit_s: None: by the outcome."""
-        for tracker in self._direct:
-            tracker.finish(outcome)
+    def _finish(self, outcome: Outcome) -> None:
+        """Finishes all trackers, in a limited time."""
+        for direct in self._direct:
+            direct.finish(outcome)
+        limit_s = self._limit_s
         if limit_s is None:
             limit_s = STOP_TIMEOUT_S if outcome == "stopped" else FINISH_TIMEOUT_S
             limit_s = min(limit_s, self._run.shutdown_grace.total_seconds())
-        deadline = time.monotonic() + limit_s
-        for remote in self._remote:
-            remote.request_finish(outcome)
-        for remote in self._remote:
+        began = time.monotonic()
+        for _, thread in self._threads:
+            thread.request_finish(outcome)
+        complete = []
+        for remote, thread in self._threads:
             is_waited_for = remote.is_local and outcome == "finished"
-            if is_waited_for and not remote.wait(deadline):
-                distributed.log(f"{remote.name}: waiting until its file has all values")
-            remote.join(time.monotonic() + LOCAL_TIMEOUT_S if is_waited_for else deadline)
+            if thread.join(began + (LOCAL_TIMEOUT_S if is_waited_for else limit_s)):
+                complete.append(thread.name)
         if outcome == "finished":
-            names = [remote.name for remote in self._remote if remote.is_finished]
-            if names:
-                self._run.write_complete([*self._run.complete, *names])
+            self._run.write_complete(complete)
 
 
 def send_missing(
-    run: TrackedRun, names: Sequence[str], *, metrics: pathlib.Path, evals: pathlib.Path
+    run: TrackedRun, names: tuple[str, ...], *, metrics: pathlib.Path, evals: pathlib.Path
 ) -> None:
-    """Sends the numbers of a run that is done to remote trackers that do not have all of them."""
+    """Sends the values of a run that is done to trackers that do not have all of them."""
     complete = run.complete
-    missing = [name for name in names if TRACKERS[name].is_remote and name not in complete]
+    missing = tuple(name for name in names if load(name).needs_thread and name not in complete)
     if not missing:
         return
-    trackers = Trackers(run, tuple(missing))
-    trackers.start(metrics, evals)
-    run.write_complete(complete)
-    trackers.finish("finished", limit_s=SEND_TIMEOUT_S)
-    for name in missing:
-        if name in run.complete:
-            distributed.log(f"{name}: has all values of this run")
-
-
-@contextlib.contextmanager
-def open_trackers(run: TrackedRun, names: tuple[str, ...]) -> Iterator[Trackers]:
-    """Context of the trackers of a run, which finishes them at its end."""
-    trackers = Trackers(run, names)
-    try:
-        yield trackers
-    except BaseException:
-        trackers.finish("failed")
-        raise
-    trackers.finish(trackers.outcome)
+    with Trackers(run, missing, limit_s=SEND_TIMEOUT_S) as trackers:
+        trackers.start(metrics, evals)
+        last_points = {point.group: point for point in tracker.read_points(metrics, evals)}
+        for point in last_points.values():
+            trackers.log(point)
+    for name in run.complete:
+        distributed.log(f"{name}: has all values of this run")
+    run.write_complete([*complete, *run.complete])

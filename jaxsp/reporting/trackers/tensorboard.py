@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
+from jaxsp.reporting.trackers.tracker import Outcome, Point, Tracker
 from jaxsp.runtime.jsonl import AppendFile
-
-
-def make_tracker(run: TrackedRun) -> Tracker:
-    return TensorBoardTracker(run)
 
 
 class TensorBoardTracker(Tracker):
@@ -27,20 +23,18 @@ class TensorBoardTracker(Tracker):
     after that blocks the run forever.
     """
 
-    def __init__(self, run: TrackedRun):
-        self._directory = run.directory / "tensorboard"
-        self._from_step = run.from_step
+    needs_thread = False
 
     def start(self) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory = self._run.directory / "tensorboard"
+        directory.mkdir(parents=True, exist_ok=True)
         suffix = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(self._directory / f"events.out.tfevents.{suffix}")
+        self._file = AppendFile(directory / f"events.out.tfevents.{suffix}")
         self._add_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         # a session start makes TensorBoard drop older events of the steps from here on
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add_event(
-            event_pb2.Event(wall_time=time.time(), step=self._from_step + 1, session_log=start)
-        )
+        first_step = self._run.from_step + 1
+        self._add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:

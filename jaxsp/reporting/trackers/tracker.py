@@ -3,7 +3,8 @@
 import abc
 import contextlib
 import dataclasses
-import json
+import heapq
+import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -44,6 +45,17 @@ class Tracker(abc.ABC):
     is_local = False
     """True if the numbers go to a file of this machine, which cannot be out of reach."""
 
+    needs_thread = True
+    """True if it may block or fail, so that a thread of its own must send the numbers."""
+
+    def __init__(self, run: "TrackedRun"):
+        self._run = run
+
+    @classmethod
+    def describe(cls, run: "TrackedRun") -> str:
+        """Describes where the numbers are kept or sent, for the banner; empty if that is clear."""
+        return ""
+
     @abc.abstractmethod
     def start(self) -> None:
         """Starts the run in the tracker, or continues it."""
@@ -82,10 +94,11 @@ class TrackedRun:
         """logging.run_name; None if the config does not set it."""
         self.from_step = from_step
         """Last step whose numbers were recorded by an earlier process."""
-        self.is_resume = is_resume
         self.shutdown_grace = config.run.shutdown_grace
         self._lock = threading.Lock()
-        self._ids: dict[str, Any] | None = None
+        # a run that does not resume from a checkpoint of its own is new
+        saved = files.read_json(self.directory / STATE_FILE) if is_resume else None
+        self._ids: dict[str, Any] = saved or {}
 
     @property
     def default_name(self) -> str:
@@ -94,33 +107,25 @@ class TrackedRun:
 
     def read_id(self, tracker: str) -> Any:
         """Returns the id of the run in a tracker; None for a run that is new there."""
-        with self._lock:
-            return self._read_ids().get(tracker)
+        return self._ids.get(tracker)
 
     def write_id(self, tracker: str, run_id: Any) -> None:
         """Keeps the id of the run in a tracker for processes that resume it. Raises: OSError."""
         with self._lock:
-            ids = self._read_ids()
-            ids[tracker] = run_id
-            files.write_json(self.directory / STATE_FILE, ids)
+            self._ids[tracker] = run_id
+            files.write_json(self.directory / STATE_FILE, self._ids)
 
     @property
     def complete(self) -> list[str]:
-        """Trackers that have all numbers of a run that is done."""
+        """Trackers that have all values of a run that is done."""
         names = self.read_id(_COMPLETE_KEY)
         return names if isinstance(names, list) else []
 
-    def write_complete(self, names: Sequence[str]) -> None:
-        """Keeps the names of these trackers. A failure is ignored: they receive numbers again."""
-        with contextlib.suppress(OSError):
-            self.write_id(_COMPLETE_KEY, list(names))
-
-    def _read_ids(self) -> dict[str, Any]:
-        """Ids by tracker. A run that does not resume from a checkpoint of its own is new."""
-        if self._ids is None:
-            saved = files.read_json(self.directory / STATE_FILE) if self.is_resume else None
-            self._ids = saved or {}
-        return self._ids
+    def write_complete(self, names: list[str]) -> None:
+        """Keeps the names of these trackers. A failure is ignored: they receive values again."""
+        if names != self.complete:
+            with contextlib.suppress(OSError):
+                self.write_id(_COMPLETE_KEY, names)
 
 
 def make_point(fields: dict[str, Any], *, group: str) -> Point:
@@ -140,11 +145,29 @@ def make_point(fields: dict[str, Any], *, group: str) -> Point:
     )
 
 
-def flatten(fields: dict[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the values of a config as text, with dotted names as on the command line."""
-    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
-    for name, value in items:
-        if isinstance(value, dict | list) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+def read_points(metrics: pathlib.Path, evals: pathlib.Path) -> Iterator[Point]:
+    """Yields the points of metrics.jsonl and eval.jsonl so far; damaged lines are left out.
+
+    A step comes before its evaluations, and these before the next step, also if lines are added
+    meanwhile.
+    """
+    # in this order: an evaluation is written before the next step
+    num_bytes = [path.stat().st_size if path.exists() else 0 for path in (metrics, evals)]
+    steps = (make_point(line, group="train") for line in _read_lines(metrics, num_bytes[0]))
+    results = (
+        make_point(line, group=f"eval/{line.get('data')}")
+        for line in _read_lines(evals, num_bytes[1])
+    )
+    return heapq.merge(steps, results, key=lambda point: point.step)
+
+
+def _read_lines(path: pathlib.Path, num_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yields the fields of the complete lines in the first bytes of a file."""
+    if num_bytes == 0:
+        return
+    with path.open("rb") as file:
+        while file.tell() < num_bytes:
+            line = file.readline()
+            fields = files.parse_json(line) if line.endswith(b"\n") else None
+            if fields is not None and isinstance(fields.get("step"), int):
+                yield fields

@@ -38,20 +38,6 @@ ENVIRONMENT = {
 _OFFLINE_MODES = ("offline", "dryrun")
 
 
-def describe(run: TrackedRun) -> str:
-    """Describes the mode, and how to upload a run that is offline."""
-    mode = find_mode()
-    if mode in _OFFLINE_MODES:
-        reason = "WANDB_MODE" if "WANDB_MODE" in os.environ else "no login"
-        folder = _find_folder(run)
-        return f"wandb offline ({reason}); upload with wandb sync {folder}/latest-run"
-    return f"wandb {mode}, project {_find_project(run)}"
-
-
-def make_tracker(run: TrackedRun) -> Tracker:
-    return WandbTracker(run)
-
-
 def find_mode() -> str:
     """Mode of W&B: that of its settings, but offline where there is no login.
 
@@ -81,10 +67,20 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, run: TrackedRun):
-        self._run = run
+        super().__init__(run)
         self._wandb_run: Any = None
         self._num_known_steps = 0
         self._must_be_offline = False
+
+    @classmethod
+    def describe(cls, run: TrackedRun) -> str:
+        """Describes the mode, and how to upload a run that is offline."""
+        mode = find_mode()
+        if mode in _OFFLINE_MODES:
+            reason = "WANDB_MODE" if "WANDB_MODE" in os.environ else "no login"
+            folder = _find_folder(run)
+            return f"wandb offline ({reason}); upload with wandb sync {folder}/latest-run"
+        return f"wandb {mode}, project {_find_project(run)}"
 
     def start(self) -> None:
         self.abandon()  # what is left of an earlier attempt

@@ -14,6 +14,7 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
+from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -47,8 +48,8 @@ def tokenizer():
 
 
 def encode(record, tokenizer, template=chats.CHATML, train_on="assistant", **options):
-    options |= {"tokenizer": tokenizer, "template": template, "train_on": train_on}
-    rendered = chat.render_record(chats.store(record), **options)
+    options |= {"tokenizer": tokenizer, "template": template, "has_full_loss": train_on == "all"}
+    rendered = chat.render_record(chats.store(record), ChatOptions(**options))
     (new_tokenizer,) = encoding.encode_texts([rendered], tokenizer)
     if isinstance(new_tokenizer, RecordError):
         raise new_tokenizer
@@ -656,14 +657,11 @@ def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenize
     last = "one" if template == MARKED_THINKING else ANSWER["content"]
     assert runs(earlier_reasoning="keep") == ["answer", "one", last]
     assert runs(earlier_reasoning="no_loss") == ["answer", last]
+    options = ChatOptions(
+        tokenizer=tokenizer, template=template, has_full_loss=False, earlier_reasoning="keep"
+    )
     counts = [
-        chat.render_record(
-            chats.store({"messages": messages}),
-            tokenizer=tokenizer,
-            template=template,
-            train_on="assistant",
-            earlier_reasoning="keep",
-        ).num_bare_answers
+        chat.render_record(chats.store({"messages": messages}), options).num_bare_answers
         for messages in (talk, [*TALK, ANSWER], [TALK[0], ANSWER] * 4, TALK)
     ]
     assert counts == [1, 0, 3, 0]

@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from jaxsp.data.chat import chat
+from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -43,12 +44,8 @@ def theirs(records, tokenizer, *, messages):
 
 
 def ours(records, tokenizer, template=None):
-    rendered = [
-        chat.render_record(
-            chats.store(record), tokenizer=tokenizer, template=template, train_on="assistant"
-        )
-        for record in records
-    ]
+    options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
+    rendered = [chat.render_record(chats.store(record), options) for record in records]
     return [
         (tokens.tolist(), labels.tolist())
         for tokens, labels in encoding.encode_texts(rendered, tokenizer)
@@ -233,9 +230,9 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
         actual = []
         for many in (0, 99):
             monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
-            options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
+            options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
             try:
-                result = chat.render_record(chats.store({"messages": messages}), **options)
+                result = chat.render_record(chats.store({"messages": messages}), options)
             except RecordError:
                 continue
             actual.append((result.text, result.loss_spans))

@@ -260,7 +260,7 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens
         long_documents=what,
     )
     actual = [
-        (documents.find_origin(int(document)).record_index, offset, length)
+        (documents.find_origin(int(document))["record_index"], offset, length)
         for document, offset, length in zip(*vars(documents.segments).values(), strict=True)
     ]
     assert actual == expected
@@ -351,37 +351,6 @@ def _dealt_unsorted(data, first):
         ]
     ).reshape(2, 8)
     return work.max(1).sum() / work.mean(1).sum()
-
-
-def test_printed_assignments_are_those_of_the_batches():
-    config = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2)
-    data = data_of([lengths_of(60, 30)], config)
-    feed = data.make_loader(
-        config, data.make_schedule(config, epochs=1), test_loader.rows_on(config, 1, 2, 4)
-    )
-    (stream,) = data.streams
-    for step, (given, _) in enumerate(feed.batches()):
-        dealt = feed.assign_rows(step)
-        assert [(hand.microbatch, hand.group, hand.devices) for hand in dealt] == [
-            (turn, group, tuple(range(4 * group, 4 * group + 4)))
-            for turn in range(2)
-            for group in range(2)
-        ]
-        for hand in dealt:
-            there = np.asarray(given.lengths_BM)[
-                hand.microbatch, 2 * hand.group : 2 * hand.group + 2
-            ]
-            rows_there = [
-                [] if row is None else stream.row(row).length.tolist() for row in hand.rows
-            ]
-            assert [length[length > 0].tolist() for length in there] == rows_there
-            assert (hand.num_tokens, hand.num_segments) == (there.sum(), np.sum(there > 0))
-    assert sorted(row for hand in feed.assign_rows(0) for row in hand.rows) == list(range(8))
-    line = summary.describe_assignments(feed.assign_rows(0))[1]
-    assert numbers(line)[:7] == [1, 1, 4, 5, 6, 7, 0], "microbatch, group, devices and process"
-    assert_names(line, "group 1", "devices 4 5 6 7", "process 0")
-    last = summary.describe_assignments(feed.assign_rows(feed.num_steps - 1))
-    assert any(" -" in line for line in last), "empty rows at the end are seen"
 
 
 def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():

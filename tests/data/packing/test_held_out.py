@@ -49,7 +49,7 @@ def test_every_document_is_trained_on_or_held_out():
         for which in (False, True)
     ]
     places = [
-        {parts[k].find_origin(document).location for document in range(len(parts[k].lengths))}
+        {parts[k].find_origin(document)["location"] for document in range(len(parts[k].lengths))}
         for k in (0, 1)
     ]
     assert not places[0] & places[1]

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing, row_reader
-from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.packing import Segments
 from jaxsp.data.packing.row_reader import Documents
 
 
@@ -20,7 +20,7 @@ def dataset(documents, labels=None):
 
 def row_of(*segments):
     document, first, length = np.array(segments).reshape(-1, 3).T
-    return PackedRow(document=document, offset=first, length=length)
+    return Segments(document=document, offset=first, length=length)
 
 
 def written_out(documents, labels, row, row_tokens):

@@ -14,7 +14,7 @@ import transformers
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat.chat import RenderedRecord
+from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.ingest import formats, sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
@@ -404,14 +404,9 @@ def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
     """`datasets` disables threads in its workers."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    how = TokenizeOptions(
-        tokenizer=tokenizers.make_byte_tokenizer(),
-        template=None,
-        format=formats.FORMATS["text"],
-        train_on="all",
-        earlier_reasoning="error",
-        date=None,
-    )
+    tokenizer = tokenizers.make_byte_tokenizer()
+    options = ChatOptions(tokenizer=tokenizer, template=None, has_full_loss=True)
+    how = TokenizeOptions(format=formats.FORMATS["text"], chat=options)
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
         assert text._encode_table(records, options=how, num_threads=threads)[

@@ -1,5 +1,7 @@
 """Tests of tokenizers whose tokenizer.json transformers' classes would change."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -23,8 +25,9 @@ def write_folder(path, backend, model_type, **fields):
 
 
 def load(folder):
-    notes = []
-    return tokenizers.load(folder, report=notes.append), notes
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        tokenizer = tokenizers.load(folder)
+    return tokenizer, output.getvalue().splitlines()
 
 
 def metaspace_backend(**split):
@@ -79,9 +82,8 @@ def test_another_pre_tokenizer_than_that_of_the_class_is_kept(
     assert (loaded.bos_token, loaded.eos_token) == ("<s>", "<|im_end|>")
     assert loaded.chat_template == template
     assert len(loaded) == len(own), "the class would add tokens"
-    (note,) = notes
-    assert folder in note
-    assert "pre-tokenizer" in note
+    assert all(folder in note for note in notes)
+    assert bool(notes) == (tokenizer_class != "GPT2Tokenizer"), "it gives the same tokens"
 
 
 def test_special_tokens_that_only_the_class_names_are_kept(tmp_path):
@@ -91,10 +93,9 @@ def test_special_tokens_that_only_the_class_names_are_kept(tmp_path):
         )
     )
     folder = write_folder(tmp_path / "m", backend, "llama", tokenizer_class="LlamaTokenizer")
-    loaded, notes = load(folder)
+    loaded, _ = load(folder)
     assert loaded.tokenize("<s> x</s>x") == ["<s>", *"\u2581\u2581x", "</s>", *"\u2581x"]
     assert (loaded.bos_token, loaded.eos_token, loaded.unk_token) == ("<s>", "</s>", "<unk>")
-    assert "LlamaTokenizer" in notes[0]
 
 
 def qwen_backend():
