@@ -143,10 +143,10 @@ def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) ->
         raise _Unknown from None
 
 
-def read_shell(text: str, *, path: str) -> tuple[dict[str, Any], int | None]:
-    """Reads the options of the training command in a shell script, and its number of GPUs.
+def read_shell(text: str, *, path: str) -> dict[str, Any]:
+    """Reads the options of the training command in a shell script.
 
-    Raises: UserError
+    The number of GPUs is `num_processes`. Raises: UserError
     """
     variables: dict[str, str] = {}
     command: list[str] = []
@@ -167,11 +167,11 @@ def read_shell(text: str, *, path: str) -> tuple[dict[str, Any], int | None]:
         raise UserError(f"{path}: has no training command, such as `swift sft` or `trl sft`.")
     _check_command(command, path=path)
     options = dict(_parse_options(command))
-    num_gpus = [variables.get("NPROC_PER_NODE"), *(options.pop(name, None) for name in _NUM_GPUS)]
-    if variables.get("CUDA_VISIBLE_DEVICES"):
-        num_gpus.append(str(len(variables["CUDA_VISIBLE_DEVICES"].split(","))))
-    counts = [int(str(count)) for count in num_gpus if str(count).isdecimal()]
-    return options, counts[0] if counts else None
+    devices = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    counts = [variables.get("NPROC_PER_NODE"), *(options.pop(name, None) for name in _NUM_GPUS)]
+    counts.append(len(devices) if devices != [""] else None)
+    numbers = [int(str(count)) for count in counts if str(count).isdecimal()]
+    return options | {"num_processes": numbers[0] if numbers else None}
 
 
 def _list_commands(text: str) -> Iterator[list[str]]:
