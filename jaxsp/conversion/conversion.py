@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
-from jaxsp.conversion import data_sources, draft, model_rules, page, scripts, training_rules
-from jaxsp.conversion.draft import Draft, is_on, is_set
+from jaxsp.conversion import data_sources, model_rules, page, scripts, training_rules
+from jaxsp.conversion.draft import OTHER, Draft, find_system, is_on, is_set, read_systems
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 
@@ -98,9 +98,9 @@ def _read_draft(paths: Sequence[pathlib.Path], num_gpus: int | None) -> Draft:
         count = found.pop("num_processes", None)
         num_gpus = num_gpus or (count if isinstance(count, int) else None)
         options = {name: value for name, value in found.items() if value not in _EMPTY} | options
-    system = "trl" if paths[0].suffix == ".py" else draft.find_system(options)
-    if system == draft.OTHER and not any(map(foreign_names.find, options)):
-        known = ", ".join(entry["title"] for entry in draft.read_systems().values())
+    system = "trl" if paths[0].suffix == ".py" else find_system(options)
+    if system == OTHER and not any(map(foreign_names.find, options)):
+        known = ", ".join(entry["title"] for entry in read_systems().values())
         raise UserError(f"{paths[0]}: has no option of a known system: {known}.")
     if num_gpus is None:
         raise UserError("--gpus: missing. The batch depends on the number of GPUs, such as 8.")
