@@ -157,8 +157,8 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
         policy = OFFLOAD[name]
         is_offloaded = policy.offload_activations != "none"
         options = compile_options.PREFETCH_FROM_HOST if is_offloaded else {}
-        shapes = selfcheck.list_offload_shapes(compiled.make_devices("h100-80gb", 2))
-        return selfcheck.compile_offload_gradients(policy, *shapes, options=options)
+        gpus = compiled.make_devices("h100-80gb", 2)
+        return selfcheck.compile_offload_gradients(policy, devices=gpus, options=options)
     (gpu,) = compiled.make_devices("h100-80gb", 1)
     options = {"kernel": "cudnn"} | ATTENTION[name]
     kernel = attention.as_kernel(options.pop("kernel"))

@@ -322,6 +322,16 @@ _TIED_COPIES = (SAVED_MODULES["lm_head"],)
 """Copy of the embedding in the adapter of a model whose head is its embedding."""
 
 
+_FIXED_FIELDS = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+}
+"""Fields that every written adapter_config.json has."""
+
+
 def save_adapter(
     weights: layers.Weights,
     *,
@@ -361,16 +371,12 @@ def save_adapter(
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_FIXED_FIELDS,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # as PEFT writes it
         "lora_dropout": adapter.dropout,
         "use_rslora": bool(adapter.use_rslora),
         "use_dora": lora.is_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
         "base_model_name_or_path": base,
         "target_modules": targets,
         "modules_to_save": saved or None,

@@ -71,9 +71,6 @@ _WINDOW = 100
 _PLAIN_SCORES = ScoreConfig()
 _WHOLE_ROWS = attention.combine(1)
 
-_NUM_LAYERS = 6
-"""Layers of the check of offloading. XLA unrolls shorter loops."""
-
 
 def check_device(program: Program, choices: Sequence[AttentionChoice]) -> list[str]:
     """Checks this process's devices, and returns a line for each check that passed.
@@ -118,10 +115,11 @@ def check_arithmetic(device: jax.Device) -> None:
     with jax.default_device(device):
         actual = [float(jnp.sqrt(512.0)), *np.asarray(jnp.ones(4) + 1).tolist()]
     if not np.allclose(actual, [math.sqrt(512), 2, 2, 2, 2], rtol=1e-5):
-        raise UserError(
+        raise _make_error(
             f"jax = {jax.__version__}: computes sqrt(512) and ones(4) + 1 as {actual} on this "
-            f"device. Nothing was trained. {_describe_versions(device)}. Use another release of "
-            "jax, or its packages for another version of CUDA."
+            "device",
+            device,
+            "another release of jax, or its packages for another version of CUDA",
         )
 
 
@@ -301,10 +299,11 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
         if not error <= ATTENTION_TOLERANCE
     ]
     if wrong:
-        raise UserError(
-            f"attention.kernel = cudnn: computes wrong results on this device (relative error of "
-            f"{', '.join(wrong)}; must be at most {ATTENTION_TOLERANCE:g}). Nothing was trained. "
-            f"{_describe_versions(device)}. Use attention.kernel=blockwise, or other releases."
+        raise _make_error(
+            "attention.kernel = cudnn: computes wrong results on this device (relative error of "
+            f"{', '.join(wrong)}; must be at most {ATTENTION_TOLERANCE:g})",
+            device,
+            "attention.kernel=blockwise, or other releases",
         )
 
 
@@ -343,26 +342,23 @@ def measure_offload_error(
 ) -> float:
     """Relative error of the gradients of small layers, compared with no offloading.
 
-    They are layers of the model's stack whose parts are one product and elementwise operations. The
-    weights are sharded over the devices, and each layer gathers its own, as in a training step:
-    with gathers in the loop, prefetched activations were wrong on several GPUs and right on one
-    (openxla/xla PR 37979).
-
-    Args:
-        policy: what is offloaded.
-        options: XLA's compile options, as for the training step.
-        tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
-            differently.
+    Args: see `compile_offload_gradients`.
     """
-    rng = np.random.default_rng(0)
-    x, weights = list_offload_shapes(devices, tokens=tokens, width=width)
-    arguments = [
-        jax.device_put(rng.standard_normal(shape.shape, np.float32) * std, shape.sharding)
-        for shape, std in ((x, np.float32(1)), (weights, np.float32(width**-0.5)))
-    ]
 
     def compute_gradients(policy: RematPolicy) -> list[np.ndarray]:
-        compiled = compile_offload_gradients(policy, x, weights, options=options)
+        compiled = compile_offload_gradients(
+            policy, devices=devices, options=options, tokens=tokens, width=width
+        )
+        rng = np.random.default_rng(0)
+        arguments = [
+            jax.device_put(rng.standard_normal(x.shape, np.float32) * np.float32(std), place)
+            for x, std, place in zip(
+                compiled.args_info[0],
+                (1, width**-0.5),
+                compiled.input_shardings[0],
+                strict=True,
+            )
+        ]
         return [np.asarray(gradient) for gradient in compiled(*arguments)]
 
     actual = compute_gradients(policy)
@@ -373,85 +369,86 @@ def measure_offload_error(
     return float(np.nan_to_num(np.max(relative_errors), nan=np.inf))
 
 
-def list_offload_shapes(
-    devices: Sequence[jax.Device], *, tokens: int = 4096, width: int = 1024
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the small layers' input and weights; devices may be absent ones."""
+def _shard_small_layers(
+    param: Parameter, devices: Sequence[jax.Device], *, tokens: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the input and the weights of the small layers."""
     mesh = Mesh(np.array(devices).reshape(-1, 1), axes.SHARDS)
-    param = _declare_weights(width)
-    x_shape = (len(devices) * tokens, width)
-    return (
-        jax.ShapeDtypeStruct(
-            x_shape, jnp.float32, sharding=NamedSharding(mesh, jax.P(axes.SHARDS))
-        ),
-        jax.ShapeDtypeStruct(
-            sharding.stored_shape(param, len(devices)),
-            jnp.float32,
-            sharding=NamedSharding(mesh, sharding.partition_spec(param, len(devices))),
-        ),
-    )
+    specs = (jax.P(axes.SHARDS), sharding.partition_spec(param, len(devices)))
+    shapes = ((len(devices) * tokens, param.shape[1]), sharding.stored_shape(param, len(devices)))
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
 
 
-def _declare_weights(width: int) -> Parameter:
-    """Matrix of each of the small layers."""
-    return Parameter(shape=(width, width), hf_name="", num_layers=_NUM_LAYERS)
+def _attend_in_small_layer(_: None, q_lD: Array, *__: Any) -> Array:
+    """An elementwise operation, with the names of attention's results."""
+    out_lD = jnp.tanh(q_lD)
+    for name in attention.CHECKPOINT_NAMES:
+        out_lD = checkpoint_name(out_lD, name)
+    return out_lD
 
 
 def compile_offload_gradients(
     policy: RematPolicy,
-    x: jax.ShapeDtypeStruct,
-    weights: jax.ShapeDtypeStruct,
     *,
+    devices: Sequence[jax.Device],
     options: Mapping[str, Any] = types.MappingProxyType({}),
+    tokens: int = 4096,
+    width: int = 1024,
 ) -> jax.stages.Compiled:
     """Compiles the gradients of small layers as a function of their input and weights.
 
-    Args:
-        x, weights: see `list_offload_shapes`.
-        options: XLA's compile options, as for the training step.
-    """
-    param = _declare_weights(x.shape[1])
-    gather = Gather(num_shards=x.sharding.num_devices, compute_dtype=x.dtype, reduce_dtype=x.dtype)
+    They are layers of the model's stack whose parts are one product and elementwise operations. The
+    weights are sharded over the devices, and each layer gathers its own, as in a training step:
+    with gathers in the loop, prefetched activations were wrong on several GPUs and right on one
+    (openxla/xla PR 37979).
 
-    def attend(_: None, q_lD: Array, *__: Any) -> Array:
-        out_lD = jnp.tanh(q_lD)
-        for name in attention.CHECKPOINT_NAMES:
-            out_lD = checkpoint_name(out_lD, name)
-        return out_lD
+    Args:
+        policy: what is offloaded.
+        devices: they may be absent ones.
+        options: XLA's compile options, as for the training step.
+        tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
+            differently.
+    """
+    num_layers = 6  # XLA unrolls shorter loops
+    float32 = jnp.dtype(jnp.float32)
+    param = Parameter(shape=(width, width), hf_name="", num_layers=num_layers)
+    gather = Gather(num_shards=len(devices), compute_dtype=float32, reduce_dtype=float32)
 
     parts = LayerParts(
         pre_attention=lambda shard, x, *_: (x @ gather(param, shard), x, x, None),
-        attend=attend,
+        attend=_attend_in_small_layer,
         post_attention=lambda _, x, out, *__: x + jnp.sin(out),
     )
 
     def loss(x_lD: Array, slots_NdD: Array, weights_NdD: Array) -> Array:
-        shard = Shard(value=weights_NdD, grad_slot=slots_NdD)
+        shards = {"pre_attention": Shard(value=weights_NdD, grad_slot=slots_NdD)}
         out_lD = layer_stack.run_layers(
             parts,
             x_lD,
-            {"pre_attention": shard, "post_attention": ()},
+            shards | {"post_attention": ()},
             indices=(),
             batch=(),
-            num_layers=_NUM_LAYERS,
+            num_layers=num_layers,
             policy=policy,
             gather=gather,
         )
         return jnp.sum(out_lD**2)
 
-    def compute_gradients(x_lD: Array, weights_NdD: Array) -> tuple[Array, ...]:
-        return jax.grad(loss, argnums=(0, 1))(x_lD, jnp.zeros_like(weights_NdD), weights_NdD)
-
-    specs = (x.sharding.spec, weights.sharding.spec)
+    gradients = jax.grad(loss, argnums=(0, 1))
+    shapes = _shard_small_layers(param, devices, tokens=tokens)
+    specs = tuple(x.sharding.spec for x in shapes)
     on_mesh = jax.shard_map(
-        compute_gradients,
-        mesh=x.sharding.mesh,
+        lambda x, weights: gradients(x, jnp.zeros_like(weights), weights),
+        mesh=shapes[0].sharding.mesh,
         in_specs=specs,
         out_specs=specs,
         check_vma=False,
     )
     with jax.default_matmul_precision("float32"):
-        lowered = jax.jit(on_mesh).lower(x, weights)
+        lowered = jax.jit(on_mesh).lower(*shapes)
     return lowered.compile(compiler_options={**_NO_AUTOTUNING, **options})
 
 
@@ -471,17 +468,19 @@ def raise_on_offload_error(
             f"run.xla_options='{{{prefetch}: false}}', with which gradients are right, "
             "or another release of jax"
         )
-    raise UserError(
+    raise _make_error(
         "memory.offload_activations: gives wrong gradients of a small stack of layers on this "
-        f"device (relative error {offload_error:.3g}). Nothing was trained. "
-        f"{_describe_versions(device)}. Use {suggestion}."
+        f"device (relative error {offload_error:.3g})",
+        device,
+        suggestion,
     )
 
 
-def _describe_versions(device: jax.Device) -> str:
-    return (
-        f"Versions: jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
-        f"{cudnn_calls.describe_version()} on {device.device_kind}"
+def _make_error(problem: str, device: jax.Device, suggestion: str) -> UserError:
+    return UserError(
+        f"{problem}. Nothing was trained. Versions: jax {jax.__version__}, jaxlib "
+        f"{jaxlib.__version__}, {cudnn_calls.describe_version()} on {device.device_kind}. "
+        f"Use {suggestion}."
     )
 
 

@@ -237,9 +237,10 @@ def test_correct_offloading_passes(activations, num_devices):
 
 def test_layers_of_the_offloading_check_gather_their_weights_inside_the_loop():
     """Over all devices of the process; the gather is what has made prefetched activations wrong."""
-    shapes = selfcheck.list_offload_shapes(jax.devices()[:4], tokens=64, width=270)
     policy = RematPolicy(offload_activations="layer_inputs")
-    text = selfcheck.compile_offload_gradients(policy, *shapes).as_text()
+    text = selfcheck.compile_offload_gradients(
+        policy, devices=jax.devices()[:4], tokens=64, width=270
+    ).as_text()
     gathers = [sent for sent in comms.parse_collectives(text) if sent.operation == "all-gather"]
     assert {sent.num_runs for sent in gathers} == {6}, "once for each layer and pass"
     assert {sent.device_ids for sent in gathers} == {(0, 1, 2, 3)}
