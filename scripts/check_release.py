@@ -153,33 +153,18 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
 
     Raises: JaxRuntimeError if XLA cannot.
     """
-    (gpu,) = compiled.make_devices("h100-80gb", 1)
-    here = jax.sharding.SingleDeviceSharding(gpu)
-
-    def absent(arguments: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
-        )
-
     if name in OFFLOAD:
         policy = OFFLOAD[name]
         is_offloaded = policy.offload_activations != "none"
         options = compile_options.PREFETCH_FROM_HOST if is_offloaded else {}
         gpus = compiled.make_devices("h100-80gb", 2)
-        inputs = zip(
-            selfcheck.make_offload_inputs(2), selfcheck.offload_shardings(gpus), strict=True
-        )
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in inputs]
-        return selfcheck.compile_offload_gradients(policy, *shapes, options=options)
-    options = {"kernel": "cudnn", "score": ScoreConfig()} | ATTENTION[name]
-    kernel = options.pop("kernel")
-    bfloat16 = jnp.dtype("bfloat16")
-    segments = options.pop("max_segments")
-    rows = selfcheck.make_attention_inputs(**HEADS, max_segments=segments, dtype=bfloat16)
+        return selfcheck.compile_offload_gradients(policy, devices=gpus, options=options)
+    (gpu,) = compiled.make_devices("h100-80gb", 1)
+    options = {"kernel": "cudnn"} | ATTENTION[name]
+    kernel = attention.as_kernel(options.pop("kernel"))
     # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32
-    is_checked = attention.as_kernel(kernel).needs_selfcheck
-    compute_dtype = bfloat16 if is_checked else jnp.dtype("float32")
-    return selfcheck.compile_attention(kernel, *absent(rows), dtype=compute_dtype, **options)
+    dtype = jnp.dtype("bfloat16" if kernel.needs_selfcheck else "float32")
+    return selfcheck.AttentionCheck(kernel=kernel, dtype=dtype, **HEADS, **options).compile(gpu)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from jaxsp.config import config_errors, foreign_names, yaml_io
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.conversion import options
+from jaxsp.conversion import draft
 from scripts import generated_text
 
 FILE = pathlib.Path(__file__).parent.parent / "configs/guide/coming_from.md"
@@ -104,7 +104,7 @@ def _group_by_counterpart() -> dict[Counterpart, list[str]]:
 
 
 def _render_defaults() -> Iterator[str]:
-    for entry in options.read_systems().values():
+    for entry in draft.read_systems().values():
         values = entry["defaults"] | entry["lora"]
         settings = ", ".join(f"`{name}: {yaml_io.format_value(values[name])}`" for name in values)
         yield from _wrap(f"{entry['title']}: {settings}")

@@ -84,13 +84,13 @@ def model(
 
 def make_rope(head_dim: int, **group: Any) -> Rope:
     """RoPE of a group of rope_parameters."""
-    return rope_types.parse(
-        {"rope_type": "default", "rope_theta": 1e4, **group},
+    inputs = rope_types.RopeInputs(
+        group={"rope_type": "default", "rope_theta": 1e4, **group},
         head_dim=head_dim,
         max_position_embeddings=None,
         row_tokens=None,
-        field="rope_parameters",
     )
+    return rope_types.parse(inputs, field="rope_parameters")
 
 
 def make_config(

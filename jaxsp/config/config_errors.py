@@ -154,8 +154,9 @@ def format_override(counterpart: Counterpart, value: Any) -> str | None:
     field = counterpart.field
     if field is None or "=" in field:
         return None if value is False else field
-    if several := foreign_names.find_several(field, value):
-        return several
+    translated = foreign_names.translate_value(field, value)
+    if isinstance(translated, str) and " and " in translated:
+        return f"{field}={translated}"
     kept = coerce_value(field, value) if counterpart.takes_value else None
     if kept is None:
         return None
@@ -256,24 +257,21 @@ def _find_section(path: list[str]) -> Section | None:
 
 
 def _find_fields(name: str) -> list[str]:
-    """Dotted names of all fields of that name; for entries of a list, with the index 0."""
-    owners: dict[Section, str] = {}
-    hidden: set[Section] = set()
+    """Dotted names of all fields of that name; for entries of a list, with the index 0.
+
+    Names of model.rope are too general: the table of foreign names has those that fit.
+    """
+    found = []
     for section_name, section in SECTIONS.items():
-        owners[section] = section_name
+        if name in section.model_fields:  # optimizer.weight_decay, and not that of a group
+            found.append(f"{section_name}.{name}")
+            continue
         for field_name, field in section.model_fields.items():
-            # names of model.rope are too general: the table of foreign names has those that fit
-            for entry in _inner_sections(field.annotation) if _is_list(field.annotation) else []:
-                # data.eval has the fields of data.train
-                owners.setdefault(entry, f"{section_name}.{field_name}.0")
-                # optimizer.weight_decay, and not that of a parameter group
-                if name in section.model_fields:
-                    hidden.add(entry)
-    return [
-        f"{owner}.{name}"
-        for section, owner in owners.items()
-        if name in section.model_fields and section not in hidden
-    ]
+            entries = _inner_sections(field.annotation) if _is_list(field.annotation) else []
+            if any(name in entry.model_fields for entry in entries):
+                found.append(f"{section_name}.{field_name}.0.{name}")
+                break  # data.eval has the fields of data.train
+    return found
 
 
 def _describe_meaning(path: list[str], value: Any = None) -> str:

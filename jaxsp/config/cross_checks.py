@@ -28,14 +28,13 @@ def check(fields: dict[str, Any]) -> list[str]:
     sections |= {name: value for name, value in fields.items() if isinstance(value, dict)}
     return [
         *_check_exactly_one(
-            fields.get("run"), "run", ("steps", "epochs"), "the length of training", "run.epochs=1"
+            fields, "run.steps", "run.epochs", "the length of training, for example run.epochs=1"
         ),
         *_check_exactly_one(
-            fields.get("model"),
-            "model",
-            ("source", "config"),
-            "the model",
-            "model.source=Qwen/Qwen3-0.6B",
+            fields,
+            "model.source",
+            "model.config",
+            "the model, for example model.source=Qwen/Qwen3-0.6B",
         ),
         *_check_weights(sections),
         *_check_chat_template(sections),
@@ -52,20 +51,18 @@ def check(fields: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check_exactly_one(
-    fields: Any, section: str, names: tuple[str, str], role: str, example: str
-) -> Iterator[str]:
+def _check_exactly_one(fields: dict[str, Any], first: str, second: str, role: str) -> Iterator[str]:
     """Checks that exactly one of two fields of a section is set."""
-    if not isinstance(fields, dict):
+    section, _, _ = first.partition(".")
+    if not isinstance(fields.get(section), dict):
         return
-    given = [name for name in names if fields.get(name) is not None]
-    first, second = (f"{section}.{name}" for name in names)
-    if not given:
-        yield f"{first}, {second}: missing. Set one of them for {role}, for example {example}."
-    elif len(given) == 2:
-        settings = [f"{section}.{name} = {yaml_io.format_value(fields[name])}" for name in names]
+    values = [fields[section].get(name.partition(".")[2]) for name in (first, second)]
+    if values == [None, None]:
+        yield f"{first}, {second}: missing. Set one of them for {role}."
+    elif None not in values:
         yield (
-            f"{', '.join(settings)}: only one of them may be set. "
+            f"{first} = {yaml_io.format_value(values[0])}, "
+            f"{second} = {yaml_io.format_value(values[1])}: only one of them may be set. "
             f"Write {first}=null or {second}=null."
         )
 

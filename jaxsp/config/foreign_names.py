@@ -5,12 +5,15 @@ import functools
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxsp.config import yaml_io
 
 _NOT_NEEDED = "not needed"
 _NOT_OFFERED = "not offered"
+
+_MAX_WORDS = 4
+"""Largest number of words in a dotted name of the table."""
 
 _LIST_ENTRY = re.compile(r"^data\.(train|eval)\.(\d+)(?=\.|$)")
 """The entry of a list of data sets, at the start of a dotted name."""
@@ -54,14 +57,16 @@ def find(name: str) -> Counterpart | None:
     Ignores case and leading dashes, and reads `-` as `_`. The longest known end of a dotted name
     counts.
     """
-    table = _read_table()
+    by_name = _read_table().by_name
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
-    for start in range(max(len(words) - table.max_words, 0), len(words)):
+    for start in range(max(len(words) - _MAX_WORDS, 0), len(words)):
         end = ".".join(words[start:])
-        if end in table.by_name and (start == 0 or end not in _TOP_LEVEL_ONLY):
-            return table.by_name[end].with_list_entry(name)
-    prefix = next((prefix for prefix in table.prefixes if words[-1].startswith(prefix)), None)
-    return None if prefix is None else table.by_name[f"{prefix}*"].with_list_entry(name)
+        if end in by_name and (start == 0 or end not in _TOP_LEVEL_ONLY):
+            return by_name[end].with_list_entry(name)
+    for pattern, counterpart in by_name.items():
+        if pattern.endswith("*") and words[-1].startswith(pattern[:-1]):
+            return counterpart.with_list_entry(name)
+    return None
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -99,16 +104,8 @@ def is_off(value: Any) -> bool:
     return (value.lower() if isinstance(value, str) else value) in _OFF_VALUES
 
 
-_SEVERAL = {("adapter.type", "qlora"): "adapter.type=lora and adapter.quantization=nf4"}
-"""Settings for a field and a value of another system that stands for several fields."""
-
 _FORMATS = {"completion": "text", "pretraining": "text", "text": "text", "tokens": "tokens"}
 """Formats of data sources for types of other systems; most others are messages."""
-
-
-def find_several(field: str, value: Any) -> str | None:
-    """Returns the settings for a value that stands for several fields."""
-    return _SEVERAL.get((field, normalize(value))) if isinstance(value, str) else None
 
 
 def _translate_sources(value: Any) -> Any:
@@ -126,7 +123,10 @@ def _translate_sources(value: Any) -> Any:
 
 
 def translate_value(field: str, value: Any) -> Any:
-    """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged."""
+    """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged.
+
+    A value that stands for several fields is `value and field=value`.
+    """
     if field in ("data.train", "data.eval"):
         return _translate_sources(value)
     if not isinstance(value, str):
@@ -139,43 +139,31 @@ def normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Table:
+class _Table(NamedTuple):
     """Content of counterparts.yaml."""
 
-    counterparts: tuple[Counterpart, ...]
     by_name: dict[str, Counterpart]
-    prefixes: tuple[str, ...]
-    """Prefixes of the names that end with *."""
     values: dict[tuple[str, str], str]
     """Values of jaxsp, by field and value of another system."""
-    max_words: int
-    """Largest number of words in a dotted name."""
 
 
 @functools.cache
 def _read_table() -> _Table:
     text = pathlib.Path(__file__).with_name("counterparts.yaml").read_text(encoding="utf-8")
     content = yaml_io.load(text)
-    counterparts = tuple(map(_parse_entry, content["options"]))
-    by_name = {name: counterpart for counterpart in counterparts for name in counterpart.names}
-    return _Table(
-        counterparts=counterparts,
-        by_name=by_name,
-        prefixes=tuple(name.removesuffix("*") for name in by_name if name.endswith("*")),
-        values={
-            (field, name): value
-            for field, values in content["values"].items()
-            for value, names in values.items()
-            for name in (value, *names.split())
-        },
-        max_words=max(name.count(".") + 1 for name in by_name),
-    )
+    counterparts = map(_parse_entry, content["options"])
+    values = {
+        (field, name): value
+        for field, values in content["values"].items()
+        for value, names in values.items()
+        for name in (value, *names.split())
+    }
+    return _Table({name: entry for entry in counterparts for name in entry.names}, values)
 
 
 def list_counterparts() -> tuple[Counterpart, ...]:
     """Lists all counterparts, in the order of the config's sections."""
-    return _read_table().counterparts
+    return tuple(dict.fromkeys(_read_table().by_name.values()))
 
 
 def _parse_entry(entry: dict[str, str]) -> Counterpart:

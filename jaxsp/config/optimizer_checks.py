@@ -1,6 +1,6 @@
 """Rules that involve several fields of the optimizer: fields that do not apply are errors."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from jaxsp.config import yaml_io
@@ -13,8 +13,16 @@ def check(fields: dict[str, Any]) -> Iterator[str]:
 
     The fields are raw: pydantic reports values of the wrong type.
     """
-    yield from _check_options(fields)
-    yield from _check_schedule(fields)
+    yield from _check_owners(fields, "name", "adamw", DEFAULTS, title="")
+    yield from _check_owners(fields, "schedule", "cosine", SCHEDULE_FIELDS, title="the schedule ")
+    if fields.get("nesterov") and fields.get("name") == "sgd" and not fields.get("momentum"):
+        yield f"{_format(fields, 'nesterov')}: needs momentum. Set optimizer.momentum=0.9."
+    has_warmup = fields.get("warmup_steps") or fields.get("warmup_fraction")
+    if fields.get("schedule") == "inverse_sqrt" and not has_warmup:
+        yield (
+            "optimizer.schedule = inverse_sqrt: needs a warmup, because the learning rate is "
+            "peak * sqrt(warmup steps / step). Set optimizer.warmup_fraction=0.03."
+        )
     yield from _check_exclusive(fields, "warmup_steps", "warmup_fraction", unset="0")
     yield from _check_exclusive(fields, "decay_steps", "decay_fraction", unset="null")
     yield from _check_groups(fields)
@@ -24,50 +32,32 @@ def _format(fields: dict[str, Any], name: str) -> str:
     return f"optimizer.{name} = {yaml_io.format_value(fields[name])}"
 
 
-def _check_options(fields: dict[str, Any]) -> Iterator[str]:
-    """Checks that each hyperparameter that is set applies to the optimizer."""
-    optimizer = fields.get("name", "adamw")
-    if not isinstance(optimizer, str) or optimizer not in DEFAULTS:
+def _check_owners(
+    fields: dict[str, Any],
+    selector: str,
+    default: str,
+    owners: Mapping[str, Collection[str]],
+    *,
+    title: str,
+) -> Iterator[str]:
+    """Checks that each field that is set applies to the optimizer, or the schedule.
+
+    Args:
+        selector: field that selects one of `owners`, with its default.
+        owners: names of the fields of each optimizer, or schedule.
+    """
+    selected = fields.get(selector, default)
+    if not isinstance(selected, str) or selected not in owners:
         return
-    own = DEFAULTS[optimizer]
-    names = dict.fromkeys(name for options in DEFAULTS.values() for name in options)
-    for name in names:
-        if fields.get(name) is not None and name not in own:
-            rule = f"must be null, because {optimizer} does not have it"
-            yield f"{_format(fields, name)}: {rule}. {_suggest_optimizers(name)}"
-    if fields.get("nesterov") and optimizer == "sgd" and not fields.get("momentum"):
-        yield f"{_format(fields, 'nesterov')}: needs momentum. Set optimizer.momentum=0.9."
-
-
-def _suggest_optimizers(name: str) -> str:
-    """Suggestion to leave a field out, or to use an optimizer that has it."""
-    choices = [f"optimizer.name={other}" for other, options in DEFAULTS.items() if name in options]
-    return f"Use optimizer.{name}=null, or {errors.format_choices(choices)}."
-
-
-def _check_schedule(fields: dict[str, Any]) -> Iterator[str]:
-    """Checks that each field of a schedule that is set applies to it."""
-    schedule = fields.get("schedule", "cosine")
-    if not isinstance(schedule, str) or schedule not in SCHEDULE_FIELDS:
-        return
-    names = dict.fromkeys(name for own in SCHEDULE_FIELDS.values() for name in own)
-    for name in names:
-        if fields.get(name) is not None and name not in SCHEDULE_FIELDS[schedule]:
+    for name in dict.fromkeys(name for own in owners.values() for name in own):
+        if fields.get(name) is not None and name not in owners[selected]:
             choices = [
-                f"optimizer.schedule={other}"
-                for other, own in SCHEDULE_FIELDS.items()
-                if name in own
+                f"optimizer.{selector}={other}" for other, own in owners.items() if name in own
             ]
             yield (
-                f"{_format(fields, name)}: must be null, because the schedule {schedule} does not "
-                f"have it. Use optimizer.{name}=null, or {errors.format_choices(choices)}."
+                f"{_format(fields, name)}: must be null, because {title}{selected} does not have "
+                f"it. Use optimizer.{name}=null, or {errors.format_choices(choices)}."
             )
-    has_warmup = fields.get("warmup_steps") or fields.get("warmup_fraction")
-    if schedule == "inverse_sqrt" and not has_warmup:
-        yield (
-            "optimizer.schedule = inverse_sqrt: needs a warmup, because the learning rate is "
-            "peak * sqrt(warmup steps / step). Set optimizer.warmup_fraction=0.03."
-        )
 
 
 def _check_exclusive(

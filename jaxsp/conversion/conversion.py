@@ -7,10 +7,25 @@ from typing import Any
 
 from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
 from jaxsp.conversion import data_sources, model_rules, page, scripts, training_rules
-from jaxsp.conversion.draft import Draft
-from jaxsp.conversion.options import OTHER, Options, find_system, is_on, is_set, read_systems
+from jaxsp.conversion.draft import OTHER, Draft, find_system, is_on, is_set, read_systems
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
+
+_RULES = (
+    data_sources.convert,
+    training_rules.convert_batch,
+    training_rules.convert_length,
+    model_rules.convert_adapter,
+    training_rules.convert_schedule,
+    training_rules.convert_intervals,
+    model_rules.convert_precision,
+    training_rules.convert_trackers,
+    model_rules.convert_memory,
+    model_rules.convert_rope,
+    training_rules.convert_text,
+    model_rules.convert_tokens,
+)
+"""Rules in the order of their use; the table of names is for the options that they leave."""
 
 _OTHER_TRAINING = ("rl", "rlhf_type", "reward_model", "process_reward_model", "diffusion")
 """Options, or sections, that select another training than supervised."""
@@ -27,92 +42,6 @@ _SECRET = re.compile(r"(hub|hf|access|auth|swanlab)_token$|key$|password|secret|
 _ALWAYS_ON = ("shuffle", "average_tokens")
 """Parts of the names of options that cannot be turned off."""
 
-
-def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
-    """Converts files that belong to one run to the text of a config, which is valid.
-
-    Args:
-        paths: the config or script, then those of Accelerate or DeepSpeed.
-        num_gpus: number of GPUs of the run; None: that in the files.
-
-    Raises: UserError
-    """
-    options = read_options(paths)
-    num_gpus = num_gpus or options.num_gpus
-    if num_gpus is None:
-        raise UserError("--gpus: missing. The batch depends on the number of GPUs, such as 8.")
-    _check_training(options)
-    draft = Draft()
-    options.add_defaults("defaults")
-    if options.system == "ms-swift" and "learning_rate" not in options.values:
-        is_full = options.values.get("tuner_type", options.values.get("train_type")) == "full"
-        options.add_default("learning_rate", 1e-5 if is_full else 1e-4)
-    data_sources.convert(options, draft)
-    training_rules.convert_batch(options, draft, num_gpus)
-    training_rules.convert_length(options, draft)
-    options.take("config_file")
-    training_rules.convert_schedule(options, draft)
-    training_rules.convert_intervals(options, draft)
-    model_rules.convert_adapter(options, draft)
-    model_rules.convert_precision(options, draft)
-    training_rules.convert_trackers(options, draft)
-    model_rules.convert_memory(options, draft)
-    model_rules.convert_rope(options, draft)
-    training_rules.convert_text(options, draft)
-    model_rules.convert_tokens(options, draft)
-    for name, value in options.values.items():
-        _convert_other(name, value, options, draft)
-    training_rules.round_row_tokens(draft)
-    for name, expression in options.expressions.items():
-        draft.add_task(f"{name} = {expression}: its value is known when the script runs")
-    if file := options.taken.get("config_file"):
-        draft.add_task(f"{file}: convert that file together with this one")
-    for conflict in options.conflicts:
-        draft.add_task(conflict)
-    for remark in options.remarks:
-        draft.add_task(remark)
-    draft.complete()
-    names = ", ".join(path.name for path in paths)
-    return page.render(draft, title=f"{names} ({options.title}), for {num_gpus} GPUs")
-
-
-def read_options(paths: Sequence[pathlib.Path]) -> Options:
-    """Reads the options in all files; the first file that has one counts. Raises: UserError"""
-    values: dict[str, Any] = {}
-    expressions: dict[str, str] = {}
-    remarks: list[str] = []
-    num_gpus = None
-    for path in paths:
-        found: dict[str, Any] = {}
-        count = None
-        if path.suffix == ".py":
-            found, new_expressions, new_remarks = scripts.read_python(_read(path), path=str(path))
-            expressions |= new_expressions
-            remarks += new_remarks
-        elif path.suffix == ".sh":
-            found, count = scripts.read_shell(_read(path), path=str(path))
-        else:
-            for name, value in config_file.read(path).items():
-                found |= _flatten(str(name), value)
-            count = found.pop("num_processes", None)
-        num_gpus = num_gpus or (count if isinstance(count, int) else None)
-        values = {name: value for name, value in found.items() if value not in _EMPTY} | values
-    system = "trl" if paths[0].suffix == ".py" else find_system(values)
-    if system == OTHER and not any(foreign_names.find(name) for name in values):
-        known = ", ".join(entry["title"] for entry in read_systems().values())
-        raise UserError(f"{paths[0]}: has no option of a known system: {known}.")
-    return Options(
-        system=system, values=values, expressions=expressions, remarks=remarks, num_gpus=num_gpus
-    )
-
-
-def _read(path: pathlib.Path) -> str:
-    try:
-        return files.read_text(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}.") from None
-
-
 _AUTOMATIC = (
     "attention.kernel",
     "memory.remat",
@@ -128,6 +57,74 @@ _WHOLE = ("lr_scheduler_kwargs", "rope_scaling", "rope_parameters", "special_tok
 """Sections that are one option."""
 
 
+def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
+    """Converts files that belong to one run to the text of a config, which is valid.
+
+    Args:
+        paths: the config or script, then those of Accelerate or DeepSpeed.
+        num_gpus: number of GPUs of the run; None: that in the files.
+    Raises: UserError
+    """
+    draft = _read_draft(paths, num_gpus)
+    draft.add_defaults("defaults")
+    for rule in _RULES:
+        rule(draft)
+    if file := draft.take("config_file"):
+        draft.add_task(f"{file}: convert that file together with this one")
+    for name, value in draft.options.items():
+        _convert_other(name, value, draft)
+    training_rules.round_row_tokens(draft)
+    draft.complete()
+    names = ", ".join(path.name for path in paths)
+    return page.render(draft, title=f"{names} ({draft.title}), for {draft.num_gpus} GPUs")
+
+
+def _read_draft(paths: Sequence[pathlib.Path], num_gpus: int | None) -> Draft:
+    """Reads the options in all files; the first file that has one counts. Raises: UserError"""
+    options: dict[str, Any] = {}
+    expressions: dict[str, str] = {}
+    remarks: list[str] = []
+    for path in paths:
+        found: dict[str, Any] = {}
+        if path.suffix == ".py":
+            found, new_expressions, new_remarks = scripts.read_python(_read(path), path=str(path))
+            expressions |= new_expressions
+            remarks += new_remarks
+        elif path.suffix == ".sh":
+            found = scripts.read_shell(_read(path), path=str(path))
+        else:
+            for name, value in config_file.read(path).items():
+                found |= _flatten(str(name), value)
+        count = found.pop("num_processes", None)
+        num_gpus = num_gpus or (count if isinstance(count, int) else None)
+        options = {name: value for name, value in found.items() if value not in _EMPTY} | options
+    system = "trl" if paths[0].suffix == ".py" else find_system(options)
+    if system == OTHER and not any(map(foreign_names.find, options)):
+        known = ", ".join(entry["title"] for entry in read_systems().values())
+        raise UserError(f"{paths[0]}: has no option of a known system: {known}.")
+    if num_gpus is None:
+        raise UserError("--gpus: missing. The batch depends on the number of GPUs, such as 8.")
+    _check_training(options)
+    tasks = [
+        f"{name} = {expression}: its value is known when the script runs"
+        for name, expression in expressions.items()
+    ]
+    return Draft(
+        system=system,
+        options=options,
+        num_gpus=num_gpus,
+        taken=dict.fromkeys(expressions),
+        tasks=[*tasks, *remarks],
+    )
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return files.read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}.") from None
+
+
 def _flatten(name: str, value: Any) -> dict[str, Any]:
     """Returns the options of a section by dotted name."""
     if not isinstance(value, dict) or name.rpartition(".")[2] in _WHOLE:
@@ -138,9 +135,9 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
     return options
 
 
-def _check_training(options: Options) -> None:
+def _check_training(options: dict[str, Any]) -> None:
     """Raises: UserError for training with preferences or rewards."""
-    for name, value in options.values.items():
+    for name, value in options.items():
         is_other = name.partition(".")[0] in _OTHER_TRAINING and is_on(value)
         if is_other or value in _OTHER_TASKS.get(name, ()):
             text = yaml_io.format_value(value)
@@ -149,7 +146,7 @@ def _check_training(options: Options) -> None:
             )
 
 
-def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> None:
+def _convert_other(name: str, value: Any, draft: Draft) -> None:
     """Converts an option without a rule by the table of names, or reports why it is not."""
     counterpart = config_errors.find_counterpart(name)
     section = foreign_names.find(name.partition(".")[0])
@@ -174,8 +171,7 @@ def _convert_other(name: str, value: Any, options: Options, draft: Draft) -> Non
     else:
         kept = config_errors.coerce_value(counterpart.field, value)
         if counterpart.takes_value and kept is not None:
-            origin = f"default of {options.title}" if name in options.defaults else name
-            draft.set(counterpart.field, kept, origin)
+            draft.set(counterpart.field, kept, name)
         elif is_on(value):
             reason = counterpart.note or "its value is not offered"
             draft.not_converted[option] = f"see {counterpart.field}: {reason}"

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import yaml_io
-from jaxsp.conversion.draft import Draft
-from jaxsp.conversion.options import Options, is_on, is_set
+from jaxsp.conversion.draft import Draft, as_list, is_on, is_set
 
 _CHAT_TYPES = ("chat_template", "sharegpt")
 
@@ -26,45 +25,35 @@ _PROMPT_HINT = (
     "and name that file"
 )
 
-_GUESS = (
-    "messages is a guess, because {} reads the format from the records. Use text, or "
-    "prompt_completion, if they have these fields"
-)
 
-
-def convert(options: Options, draft: Draft) -> None:
+def convert(draft: Draft) -> None:
     """Converts all data sets, and the fraction that is held out."""
-    if options.system == "trl":
-        sources, eval_sources = _convert_trl(options, draft)
-    elif options.system == "ms-swift":
-        sources, eval_sources = _convert_swift(options, draft)
-    else:
-        sources, eval_sources = _convert_axolotl(options, draft)
+    converters = {"trl": _convert_trl, "ms-swift": _convert_swift}
+    sources, eval_sources = converters.get(draft.system, _convert_axolotl)(draft)
     if sources:
-        draft.set("data.train", sources, "")
+        draft.set("data.train", sources)
     if eval_sources:
-        draft.set("data.eval", eval_sources, "")
-    _convert_fraction(options, draft)
-
-
-def _convert_fraction(options: Options, draft: Draft) -> None:
-    """Converts the fraction, or number, of documents to hold out."""
+        draft.set("data.eval", eval_sources)
     names = ("val_set_size", "split_dataset_ratio", "test_split_size", "val_size")
-    size = options.take(*names)
+    size = draft.take(*names)
     if isinstance(size, float) and 0 < size < 1:
-        draft.set("data.eval_fraction", size, options.origin(*names))
+        draft.set("data.eval_fraction", size, *names)
     elif is_on(size):
         draft.add_task(f"data.eval_fraction: {size} documents; set them as a fraction of all")
 
 
-def _convert_axolotl(options: Options, draft: Draft) -> tuple[list[Any], list[Any]]:
-    result: tuple[list[Any], list[Any]] = ([], [])
+_Sources = tuple[list[Any], list[Any]]
+"""Entries of data.train and of data.eval."""
+
+
+def _convert_axolotl(draft: Draft) -> _Sources:
+    result: _Sources = ([], [])
     places = (("datasets", "train"), ("pretraining_dataset", "train"), ("test_datasets", "eval"))
     for option, name in places:
-        entries = options.take(option)
-        for entry in entries if isinstance(entries, list) else filter(is_set, [entries]):
-            entry = {"path": entry} if isinstance(entry, str) else entry
+        for entry in as_list(draft.take(option)):
             sources = result[name == "eval"]
+            if isinstance(entry, str):
+                entry = {"path": entry}
             if isinstance(entry, dict):
                 sources += _convert_entry(entry, draft, f"data.{name}.{len(sources)}")
             else:
@@ -75,8 +64,7 @@ def _convert_axolotl(options: Options, draft: Draft) -> tuple[list[Any], list[An
 def _convert_entry(entry: dict[str, Any], draft: Draft, field: str) -> list[dict[str, Any]]:
     """Converts an entry of Axolotl's `datasets` to one source for each file."""
     entry = {str(name): value for name, value in entry.items() if is_set(value)}
-    kind = entry.pop("type", None)
-    source = _find_format(kind, entry, draft, field)
+    source = _find_format(entry.pop("type", None), entry, draft, field)
     for theirs, ours in (("split", "split"), ("name", "subset"), ("revision", "revision")):
         if theirs in entry:
             source[ours] = str(entry.pop(theirs))
@@ -94,9 +82,7 @@ def _convert_entry(entry: dict[str, Any], draft: Draft, field: str) -> list[dict
 def _find_format(kind: Any, entry: dict[str, Any], draft: Draft, field: str) -> dict[str, Any]:
     """Returns format, fields and roles, and removes their options from the entry."""
     if kind in _TEXT_TYPES:
-        column = entry.pop("field", None) or entry.pop("text_column", None)
-        fields = {"text": str(column)} if column not in (None, "text") else {}
-        return {"format": "text"} | ({"fields": fields} if fields else {})
+        return _text_format(entry.pop("field", None) or entry.pop("text_column", None))
     if kind in _CHAT_TYPES:
         return {"format": "messages"} | _find_message_fields(kind, entry)
     if kind is None:
@@ -106,6 +92,12 @@ def _find_format(kind: Any, entry: dict[str, Any], draft: Draft, field: str) -> 
     for name in [name for name in entry if name.startswith("field_")]:
         del entry[name]
     return {"format": "prompt_completion"}
+
+
+def _text_format(column: Any) -> dict[str, Any]:
+    """Format of text in a column. Args: column: None: the one that is called text."""
+    fields = {"fields": {"text": str(column)}} if column not in (None, "text") else {}
+    return {"format": "text", **fields}
 
 
 def _find_message_fields(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
@@ -136,71 +128,71 @@ def _find_message_fields(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
 def _find_files(entry: dict[str, Any], draft: Draft, field: str) -> Iterator[str]:
     """Yields the source, or one for each of its files, and removes their options."""
     path = str(entry.pop("path", "FILL-IN"))
-    files = entry.pop("data_files", None)
-    if not files:
-        yield path
+    files = as_list(entry.pop("data_files", None))
+    if not files or path in _BUILDERS:
+        yield from map(str, files or [path])
         return
-    files = files if isinstance(files, list) else [files]
-    folder = ""
-    is_local = path in _BUILDERS or path[0] in "./~" or "://" in path or pathlib.Path(path).exists()
-    if path not in _BUILDERS:
-        folder = f"{path}/"
-    if not is_local:
+    folder = f"{path}/"
+    if path[0] not in "./~" and "://" not in path and not pathlib.Path(path).exists():
         folder = f"data/{path.rpartition('/')[2]}/"
         names = " ".join(map(str, files))
         draft.add_task(
             f"{field}: download it: hf download --repo-type dataset {path} {names} "
             f"--local-dir {folder.rstrip('/')}"
         )
-    for file in files:
-        yield f"{folder}{file}"
+    yield from (f"{folder}{file}" for file in files)
 
 
-def _convert_trl(options: Options, draft: Draft) -> tuple[list[Any], list[Any]]:
-    text_column = options.take("dataset_text_field")
+def _convert_trl(draft: Draft) -> _Sources:
+    text_column = draft.take("dataset_text_field")
     base: dict[str, Any] = {"format": "messages"}
     if text_column is not None:
-        fields = {"fields": {"text": str(text_column)}} if text_column != "text" else {}
-        base = {"format": "text", **fields}
-    elif options.values.get("completion_only_loss") is True:
+        base = _text_format(text_column)
+    elif draft.options.get("completion_only_loss") is True:
         base = {"format": "prompt_completion"}
-    elif options.values.get("assistant_only_loss") is not True:
-        guess = _GUESS.format(options.title)
-        draft.add_task(f"data.train.0.format: {guess}. With prompt_completion, remove train_on")
-    name = options.take("dataset_name")
-    subset = options.take("dataset_config")
-    split = options.take("dataset_train_split")
-    test_split = options.take("dataset_test_split")
-    entry: dict[str, Any] = {"path": name, "name": subset, "split": split}
-    entry["data_files"] = options.take("dataset_data_files")
-    entries = options.take("datasets") or ([entry] if name else [])
+    elif draft.options.get("assistant_only_loss") is not True:
+        _add_format_task(draft, ". With prompt_completion, remove train_on")
+    name = draft.take("dataset_name")
+    test_split = draft.skip("dataset_test_split")
+    single = {
+        "path": name,
+        "name": draft.take("dataset_config"),
+        "split": draft.take("dataset_train_split"),
+        "data_files": draft.take("dataset_data_files"),
+    }
+    entries = draft.take("datasets") or ([single] if name else [])
     sources = []
     for entry in filter(lambda entry: isinstance(entry, dict), entries):
         weight = entry.pop("fraction", None)
-        converted = _convert_entry({**entry, "type": "chat_template"}, draft, "data.train.0")
         weights = {"weight": float(weight)} if weight else {}
+        converted = _convert_entry({**entry, "type": "chat_template"}, draft, "data.train.0")
         sources += [{**source, **base, **weights} for source in converted]
-    draft.not_needed += options.list_taken("dataset_test_split")
-    evaluates = is_on(options.values.get("eval_strategy"))
-    eval_sources = []
-    if evaluates and name and not options.values.get("test_split_size"):
-        eval_sources = [{**sources[0], "split": str(test_split or "test")}]
+    evaluates = is_on(draft.options.get("eval_strategy"))
+    if evaluates and name and not draft.options.get("test_split_size"):
+        return sources, [{**sources[0], "split": str(test_split or "test")}]
+    return sources, []
+
+
+def _convert_swift(draft: Draft) -> _Sources:
+    is_hub = is_on(draft.take("use_hf"))
+    sources, eval_sources = (
+        [
+            _parse_swift_name(str(name), draft, f"{field}.{index}", is_hub=is_hub)
+            for index, name in enumerate(as_list(draft.take(option)))
+        ]
+        for option, field in (("dataset", "data.train"), ("val_dataset", "data.eval"))
+    )
+    if sources:
+        _add_format_task(draft)
     return sources, eval_sources
 
 
-def _convert_swift(options: Options, draft: Draft) -> tuple[list[Any], list[Any]]:
-    is_hub = is_on(options.take("use_hf"))
-    result: list[list[Any]] = []
-    for option in ("dataset", "val_dataset"):
-        names = options.take(option)
-        sources: list[Any] = []
-        for name in names if isinstance(names, list) else filter(is_set, [names]):
-            field = f"data.{'train' if option == 'dataset' else 'eval'}.{len(sources)}"
-            sources.append(_parse_swift_name(str(name), draft, field, is_hub=is_hub))
-        result.append(sources)
-    if result[0]:
-        draft.add_task(f"data.train.0.format: {_GUESS.format(options.title)}")
-    return result[0], result[1]
+def _add_format_task(draft: Draft, note: str = "") -> None:
+    """Adds the task to check the format of the training data."""
+    draft.add_task(
+        f"data.train.0.format: messages is a guess, because {draft.title} reads the format from "
+        "the records. Use text, or prompt_completion, if they have these fields" + note
+    )
 
 
 def _parse_swift_name(name: str, draft: Draft, field: str, *, is_hub: bool) -> dict[str, Any]:

@@ -12,17 +12,21 @@ _WIDTH = 100
 
 def render(draft: Draft, *, title: str) -> str:
     """Returns the text of a config. Comments are single lines, whatever the input contains."""
-    lines = [*_comment(f"Converted from {title}.", indent="")]
     command = "python -m jaxsp.train CONFIG --preview"
-    lines += _comment(f"Check it with: python -m jaxsp.plan CONFIG, then {command}", indent="")
-    lines += _list("To fill in or check:", draft.tasks)
-    lines += _list(
-        "Not converted:", [f"{name}: {reason}" for name, reason in draft.not_converted.items()]
-    )
-    sections = (name.partition(".")[0] for name in draft.not_needed)
-    not_needed = ", ".join(dict.fromkeys(sections))
+    lines = [
+        *_comment(f"Converted from {title}."),
+        *_comment(f"Check it with: python -m jaxsp.plan CONFIG, then {command}"),
+    ]
+    not_converted = [f"{name}: {reason}" for name, reason in draft.not_converted.items()]
+    lists = {"To fill in or check:": draft.tasks, "Not converted:": not_converted}
+    for heading, entries in lists.items():
+        if entries:
+            lines += ["#", f"# {heading}"]
+        for entry in entries:
+            lines += _comment(entry, indent="- ")
+    not_needed = dict.fromkeys(name.partition(".")[0] for name in draft.not_needed)
     if not_needed:
-        lines += ["#", *_comment(f"Not needed here: {not_needed}.", indent="")]
+        lines += ["#", *_comment(f"Not needed here: {', '.join(not_needed)}.")]
     for section, fields in draft.nest().items():
         lines.append(f"{section}:")
         for field, value in fields.items():
@@ -30,17 +34,9 @@ def render(draft: Draft, *, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _list(title: str, entries: list[str]) -> Iterator[str]:
-    if entries:
-        yield "#"
-        yield f"# {title}"
-        for entry in entries:
-            yield from _comment(entry, indent="- ")
-
-
-def _comment(text: str, *, indent: str) -> Iterator[str]:
-    """Yields the lines of a comment. Control characters are escaped."""
-    lines = textwrap.wrap(
+def _comment(text: str, *, indent: str = "") -> list[str]:
+    """Lines of a comment. Control characters are escaped."""
+    return textwrap.wrap(
         errors.escape(" ".join(text.split())),
         width=_WIDTH,
         initial_indent=f"# {indent}",
@@ -48,7 +44,6 @@ def _comment(text: str, *, indent: str) -> Iterator[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    yield from lines
 
 
 def _render_field(field: str, value: object, origin: str) -> Iterator[str]:

@@ -42,9 +42,7 @@ def read_python(text: str, *, path: str) -> tuple[dict[str, Any], dict[str, str]
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{path}: cannot be read as Python: {error}.") from None
-    calls = {
-        id(node): (_name_of(node.func), node) for node in nodes if isinstance(node, ast.Call)
-    }.values()
+    calls = [(_name_of(node.func), node) for node in nodes if isinstance(node, ast.Call)]
     for name, _ in calls:
         if name.endswith("Trainer") and name not in ("SFTTrainer", "Trainer"):
             raise UserError(f"{path}: uses {name}. jaxsp has supervised training only.")
@@ -67,8 +65,8 @@ def read_python(text: str, *, path: str) -> tuple[dict[str, Any], dict[str, str]
             )
         if name == "SFTTrainer" and any(word.arg == "eval_dataset" for word in call.keywords):
             remarks.append("data.eval: the script has an eval_dataset; name it")
-    configs = [call for name, call in calls if name in ("SFTConfig", "TrainingArguments")]
-    if not any(call.keywords for call in configs):
+    config_names = ("SFTConfig", "TrainingArguments")
+    if not any(name in config_names and call.keywords for name, call in calls):
         raise UserError(
             f"{path}: has no SFTConfig(...) with options; they may come from its command line. "
             "Write the command into a file that ends with .sh, and convert that."
@@ -130,23 +128,23 @@ def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) ->
     if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
         return node.attr
     if isinstance(node, ast.JoinedStr):
-        parts = []
+        text = ""
         for part in node.values:
             inner = part.value if isinstance(part, ast.FormattedValue) else part
-            parts.append(str(_evaluate(inner, constants, depth + 1)))
-            if sum(map(len, parts)) > MAX_CHARS:
+            text += str(_evaluate(inner, constants, depth + 1))
+            if len(text) > MAX_CHARS:
                 raise _Unknown
-        return "".join(parts)
+        return text
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError):
         raise _Unknown from None
 
 
-def read_shell(text: str, *, path: str) -> tuple[dict[str, Any], int | None]:
-    """Reads the options of the training command in a shell script, and its number of GPUs.
+def read_shell(text: str, *, path: str) -> dict[str, Any]:
+    """Reads the options of the training command in a shell script.
 
-    Raises: UserError
+    The number of GPUs is `num_processes`. Raises: UserError
     """
     variables: dict[str, str] = {}
     command: list[str] = []
@@ -167,11 +165,11 @@ def read_shell(text: str, *, path: str) -> tuple[dict[str, Any], int | None]:
         raise UserError(f"{path}: has no training command, such as `swift sft` or `trl sft`.")
     _check_command(command, path=path)
     options = dict(_parse_options(command))
-    num_gpus = [variables.get("NPROC_PER_NODE"), *(options.pop(name, None) for name in _NUM_GPUS)]
-    if variables.get("CUDA_VISIBLE_DEVICES"):
-        num_gpus.append(str(len(variables["CUDA_VISIBLE_DEVICES"].split(","))))
-    counts = [int(str(count)) for count in num_gpus if str(count).isdecimal()]
-    return options, counts[0] if counts else None
+    devices = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    counts = [variables.get("NPROC_PER_NODE"), *(options.pop(name, None) for name in _NUM_GPUS)]
+    counts.append(len(devices) if devices != [""] else None)
+    numbers = [int(str(count)) for count in counts if str(count).isdecimal()]
+    return options | {"num_processes": numbers[0] if numbers else None}
 
 
 def _list_commands(text: str) -> Iterator[list[str]]:
@@ -225,15 +223,13 @@ def _parse_options(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_values(words: list[str]) -> Any:
+    """Value of an option: True without words, a list of several."""
     values = [_parse_value(word) for word in words if word[-3:] not in (".py", ".sh")]
-    if not values:
-        return True
-    return values[0] if len(values) == 1 else values
+    return (values or [True])[0] if len(values) < 2 else values
 
 
 def _parse_value(word: str) -> Any:
     try:
-        value = yaml_io.load(word)
+        return {"True": True, "False": False, "None": None}.get(word, yaml_io.load(word))
     except yaml.YAMLError:
         return word
-    return {"True": True, "False": False, "None": None}.get(word, value)

@@ -5,10 +5,10 @@ change training are ignored. Every other field is refused by name: a feature tha
 out gives plausible losses of another model.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxsp.config.fields import MAX_COUNT
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rope_checks, rope_forms
 from jaxsp.hf.families import (
@@ -18,7 +18,7 @@ from jaxsp.hf.families import (
     Family,
     MultimodalFamily,
 )
-from jaxsp.hf.json_values import format_value
+from jaxsp.hf.json_values import POSITIVE, SWITCH, Rule
 
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}
 
@@ -168,69 +168,46 @@ def _is_token_id(value: Any) -> bool:
     return all(map(json_values.is_integer, ids))
 
 
-_Rule = tuple[Callable[[Any], bool], str]
-"""Check of a value, and the end of the sentence `... must be`."""
+_COUNT = Rule(_is_size, "a whole number from 1")
+_FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 to {_MAX_NUMBER:,}")
+_ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
-_SWITCH: _Rule = (lambda x: isinstance(x, bool), "true or false")
-_POSITIVE: _Rule = (lambda x: json_values.is_number(x) and x > 0, "a number above 0")
-
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(
-        (*_SIZE_EXAMPLES, "max_position_embeddings"), (_is_size, "a whole number from 1")
+_RULES = {
+    **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), _COUNT),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), _FEW),
+    "rms_norm_eps": POSITIVE,
+    "initializer_range": Rule(
+        lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
     ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        (
-            lambda x: _is_size(x) and x <= _MAX_NUMBER,
-            f"a whole number from 1 to {_MAX_NUMBER:,}",
-        ),
+    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window"), SWITCH),
+    **dict.fromkeys(TOKEN_ID_FIELDS, Rule(_is_token_id, "a token id, a list of them, or null")),
+    "pad_token_id": Rule(json_values.is_integer, "a token id, or null"),
+    "sliding_window": Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
+    "max_window_layers": Rule(json_values.is_integer, "a whole number"),
+    "sliding_window_pattern": _COUNT,
+    "no_rope_layer_interval": _COUNT,
+    "no_rope_layers": Rule(
+        lambda x: isinstance(x, list) and all(item in (0, 1) for item in x), "a list of 0 and 1"
     ),
-    "rms_norm_eps": _POSITIVE,
-    "initializer_range": (
-        lambda x: json_values.is_number(x) and 0 <= x <= 1,
-        "a number from 0 to 1",
-    ),
-    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window"), _SWITCH),
-    **dict.fromkeys(TOKEN_ID_FIELDS, (_is_token_id, "a token id, a list of them, or null")),
-    "pad_token_id": (json_values.is_integer, "a token id, or null"),
-    "sliding_window": (lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
-    "max_window_layers": (json_values.is_integer, "a whole number"),
-    **dict.fromkeys(
-        ("sliding_window_pattern", "no_rope_layer_interval"), (_is_size, "a whole number from 1")
-    ),
-    "no_rope_layers": (
-        lambda x: isinstance(x, list) and all(item in (0, 1) for item in x),
-        "a list of 0 and 1",
-    ),
-    **dict.fromkeys(
-        ("hidden_act", "hidden_activation"),
-        (lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS)),
-    ),
+    "hidden_act": _ACTIVATION,
+    "hidden_activation": _ACTIVATION,
     **dict.fromkeys(
         (
             *("layer_norm_eps", "query_pre_attn_scalar", "logit_scale", "logits_scaling"),
             *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
             *("attention_multiplier", "residual_multiplier"),
         ),
-        _POSITIVE,
+        POSITIVE,
     ),
 }
 
 
 def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
     """Values of the wrong type among the fields that are read."""
-    return [
-        f"{path}.{name} = {format_value(fields[name])}: must be {rule}."
-        for name, (is_valid, rule) in _RULES.items()
-        if name in fields and not _is_valid(is_valid, fields[name])
+    found = [
+        json_values.find_problem(_RULES, name, fields[name]) for name in _RULES if name in fields
     ]
-
-
-def _is_valid(check: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return check(value)
-    except (TypeError, OverflowError):  # [] in a set, or an integer of 400 digits as a float
-        return False
+    return [f"{path}.{problem}" for problem in found if problem]
 
 
 def _feature_problems(

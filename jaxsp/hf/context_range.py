@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxsp.hf import rope_fields, rope_types
+from jaxsp.hf import rope_fields, rope_forms, rope_types
 from jaxsp.hf.rope_forms import FULL_ATTENTION
 
 
@@ -42,7 +42,7 @@ def describe_excess(
 def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:
     """Suggestion of a model.rope that reaches a number of positions."""
     group = _find_group(fields)
-    name = rope_types.find_name(group)
+    name = rope_forms.normalize(group).get("rope_type", "default")
     if name == "longrope":
         return ""
     if name in ("linear", "llama3"):

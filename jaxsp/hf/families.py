@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp.hf.rope_fields import ORIGINAL
 from jaxsp.hf.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
 from jaxsp.model.config import NormNames, QueryScale
 
@@ -163,7 +164,9 @@ FAMILIES = {
         architecture="Gemma3ForCausalLM",
         **_GEMMA,
         model={"norm": "rms_plus_one", "norm_names": _GEMMA_NORMS, "qk_norm": "head"},
-        rope=RopeSupport(layer_types=LAYER_TYPES, has_local_theta=True),
+        rope=RopeSupport(
+            layer_types=LAYER_TYPES, outside_fields=("rope_theta", "rope_local_base_freq")
+        ),
         read=_read_gemma3,
     ),
     "olmo2": Family(
@@ -192,7 +195,8 @@ FAMILIES = {
         model={"has_fused_qkv": True, "has_fused_gate_up": True},
         window_fields=("sliding_window",),
         rope=RopeSupport(
-            types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
+            types=("default", "longrope"),
+            outside_fields=("rope_theta", "partial_rotary_factor", ORIGINAL),
         ),
         values={
             **dict.fromkeys(("resid_pdrop", "embd_pdrop"), (0,)),
@@ -222,7 +226,7 @@ FAMILIES = {
             "has_fused_gate_up": True,
             "rope_interleaved": True,
         },
-        rope=RopeSupport(has_partial_rotary=True),
+        rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     ),
     "ministral3": Family(
         architecture="Ministral3ForCausalLM",

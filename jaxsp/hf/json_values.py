@@ -1,7 +1,7 @@
-"""Checks of JSON values, and how messages print them."""
+"""Rules for the values of JSON files."""
 
-import json
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxsp.config import yaml_io
 
@@ -16,10 +16,25 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def format_value(value: Any) -> str:
-    """A value as JSON, cut to 80 characters."""
+class Rule(NamedTuple):
+    """Check of a value, and the end of the sentence `... must be`."""
+
+    is_valid: Callable[[Any], bool]
+    text: str
+
+
+POSITIVE = Rule(lambda x: is_number(x) and x > 0, "a number above 0")
+NOT_NEGATIVE = Rule(lambda x: is_number(x) and x >= 0, "a number from 0")
+SWITCH = Rule(lambda x: isinstance(x, bool), "true or false")
+
+
+def find_problem(rules: Mapping[str, Rule], name: str, value: Any) -> str | None:
+    """Problem of a value, with its name; None if it is right, or has no rule."""
+    if name not in rules:
+        return None
+    rule = rules[name]
     try:
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-    except (ValueError, RecursionError):
-        text = f"a large {type(value).__name__}"
-    return yaml_io.shorten(text)
+        is_valid = rule.is_valid(value)
+    except (TypeError, OverflowError):  # [] in a set, or an integer of 400 digits as a float
+        is_valid = False
+    return None if is_valid else f"{name} = {yaml_io.format_value(value)}: must be {rule.text}."

@@ -5,11 +5,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import config_checks, folder, rope_forms, rope_override, rope_types, text_part
 from jaxsp.hf.families import FAMILIES, LAYER_TYPES, MULTIMODAL_FAMILIES, Family
-from jaxsp.hf.json_values import format_value
+from jaxsp.hf.rope_types import RopeInputs
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 
 if TYPE_CHECKING:
@@ -215,13 +216,14 @@ def _parse_layers(
 
     @functools.cache
     def parse_rope(layer_type: str) -> Rope:
-        return rope_types.parse(
-            groups[layer_type] if is_nested else groups,
+        inputs = RopeInputs(
+            group=groups[layer_type] if is_nested else groups,
             head_dim=head_dim,
             max_position_embeddings=given.get("max_position_embeddings"),
             row_tokens=row_tokens,
-            field=f"{path}.rope_parameters" + (f".{layer_type}" if is_nested else ""),
         )
+        field = f"{path}.rope_parameters" + (f".{layer_type}" if is_nested else "")
+        return rope_types.parse(inputs, field=field)
 
     layers = []
     for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):

@@ -5,7 +5,6 @@ peft/utils/save_and_load.py).
 """
 
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Callable
@@ -16,15 +15,16 @@ import jax.numpy as jnp
 
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import limits
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, json_values, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.json_values import format_value
+from jaxsp.hf.json_values import POSITIVE, Rule
 from jaxsp.hf.tensors import BadFileError
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder, layers
-from jaxsp.model.config import Lora, ModelConfig
+from jaxsp.model.config import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -47,57 +47,48 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_MODULES: tuple[Callable[[Any], bool], str] = (
-    lambda x: _is_text(x) or _is_list(x, _is_text),
-    "a list of names, a regular expression or null",
+def _is_saved_module(value: Any) -> bool:
+    return _is_text(value) and value.rpartition(".")[2] in SAVED_MODULES
+
+
+_MODULES = Rule(
+    lambda x: _is_text(x) or _is_list(x, _is_text), "a list of names, a regular expression or null"
 )
 
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (
-        lambda x: json_values.is_integer(x) and 0 < x <= MAX_COUNT,
-        "an integer of at least 1",
+_RULES = {
+    "peft_type": Rule(lambda x: x == "LORA", "LORA"),
+    "r": Rule(
+        lambda x: json_values.is_integer(x) and 0 < x <= MAX_COUNT, "an integer of at least 1"
     ),
-    "lora_alpha": (lambda x: json_values.is_number(x) and x > 0, "a number above 0"),
+    "lora_alpha": POSITIVE,
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,
-    "modules_to_save": (lambda x: _is_list(x, _is_text), "a list of names or null"),
-    "layers_to_transform": (
+    "modules_to_save": Rule(
+        lambda x: _is_list(x, _is_saved_module), f"a list of {' and '.join(SAVED_MODULES)}, or null"
+    ),
+    "layers_to_transform": Rule(
         lambda x: json_values.is_integer(x) or _is_list(x, json_values.is_integer),
         "an index, a list of indices or null",
     ),
+    # PiSSA, OLoRA and LoftQ change the base
+    "init_lora_weights": Rule(
+        lambda x: x in (True, False, "gaussian", "orthogonal", "eva", None),
+        "one that leaves the base weights as they are. Convert the adapter to LoRA with PEFT's "
+        "path_initial_model_for_weight_conversion",
+    ),
 }
-"""Checks of values, and the end of the sentence `... must be`."""
 
 _PATTERN_SECONDS = 10.0
 """CPU time to match patterns with the names of all projections."""
 
-_IGNORED_FIELDS = {
+_OTHER_FIELDS = {
+    *("use_rslora", "use_dora", "ensure_weight_tying"),
+    # the others do not change what a trained adapter computes
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
     *("task_type", "lora_dropout", "megatron_core", "qalora_group_size", "layers_pattern"),
     *("runtime_config", "eva_config"),
 }
-"""Fields that do not change what a trained adapter computes."""
-
-_READ_FIELDS = {
-    *("peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora"),
-    *("use_dora", "init_lora_weights", "layers_to_transform", "exclude_modules"),
-    "ensure_weight_tying",
-}
-
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", None)
-"""Values of init_lora_weights that leave the base as it is; PiSSA, OLoRA and LoftQ change it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """Fields of an adapter_config.json, in jaxsp's terms."""
-
-    type: str
-    rank: int
-    alpha: float
-    use_rslora: bool
-    targets: tuple[str, ...]
-    modules_to_save: tuple[str, ...]
+"""Fields without a rule that an adapter may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,89 +141,70 @@ def _fill_in(
         missing = {name: x for name, x in defaults.items() if getattr(adapter, name) is None}
         return adapter.model_copy(update=missing)
     read = _read_settings(source, model)
-    given = {
-        "type": adapter.type,
-        "rank": adapter.rank,
-        "alpha": adapter.alpha,
-        "use_rslora": adapter.use_rslora,
-    }
     problems = [
-        f"adapter.{name} = {value}: must be that of adapter.source, {getattr(read, name)}."
-        for name, value in given.items()
-        if value not in (None, getattr(read, name))
+        f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, {read[name]}."
+        for name in ("type", "rank", "alpha", "use_rslora")
+        if getattr(adapter, name) not in (None, read[name])
     ]
     if adapter.targets is not None:
         targets = adapters.find_targets(adapters.list_projections(model), adapter.targets)
-        if set(targets) != set(read.targets):
+        if set(targets) != set(read["targets"]):
             problems.append(
                 "adapter.targets: must be those of adapter.source, "
-                f"[{', '.join(read.targets)}]. Leave them out."
+                f"[{', '.join(read['targets'])}]. Leave them out."
             )
     if problems:
         raise UserError(problems)
-    saved = tuple(
-        name for name in SAVED_MODULES if name in (*read.modules_to_save, *adapter.modules_to_save)
-    )
-    return adapter.model_copy(update=vars(read) | {"modules_to_save": saved})
+    given = (*read["modules_to_save"], *adapter.modules_to_save)
+    saved = tuple(name for name in SAVED_MODULES if name in given)
+    return adapter.model_copy(update=read | {"modules_to_save": saved})
 
 
-def _read_settings(source: ModelFolder, model: ModelConfig) -> _Settings:
-    """Reads an adapter_config.json. Raises: UserError with everything that is not supported."""
+def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
+    """Reads the fields of a config's section from an adapter_config.json.
+
+    Raises: UserError with everything that is not supported.
+    """
     fields = source.config_fields
     asked = f"{_FIELD} = {source.source}: {CONFIG_FILE}"
-    problems = []
-    if fields.get("peft_type") != "LORA":
-        problems.append(f"peft_type = {format_value(fields.get('peft_type'))}: must be LORA")
-    for name, (is_valid, rule) in _RULES.items():
-        if not is_valid(fields.get(name)):
-            problems.append(f"{name} = {format_value(fields.get(name))}: must be {rule}")
+    found = [json_values.find_problem(_RULES, name, fields.get(name)) for name in _RULES]
+    problems = [problem for problem in found if problem]
     if problems:
-        raise UserError([f"{asked}: {problem}." for problem in problems])
-    known = _IGNORED_FIELDS | _READ_FIELDS
+        raise UserError([f"{asked}: {problem}" for problem in problems])
     problems += [
-        f"{name} = {format_value(value)}: is not supported"
+        f"{name} = {format_value(value)}: is not supported."
         for name, value in fields.items()
-        if name not in known and value and value != "none"
+        if name not in _RULES.keys() | _OTHER_FIELDS and value and value != "none"
     ]
-    if fields.get("init_lora_weights", True) not in _PLAIN_INITS:
-        problems.append(
-            f"init_lora_weights = {format_value(fields['init_lora_weights'])}: the adapter belongs "
-            "to changed base weights; convert it to LoRA with PEFT's "
-            "path_initial_model_for_weight_conversion"
-        )
-    saved = tuple(name.rpartition(".")[2] for name in fields.get("modules_to_save") or ())
-    if not set(saved) <= SAVED_MODULES.keys():
-        problems.append(
-            f"modules_to_save = {format_value(fields['modules_to_save'])}: only "
-            f"{' and '.join(SAVED_MODULES)} are supported"
-        )
+    saved = {name.rpartition(".")[2] for name in fields.get("modules_to_save") or ()}
     is_tied = model.tie_embeddings and not fields.get("ensure_weight_tying")
-    if is_tied and len(set(saved) & SAVED_MODULES.keys()) == 1:
+    if is_tied and len(saved) == 1:
         problems.append(
             f"modules_to_save = {format_value(fields['modules_to_save'])}: PEFT has trained a copy "
             "of a weight that is both embedding and head, and only in one of its places; merge the "
-            "adapter with PEFT, and use the merged model as model.source"
+            "adapter with PEFT, and use the merged model as model.source."
         )
+    targets: tuple[str, ...] = ()
     try:
         with limits.limit_time(_PATTERN_SECONDS):
             targets = _match_targets(fields, model)
     except limits.LimitError as error:
         problems.append(
             f"target_modules = {format_value(fields.get('target_modules'))}: {error} to match. "
-            "Write a simpler regular expression, or a list of names"
+            "Write a simpler regular expression, or a list of names."
         )
     except ValueError as error:
-        problems.append(str(error))
+        problems.append(f"{error}.")
     if problems:
-        raise UserError([f"{asked}: {problem}." for problem in problems])
-    return _Settings(
-        type="dora" if fields.get("use_dora") else "lora",
-        rank=int(fields["r"]),
-        alpha=float(fields["lora_alpha"]),
-        use_rslora=bool(fields.get("use_rslora")),
-        targets=targets,
-        modules_to_save=saved,
-    )
+        raise UserError([f"{asked}: {problem}" for problem in problems])
+    return {
+        "type": "dora" if fields.get("use_dora") else "lora",
+        "rank": int(fields["r"]),
+        "alpha": float(fields["lora_alpha"]),
+        "use_rslora": bool(fields.get("use_rslora")),
+        "targets": targets,
+        "modules_to_save": tuple(saved),
+    }
 
 
 def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
@@ -303,18 +275,12 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     stored = {_remove_prefixes(name): tensor for name, tensor in header.items()}
     declared = source.config_fields.get("modules_to_save") or ()
     saved = {SAVED_MODULES[name.rpartition(".")[2]] for name in declared}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for param in jax.tree.leaves(table):
-        if param.is_adapter or param.hf_name in saved:
-            for layer in range(param.num_layers or 1):
-                shapes[param.hf_name.format(layer=layer)] = param.hf_shape
-    missing = [name for name in shapes if name not in stored]
-    surplus = [name for name in stored if name not in shapes and name not in _TIED_COPIES]
-    misshapen = [
-        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
+    params = jax.tree.leaves(table)
+    shapes = weights.tensor_shapes(
+        [param for param in params if param.is_adapter or param.hf_name in saved]
+    )
+    missing, surplus, misshapen = weights.compare(stored, shapes)
+    surplus = [name for name in surplus if name not in _TIED_COPIES]
     problems = [
         f"{asked}: {title} {weights.abbreviate(names)}. "
         "Use an adapter of this model, as PEFT's save_pretrained writes it."
@@ -356,6 +322,16 @@ _TIED_COPIES = (SAVED_MODULES["lm_head"],)
 """Copy of the embedding in the adapter of a model whose head is its embedding."""
 
 
+_FIXED_FIELDS = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+}
+"""Fields that every written adapter_config.json has."""
+
+
 def save_adapter(
     weights: layers.Weights,
     *,
@@ -393,7 +369,14 @@ def save_adapter(
         # A list would match the vision tower too
         targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(targets)})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
-    config = _make_config(adapter, lora) | {
+    alpha = adapter.alpha or lora.scale * lora.rank
+    config = {
+        **_FIXED_FIELDS,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # as PEFT writes it
+        "lora_dropout": adapter.dropout,
+        "use_rslora": bool(adapter.use_rslora),
+        "use_dora": lora.is_dora,
         "base_model_name_or_path": base,
         "target_modules": targets,
         "modules_to_save": saved or None,
@@ -406,24 +389,3 @@ def save_adapter(
             folder.copy_small_files(small_files, target, exclude=exclude)
         prefixed = {f"{_PREFIX}{name}": tensor for name, tensor in named.items()}
         writer.write_file(target / WEIGHTS_FILE, prefixed, dtype=jnp.dtype("float32"))
-
-
-def _make_config(adapter: AdapterConfig, lora: Lora) -> dict[str, Any]:
-    """Fields of an adapter_config.json that do not depend on the base."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": lora.rank,
-        "lora_alpha": _to_int(adapter.alpha or lora.scale * lora.rank),
-        "lora_dropout": adapter.dropout,
-        "use_rslora": bool(adapter.use_rslora),
-        "use_dora": lora.is_dora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
-
-def _to_int(value: float) -> int | float:
-    """An integer for a whole number, as PEFT writes it."""
-    return int(value) if math.floor(value) == value else value

@@ -9,16 +9,14 @@ import dataclasses
 from typing import Any
 
 from jaxsp.hf import rope_types
+from jaxsp.hf.rope_fields import ORIGINAL
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 GROUPS = ("rope_parameters", "rope_scaling")
 
-OUTSIDE_FIELDS = (
-    *("rope_theta", "partial_rotary_factor"),
-    *("rope_local_base_freq", "original_max_position_embeddings"),
-)
+OUTSIDE_FIELDS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", ORIGINAL)
 """Fields beside the groups. Which of them a family has is in its `RopeSupport`."""
 
 FIELDS = (*GROUPS, *OUTSIDE_FIELDS)
@@ -31,28 +29,14 @@ class RopeSupport:
     types: tuple[str, ...] = tuple(rope_types.TYPES)
     layer_types: tuple[str, ...] = ()
     """Layer types with their own groups in `rope_parameters`; empty if all layers share one."""
-    has_local_theta: bool = False
-    """True if transformers 4 had rope_local_base_freq for layers with a window (Gemma 3)."""
-    has_partial_rotary: bool = False
-    """True if partial_rotary_factor may be below 1."""
-    has_outside_original: bool = False
-    """True if original_max_position_embeddings is beside the groups (Phi-3)."""
+    outside_fields: tuple[str, ...] = ("rope_theta",)
+    """Fields beside the groups: partial_rotary_factor if it may be below 1, rope_local_base_freq
+    for layers with a window in transformers 4 (Gemma 3), original_max_position_embeddings
+    (Phi-3)."""
     extra_fields: tuple[str, ...] = ()
     """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
     required_fields: tuple[str, ...] = ()
     """Fields that a group must have in addition to those of its type."""
-
-    @property
-    def outside_fields(self) -> tuple[str, ...]:
-        """Fields beside the groups that the family has."""
-        names = ["rope_theta"]
-        if self.has_partial_rotary:
-            names.append("partial_rotary_factor")
-        if self.has_local_theta:
-            names.append("rope_local_base_freq")
-        if self.has_outside_original:
-            names.append("original_max_position_embeddings")
-        return tuple(names)
 
 
 def normalize(group: dict[str, Any]) -> dict[str, Any]:
@@ -82,14 +66,14 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
     if is_nested(groups, support):
         sliding, groups = (groups[name] for name in (SLIDING_ATTENTION, FULL_ATTENTION))
         theta = sliding["rope_theta"]
-        if support.has_local_theta:
+        if "rope_local_base_freq" in support.outside_fields:
             local = {"rope_local_base_freq": theta}
         if sliding["rope_type"] != "default" or not (local or theta == groups["rope_theta"]):
             return {}
     outside = {name: groups[name] for name in support.outside_fields if name in groups}
     scaling = {name: value for name, value in groups.items() if name not in outside}
     is_default = scaling["rope_type"] == "default"
-    if support.has_outside_original:
+    if ORIGINAL in support.outside_fields:
         # transformers 4 reads Phi-3's scaling only with `type`, and without other fields
         scaling["type"] = scaling.pop("rope_type")
     return {**outside, "rope_scaling": None if is_default else scaling, **local}

@@ -4,18 +4,17 @@ The changed fields are the model's config.json from then on: in checkpoints and 
 transformers and vLLM read. Changing them again gives the same fields.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.schema import ModelSourceConfig
-from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import rope_fields, rope_forms, rope_types
-from jaxsp.hf.json_values import format_value
+from jaxsp.hf import rope_checks, rope_forms
+from jaxsp.hf.rope_fields import ORIGINAL
 from jaxsp.hf.rope_forms import FULL_ATTENTION, RopeSupport
+from jaxsp.hf.rope_types import TYPES
 
-_EXTENDING = ("type", "factor", "original_max_position_embeddings")
+_EXTENDING = {"type", "factor", ORIGINAL}
 """Fields of model.rope that determine how many positions the model has."""
 
 
@@ -41,131 +40,75 @@ def apply(
     groups = resolved["rope_parameters"]
     is_nested = rope_forms.is_nested(groups, support)
     own = groups[FULL_ATTENTION] if is_nested else groups
-    change = _Change(
-        rope=model.rope,
-        own={name: value for name, value in own.items() if value is not None},
-        own_positions=resolved["max_position_embeddings"],
-        positions=model.max_position_embeddings,
-        support=support,
-    )
-    problems = change.find_problems()
-    if problems:
-        raise UserError(problems)
-    group = change.make_group()
+    own = {name: value for name, value in own.items() if value is not None}
+    own_positions = resolved["max_position_embeddings"]
+    original = _find_original(model.rope, own, own_positions)
+    group = _make_group(model, own, original=original, support=support)
     changed = {name: value for name, value in fields.items() if name not in rope_forms.FIELDS}
     changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
-    if support.has_outside_original and rope_fields.ORIGINAL in group:
-        changed[rope_fields.ORIGINAL] = group[rope_fields.ORIGINAL]
-    return changed | {"max_position_embeddings": change.find_positions(group)}
+    if ORIGINAL in support.outside_fields and ORIGINAL in group:
+        changed[ORIGINAL] = group[ORIGINAL]
+    positions = model.max_position_embeddings
+    if positions is None:
+        positions = own_positions
+        is_extended = bool(_EXTENDING & model.rope.model_dump(exclude_none=True).keys())
+        if is_extended and TYPES[group["rope_type"]].extends_range and "factor" in group:
+            positions = round(group["factor"] * original)
+    return changed | {"max_position_embeddings": positions}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Change:
-    """Change of one group of `rope_parameters`."""
+def _find_original(rope: RopeConfig, own: dict[str, Any], own_positions: int) -> int:
+    """Number of positions before the extension."""
+    if rope.original_max_position_embeddings is not None:
+        return rope.original_max_position_embeddings
+    if rope.type in (None, own["rope_type"]):
+        if ORIGINAL in own:
+            return own[ORIGINAL]
+        if own["rope_type"] == "linear":
+            return round(own_positions / own["factor"])
+    return own_positions
 
-    rope: RopeConfig
-    own: dict[str, Any]
-    """The model's own group, without nulls."""
-    own_positions: int
-    """The model's own max_position_embeddings."""
-    positions: int | None
-    """model.max_position_embeddings."""
-    support: RopeSupport
 
-    @property
-    def own_type(self) -> str:
-        return self.own["rope_type"]
+def _make_group(
+    model: ModelSourceConfig, own: dict[str, Any], *, original: int, support: RopeSupport
+) -> dict[str, Any]:
+    """The changed group. Its factor and original range are never left out.
 
-    @property
-    def new_type(self) -> str:
-        return self.rope.type or self.own_type
-
-    @property
-    def original(self) -> int:
-        """Number of positions before the extension."""
-        if self.rope.original_max_position_embeddings is not None:
-            return self.rope.original_max_position_embeddings
-        if self.own_type == self.new_type and rope_fields.ORIGINAL in self.own:
-            return self.own[rope_fields.ORIGINAL]
-        if self.own_type == self.new_type == "linear":
-            return round(self.own_positions / self.own["factor"])
-        return self.own_positions
-
-    def find_problems(self) -> list[str]:
-        """Fields that the type or the family does not have, and missing ones."""
-        name_of_type = self.new_type
-        if name_of_type not in self.support.types:
-            return [
-                f"model.rope.type = {name_of_type}: is not implemented in this family's code in "
-                f"transformers. Use {errors.format_choices(self.support.types)}."
-            ]
-        rope_type = rope_types.TYPES[name_of_type]
-        given = self.rope.given_fields()
-        allowed = {*rope_type.fields, "rope_theta"}
-        if not self.support.has_partial_rotary:
-            allowed.discard("partial_rotary_factor")
-        if name_of_type == "linear":  # determines max_position_embeddings
-            allowed.add(rope_fields.ORIGINAL)
-        if name_of_type == "longrope":
-            allowed.add("longrope_factors")
-        problems = [
-            f"model.rope.{name} = {format_value(value)}: is not a field of {name_of_type}"
-            f"{'' if self.rope.type else ', the type of the model'}. "
-            f"{self._suggest(name)}"
-            for name, value in self.rope.model_dump(mode="json", exclude_none=True).items()
-            if name not in ("type", "theta") and name not in allowed
-        ]
-        group = given if self.rope.type else self.own | given
-        for name in rope_type.required:
-            if name in group or name == rope_fields.ORIGINAL:
-                continue
-            if name == "factor" and self.positions is not None:
-                continue
-            problems.append(f"model.rope.{name}: missing. {rope_fields.EXAMPLES[name]}")
-        if name_of_type == "yarn" and self.positions is None and "factor" not in group:
-            problems.append(
-                "model.rope.factor: missing. Set it, for example model.rope.factor=4, or set "
-                "model.max_position_embeddings."
-            )
-        return problems
-
-    def _suggest(self, name: str) -> str:
-        """Suggestion for a field that the type does not have."""
-        types = ["longrope"] if name == "longrope_factors" else []
-        if name != "partial_rotary_factor":
-            types += [kind for kind, entry in rope_types.TYPES.items() if name in entry.fields]
-        types = [kind for kind in ("yarn", "longrope", "llama3") if kind in types]
-        types = [kind for kind in types if kind in self.support.types]
-        return f"Leave it out, or set model.rope.type={types[0]}." if types else "Leave it out."
-
-    def make_group(self) -> dict[str, Any]:
-        """The changed group. Its factor and original range are never left out."""
-        given = self.rope.given_fields()
-        kept = self.own
-        if self.rope.type is not None:
-            names = ("rope_theta", "partial_rotary_factor", *self.support.extra_fields)
-            kept = {name: self.own[name] for name in names if name in self.own}
-        group = {**kept, "rope_type": self.new_type, **given}
-        group.pop("type", None)
-        fields = rope_types.TYPES[self.new_type].fields
-        if rope_fields.ORIGINAL in fields:
-            group[rope_fields.ORIGINAL] = self.original
-        else:
-            group.pop(rope_fields.ORIGINAL, None)
-        if self.new_type in ("yarn", "linear") and "factor" not in group:
-            assert self.positions is not None, "checked before"
-            group["factor"] = max(1.0, self.positions / self.original)
-        if self.rope.longrope_factors is not None:
-            divisors = group[f"{self.rope.longrope_factors}_factor"]
-            group |= {"short_factor": divisors, "long_factor": divisors}
-        return group
-
-    def find_positions(self, group: dict[str, Any]) -> int:
-        """max_position_embeddings after the change."""
-        if self.positions is not None:
-            return self.positions
-        given = self.rope.model_dump(exclude_none=True)
-        is_extended = any(name in given for name in _EXTENDING)
-        if is_extended and rope_types.TYPES[self.new_type].extends_range and "factor" in group:
-            return round(group["factor"] * self.original)
-        return self.own_positions
+    Args: own: the model's own group, without nulls.
+    Raises: UserError
+    """
+    rope = model.rope
+    assert rope is not None, "checked before"
+    name_of_type = rope.type or own["rope_type"]
+    if rope.type is not None:
+        kept = ("rope_theta", "partial_rotary_factor", *support.extra_fields)
+        own = {name: own[name] for name in kept if name in own}
+    group = {**own, **rope.given_fields(), "rope_type": name_of_type}
+    group.pop("type", None)
+    if ORIGINAL in TYPES[name_of_type].fields:
+        group[ORIGINAL] = original
+    elif name_of_type == "linear" or rope.original_max_position_embeddings is None:
+        group.pop(ORIGINAL, None)  # of linear, it determines max_position_embeddings
+    needs_factor = name_of_type in ("yarn", "linear") and "factor" not in group
+    if needs_factor:
+        group["factor"] = max(1.0, (model.max_position_embeddings or original) / original)
+    problems = rope_checks.find_group_problems(
+        group, "model.rope", fields={"max_position_embeddings": original}, support=support
+    )
+    if needs_factor and model.max_position_embeddings is None and not problems:
+        problems.append(
+            "model.rope.factor: missing. Set it, for example model.rope.factor=4, or set "
+            "model.max_position_embeddings."
+        )
+    if rope.longrope_factors is not None and name_of_type != "longrope":
+        problems.append(
+            f"model.rope.longrope_factors = {rope.longrope_factors}: the model's rope_type is "
+            f"{name_of_type}, and only longrope has such factors. Leave it out."
+        )
+    if problems:
+        # the fields are called type and theta in model.rope
+        raise UserError([line.replace("model.rope.rope_", "model.rope.") for line in problems])
+    if rope.longrope_factors is not None:
+        divisors = group[f"{rope.longrope_factors}_factor"]
+        group |= {"short_factor": divisors, "long_factor": divisors}
+    return group

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.core.errors import UserError
+from jaxsp.hf.rope_fields import ORIGINAL
 from jaxsp.model.config import Rope
 
 
@@ -23,11 +24,12 @@ class RopeInputs:
     """Everything that the frequencies of a layer depend on."""
 
     group: dict[str, Any]
-    """Fields of `rope_parameters`, checked, without nulls."""
+    """Fields that `rope_checks.find_problems` accepts, with rope_type and rope_theta."""
     head_dim: int
     max_position_embeddings: int | None
     row_tokens: int | None
-    """Length of the longest rows; None: no longer than the model's original range."""
+    """Length of the longest rows, by which longrope chooses its factors; None: no longer than the
+    model's original range."""
 
     @property
     def rotated_dim(self) -> int:
@@ -37,7 +39,7 @@ class RopeInputs:
     @property
     def original(self) -> int:
         """Number of positions that the model had before its range was extended."""
-        positions = self.group.get("original_max_position_embeddings", self.max_position_embeddings)
+        positions = self.group.get(ORIGINAL, self.max_position_embeddings)
         assert positions is not None, "checked before"
         return positions
 
@@ -56,37 +58,22 @@ def count_rotated(head_dim: int, group: dict[str, Any]) -> int:
     return int(head_dim * group.get("partial_rotary_factor", 1.0))
 
 
-def parse(
-    group: dict[str, Any],
-    *,
-    head_dim: int,
-    max_position_embeddings: int | None,
-    row_tokens: int | None,
-    field: str,
-) -> Rope:
+def parse(inputs: RopeInputs, *, field: str) -> Rope:
     """Converts one resolved group of `rope_parameters`.
 
-    Args:
-        group: fields that `rope_checks.find_problems` accepts, with rope_type and rope_theta.
-        row_tokens: length of the longest rows, by which longrope chooses its factors.
-        field: name of the group in messages.
+    Args: field: name of the group in messages.
     Raises: UserError if the frequencies would depend on the batch.
     """
-    group = {name: value for name, value in group.items() if value is not None}
-    inputs = RopeInputs(
-        group=group,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        row_tokens=row_tokens,
-    )
+    group = {name: value for name, value in inputs.group.items() if value is not None}
+    inputs = dataclasses.replace(inputs, group=group)
     name = group["rope_type"]
     try:
         frequencies, scale, details = TYPES[name].compute(inputs)
     except UserError as error:
         raise UserError(f"{field}.rope_type = {name}: {error}") from None
     parts = [name, f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
-    if inputs.rotated_dim < head_dim:
-        parts.append(f"{inputs.rotated_dim} of {head_dim} elements rotated")
+    if inputs.rotated_dim < inputs.head_dim:
+        parts.append(f"{inputs.rotated_dim} of {inputs.head_dim} elements rotated")
     return Rope(
         frequencies=tuple(frequencies.tolist()), scale=float(scale), description=", ".join(parts)
     )
@@ -239,19 +226,17 @@ class RopeType:
         return ("rope_theta", "partial_rotary_factor", *self.required, *self.optional)
 
 
-_ORIGINAL = "original_max_position_embeddings"
-
 TYPES = {
     "default": RopeType(compute=_default),
     "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
     "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
     "llama3": RopeType(
-        compute=_llama3, required=("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+        compute=_llama3, required=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
     ),
     "yarn": RopeType(
         compute=_yarn,
         optional=(
-            *("factor", _ORIGINAL, "beta_fast", "beta_slow"),
+            *("factor", ORIGINAL, "beta_fast", "beta_slow"),
             *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
         ),
         extends_range=True,
@@ -260,7 +245,7 @@ TYPES = {
     "longrope": RopeType(
         compute=_longrope,
         required=("short_factor", "long_factor"),
-        optional=("factor", _ORIGINAL, "attention_factor"),
+        optional=("factor", ORIGINAL, "attention_factor"),
         extends_range=True,
         needs_range=True,
     ),
@@ -269,9 +254,3 @@ TYPES = {
 
 LEGACY_NAMES = {"su": "longrope"}
 """Names that types had before."""
-
-
-def find_name(group: dict[str, Any]) -> str:
-    """Type of a group, from `rope_type` or its former name `type`."""
-    name = group.get("rope_type") or group.get("type") or "default"
-    return LEGACY_NAMES.get(name, name)

@@ -8,11 +8,11 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import config_checks
 from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES, MultimodalFamily
-from jaxsp.hf.json_values import format_value
 
 _Tensor = TypeVar("_Tensor")
 
@@ -65,7 +65,11 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     text = text | {"model_type": text.get("model_type") or family.text_types[0]}
     text |= {name: outer[name] for name in config_checks.TOKEN_ID_FIELDS if name in outer}
     text |= _read_tie(outer, text)
-    return _default_sizes(text) | text, path
+    # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
+    defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
+    missing = config_checks.find_missing_sizes(text, FAMILIES[text["model_type"]])
+    sizes = {name: defaults[name] for name in (*missing, "max_position_embeddings")}
+    return sizes | text, path
 
 
 def _find_text_problems(text: dict[str, Any], family: MultimodalFamily, path: str) -> list[str]:
@@ -98,15 +102,6 @@ def _read_tie(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
     name = "tie_word_embeddings"
     is_used = outer.get(name) is False or text.get(name) is None
     return {name: outer[name]} if name in outer and is_used else {}
-
-
-def _default_sizes(text: dict[str, Any]) -> dict[str, Any]:
-    """transformers' defaults of the sizes that a text_config lacks (Gemma 3 4B: the heads)."""
-    import transformers
-
-    defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
-    missing = config_checks.find_missing_sizes(text, FAMILIES[text["model_type"]])
-    return {name: defaults[name] for name in (*missing, "max_position_embeddings")}
 
 
 def select_tensors(

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import pathlib
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +13,6 @@ import numpy as np
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
-from jaxsp.hf.families import MultimodalFamily
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError, StoredTensor
 from jaxsp.model import layers
@@ -83,8 +84,12 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     """
     asked = f"{source.field} = {source.source}"
     multimodal = text_part.find_family(source.config_fields)
-    stored, left_out = _read_text_headers(source, multimodal, asked)
-    shapes = _tensor_shapes(table)
+    stored = _read_headers(source, asked)
+    try:
+        stored, left_out = text_part.select_tensors(stored, multimodal)
+    except ValueError as error:
+        raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
+    shapes = tensor_shapes(table)
     stored = _rename(stored, {*shapes, _HEAD_NAME})
     embedding_name = table["embedding"].hf_name
     head = None
@@ -106,17 +111,6 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
             "tensor that is wrong."
         )
     return reader
-
-
-def _read_text_headers(
-    source: ModelFolder, multimodal: MultimodalFamily | None, asked: str
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """All tensors of the text model by name, and names of the tensors of other parts."""
-    stored = _read_headers(source, asked)
-    try:
-        return text_part.select_tensors(stored, multimodal)
-    except ValueError as error:
-        raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
@@ -220,14 +214,31 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
     return f"python -c {shlex.quote(code)}", out
 
 
-def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by name; those that exist once come first."""
+def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by name; those that exist once come first.
+
+    Args: table: a tree of parameters.
+    """
     params = jax.tree.leaves(table)
     shapes = {param.hf_name: param.hf_shape for param in params if param.num_layers is None}
     for param in params:
         for layer in range(param.num_layers or 0):
             shapes[param.hf_name.format(layer=layer)] = param.hf_shape
     return shapes
+
+
+def compare(
+    stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[str], list[str], list[str]]:
+    """Names of missing and of surplus tensors, and descriptions of those of another shape."""
+    missing = [name for name in shapes if name not in stored]
+    surplus = sorted(name for name in stored if name not in shapes)
+    misshapen = [
+        f"{name} {list(stored[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    return missing, surplus, misshapen
 
 
 def _find_differences(
@@ -238,20 +249,12 @@ def _find_differences(
     is_multimodal: bool,
 ) -> list[str]:
     """A line for each kind of difference between the stored tensors and those of the model."""
-    missing = [name for name in shapes if name not in stored]
-    surplus = sorted(
-        name for name in stored if name not in shapes and not name.endswith(_IGNORED_SUFFIX)
-    )
-    present = [(name, stored[name], shape) for name, shape in shapes.items() if name in stored]
-    misshapen = [
-        f"{name} {list(tensor.shape)} instead of {list(shape)}"
-        for name, tensor, shape in present
-        if tensor.shape != shape
-    ]
+    missing, surplus, misshapen = compare(stored, shapes)
+    surplus = [name for name in surplus if not name.endswith(_IGNORED_SUFFIX)]
     unsupported = [
-        f"{name} {tensor.dtype}"
-        for name, tensor, _ in present
-        if tensor.dtype not in tensors.DTYPES
+        f"{name} {stored[name].dtype}"
+        for name in shapes
+        if name in stored and stored[name].dtype not in tensors.DTYPES
     ]
     matching = "Use the config.json that belongs to these weights"
     tie = ""

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import Attend
 from jaxsp.core.batch import Batch
-from jaxsp.model import dropout, layers, remat, tiling
+from jaxsp.model import dropout, layer_stack, layers, tiling
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.dropout import Keys
-from jaxsp.model.layer_stack import LayerParts, OffloadedStack
+from jaxsp.model.layer_stack import LayerParts
 from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
 
@@ -93,23 +93,16 @@ def hidden_states(
     )
     arrays = LayerArrays(batch, tables, token_keys)
     indices = _layer_indices(config, attend, has_dropout=token_keys is not None)
-    if policy.has_own_backward_pass:
-        stack = OffloadedStack(
-            parts=parts,
-            num_layers=config.num_layers,
-            group_size=policy.offload_every,
-            offloads_during_attention=policy.offloads_during_attention,
-            merge_slots=gather.merge_slots,
-        )
-        x_BlD = stack(x_BlD, *gather.split_slots(shards["layers"]), indices, arrays)
-    else:
-
-        def layer(x_BlD: Array, inputs: tuple[layers.Weights, LayerIndices]) -> tuple[Array, None]:
-            shards, indices = inputs
-            return parts(shards, remat.name_layer_input(x_BlD), indices, arrays), None
-
-        inputs = shards["layers"], indices
-        x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, inputs)
+    x_BlD = layer_stack.run_layers(
+        parts,
+        x_BlD,
+        shards["layers"],
+        indices,
+        arrays,
+        num_layers=config.num_layers,
+        policy=policy,
+        gather=gather,
+    )
     last_norm = _graphdefs(config)[2]
     return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
 

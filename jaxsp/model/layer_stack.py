@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.core import host_memory
-from jaxsp.model.layers import Weights
+from jaxsp.model import remat
+from jaxsp.model.layers import Gather, Weights
+from jaxsp.model.remat import RematPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,35 @@ class LayerParts:
         out = self.attend(shards.get("sinks"), q, k, v, indices, batch)
         post_shards = shards["post_attention"]
         return self.post_attention(post_shards, x, out, mlp_input, indices, batch)
+
+
+def run_layers(
+    parts: LayerParts,
+    x: Array,
+    shards: Weights,
+    indices: Any,
+    batch: Any,
+    *,
+    num_layers: int,
+    policy: RematPolicy,
+    gather: Gather,
+) -> Array:
+    """Output of the last layer. Shapes: arrays of `shards` and `indices` are [N, ...]."""
+    if policy.has_own_backward_pass:
+        stack = OffloadedStack(
+            parts=parts,
+            num_layers=num_layers,
+            group_size=policy.offload_every,
+            offloads_during_attention=policy.offloads_during_attention,
+            merge_slots=gather.merge_slots,
+        )
+        return stack(x, *gather.split_slots(shards), indices, batch)
+
+    def layer(x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, None]:
+        shards, indices = inputs
+        return parts(shards, remat.name_layer_input(x), indices, batch), None
+
+    return jax.lax.scan(remat.checkpoint_layer(layer, policy), x, (shards, indices))[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import itertools
 import math
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,19 @@ from jaxsp.attention import (
 )
 from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
-from jaxsp.model import remat
-from jaxsp.model.layer_stack import LayerParts, OffloadedStack
+from jaxsp.model import layer_stack
+from jaxsp.model.layer_stack import LayerParts
+from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
-from jaxsp.training import compile_options, memory_fit
+from jaxsp.training import compile_options, memory_fit, sharding
+from jaxsp.training.sharding import Gather, Shard
 from jaxsp.training.specs import StepSpec
 
 ATTENTION_TOLERANCE = 1e-2
-"""Maximum of `measure_attention_error` in bfloat16.
+"""Maximum of `AttentionCheck.measure_errors` in bfloat16.
 
 Rounding gives up to 3.4e-3; attention to one token of another segment gives 0.1.
 """
@@ -65,6 +68,8 @@ _LENGTHS_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.
 """The lengths need two calls of cuDNN. There is padding between segments and at the end."""
 
 _WINDOW = 100
+_PLAIN_SCORES = ScoreConfig()
+_WHOLE_ROWS = attention.combine(1)
 
 
 def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str]:
@@ -76,18 +81,16 @@ def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str
     """
     devices = spec.mesh.devices.flat
     local = [device for device in devices if device.process_index == jax.process_index()]
-    device = local[0]
-    if device.platform == "cpu":
+    if local[0].platform == "cpu":
         return []
-    check_arithmetic(device)
+    check_arithmetic(local[0])
     passed = []
-    checks = dict.fromkeys(
-        itertools.chain.from_iterable(_list_checks(spec, choice) for choice in choices)
-    )
+    listed = (_list_checks(spec, choice) for choice in choices)
+    checks = dict.fromkeys(itertools.chain.from_iterable(listed))
     if checks:
         start_s = time.perf_counter()
         for check in checks:
-            _check_attention(spec, check, device)
+            raise_on_attention_error(check.measure_errors(local[0]), local[0])
         kernels = " and ".join(dict.fromkeys(check.kernel.describe() for check in checks))
         passed.append(
             f"self-check: {kernels} attention agrees with the blockwise kernel on this device "
@@ -112,42 +115,133 @@ def check_arithmetic(device: jax.Device) -> None:
     with jax.default_device(device):
         actual = [float(jnp.sqrt(512.0)), *np.asarray(jnp.ones(4) + 1).tolist()]
     if not np.allclose(actual, [math.sqrt(512), 2, 2, 2, 2], rtol=1e-5):
-        raise UserError(
+        raise _make_error(
             f"jax = {jax.__version__}: computes sqrt(512) and ones(4) + 1 as {actual} on this "
-            f"device. Nothing was trained. {_describe_versions(device)}. Use another release of "
-            "jax, or its packages for another version of CUDA."
+            "device",
+            device,
+            "another release of jax, or its packages for another version of CUDA",
         )
 
 
-class _AttentionCheck(NamedTuple):
-    """A check of attention, which several row lengths may share."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCheck:
+    """Comparison of a kernel with the blockwise kernel in float32, on small packed rows."""
 
     kernel: Kernel
     heads_per_kv_head: int
     num_kv_heads: int
-    head_chunks: int
-    copies_segments: bool
-    score: ScoreConfig
-    strategy: Strategy
+    head_dim: int
+    max_segments: int
+    """1: rows of one segment; more: rows of several, with padding between them."""
+    dtype: jnp.dtype
+    """Dtype in which the kernel computes; results are float32."""
+    score: ScoreConfig = _PLAIN_SCORES
+    """Scores of a layer; a window is shortened to 100 tokens, because the rows are short."""
+    head_chunks: int = 1
+    """Number of head chunks; reduced to the largest number that the few heads allow."""
+    copies_segments: bool = False
+    """See `KernelSettings`."""
+    strategy: Strategy = _WHOLE_ROWS
     """Strategy on one device: whole rows, or chunks of rows."""
 
+    def measure_errors(self, device: jax.Device) -> dict[str, float]:
+        """Errors of the kernel's output and gradients, by name: out, dq, dk, dv.
 
-def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[_AttentionCheck]:
+        Units: relative root mean square error of the segment where it is largest; padding of a row
+            counts as a segment. The base is the root mean square of the expected values, in the
+            segment or in all segments, whichever is larger. Infinite if a value is NaN.
+        """
+        reference = dataclasses.replace(
+            self,
+            kernel=BlockwiseKernel(),
+            dtype=jnp.dtype(jnp.float32),
+            strategy=_WHOLE_ROWS,
+        )
+        inputs = jax.device_put(self._make_inputs(), device)
+        actual, expected = (check._compute(device, *inputs) for check in (self, reference))
+        starts_BM, lengths_BM = inputs[1]
+        segment_BL = np.asarray(segments.segment_ids(starts_BM, lengths_BM, _ROW_TOKENS))
+        return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
+
+    def _compute(self, device: jax.Device, qkv_dout: Any, slots: Any) -> dict[str, np.ndarray]:
+        compiled = self.compile(device)
+        fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
+        results = map(np.asarray, compiled(qkv_dout, slots))
+        return dict(zip(("out", "dq", "dk", "dv"), results, strict=True))
+
+    def _make_inputs(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns q, k, v and the output's gradient, as bfloat16 has them, and the segments."""
+        starts_BM = _STARTS_BM[:, : self.max_segments]
+        lengths_BM = _LENGTHS_BM[:, : self.max_segments]
+        if self.max_segments == 1:
+            starts_BM = np.zeros((2, 1), np.int32)
+            lengths_BM = np.array([[_ROW_TOKENS - 100], [_ROW_TOKENS]], np.int32)
+        rng = np.random.default_rng(0)
+        G = self.num_kv_heads
+        H = self.heads_per_kv_head * G
+        shapes = [(2, _ROW_TOKENS, heads, self.head_dim) for heads in (H, G, G, H)]
+        qkv_dout = [np.asarray(rng.standard_normal(x, np.float32), jnp.bfloat16) for x in shapes]
+        return qkv_dout, [starts_BM, lengths_BM]
+
+    def compile(self, device: jax.Device) -> jax.stages.Compiled:
+        """Compiles the kernel's output and gradients for a device, which may be an absent one."""
+        inputs = self._make_inputs()
+        window = self.score.window
+        if window is not None:
+            window = min(window, _WINDOW)
+        layer = LayerWorkload(
+            num_rows=2,
+            tokens_per_device=_ROW_TOKENS,
+            row_tokens=_ROW_TOKENS,
+            max_segments=inputs[1][0].shape[1],
+            num_heads=self.heads_per_kv_head * self.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=str(self.dtype),
+            window=window,
+        )
+        legal = self.kernel.legal_head_chunks(self.strategy.kernel_workload(layer))
+        attend = attention.make_attend(
+            kernel=self.kernel,
+            strategy=self.strategy,
+            layer_scores=[dataclasses.replace(self.score, window=window)],
+            settings=KernelSettings(
+                head_chunks=max(n for n in legal if n <= self.head_chunks),
+                copies_segments=self.copies_segments,
+            ),
+        )
+
+        def run(qkv_dout: list[Array], slots: list[Array]) -> list[Array]:
+            *qkv, dout = (x.astype(self.dtype) for x in qkv_dout)
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
+            return [x.astype(jnp.float32) for x in (out, *pull(dout))]
+
+        place = jax.sharding.SingleDeviceSharding(device)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs
+        )
+        return jax.jit(run).lower(*shapes).compile(compiler_options=_NO_AUTOTUNING)
+
+
+def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[AttentionCheck]:
     """Lists a check for each kind of layer over whole rows, and one over chunks of rows if the
-    strategy computes those."""
+    strategy computes those. Several row lengths may share a check."""
     if not choice.kernel.needs_selfcheck:
         return []
     model = spec.model
     heads, kv_heads = choice.strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
     exchanges = dict.fromkeys((None, choice.strategy.tokens.on_one_device()))
     return [
-        _AttentionCheck(
+        AttentionCheck(
             kernel=choice.kernel,
             heads_per_kv_head=heads // kv_heads,
             num_kv_heads=min(2, kv_heads),
+            head_dim=model.head_dim,
+            max_segments=spec.config.data.max_segments_per_row,
+            dtype=spec.dtype,
+            score=score,
             head_chunks=choice.settings.head_chunks,
             copies_segments=choice.settings.copies_segments,
-            score=score,
             strategy=attention.combine(1, tokens),
         )
         for tokens in exchanges
@@ -155,80 +249,8 @@ def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[_AttentionChec
     ]
 
 
-def _check_attention(spec: StepSpec, check: _AttentionCheck, device: jax.Device) -> None:
-    """Runs a check. Raises: UserError."""
-    attention_errors = measure_attention_error(
-        **check._asdict(),
-        head_dim=spec.model.head_dim,
-        max_segments=spec.config.data.max_segments_per_row,
-        dtype=spec.dtype,
-        device=device,
-    )
-    raise_on_attention_error(attention_errors, device)
-
-
-def measure_attention_error(
-    kernel: str | Kernel | Callable[..., Array],
-    *,
-    heads_per_kv_head: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_segments: int,
-    score: ScoreConfig,
-    dtype: jnp.dtype,
-    device: jax.Device,
-    head_chunks: int = 1,
-    copies_segments: bool = False,
-    strategy: Strategy | None = None,
-) -> dict[str, float]:
-    """Errors of a kernel's output and gradients on small packed rows, by name: out, dq, dk, dv.
-
-    The expected values are those of the blockwise kernel in float32.
-
-    Args:
-        heads_per_kv_head: query heads per K/V head.
-        max_segments: 1: rows of one segment; more: rows of several, with padding between them.
-        score: scores of a layer; a window is shortened to 100 tokens, because the rows are short.
-        head_chunks: reduced to the largest number that the few heads allow.
-        copies_segments: see `KernelSettings`.
-        strategy: a strategy on one device; None: whole rows.
-    Units: relative root mean square error of the segment where it is largest; padding of a row
-        counts as a segment. The base is the root mean square of the expected values, in the
-        segment or in all segments, whichever is larger. Infinite if a value is NaN.
-    """
-    arguments = make_attention_inputs(
-        heads_per_kv_head=heads_per_kv_head,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_segments=max_segments,
-        dtype=dtype,
-    )
-    inputs, slots = jax.device_put(arguments, device)
-
-    def compute(kernel: Any, dtype: jnp.dtype, strategy: Strategy | None) -> dict[str, np.ndarray]:
-        compiled = compile_attention(
-            kernel,
-            inputs,
-            slots,
-            dtype=dtype,
-            score=score,
-            head_chunks=head_chunks,
-            copies_segments=copies_segments,
-            strategy=strategy,
-        )
-        fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
-        results = map(np.asarray, compiled(inputs, slots))
-        return dict(zip(("out", "dq", "dk", "dv"), results, strict=True))
-
-    actual = compute(kernel, dtype, strategy)
-    expected = compute(BlockwiseKernel(), jnp.dtype(jnp.float32), None)
-    starts_BM, lengths_BM = slots
-    segment_BL = np.asarray(segments.segment_ids(starts_BM, lengths_BM, _ROW_TOKENS))
-    return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
-
-
 def _largest_error(actual: np.ndarray, expected: np.ndarray, segment_BL: np.ndarray) -> float:
-    """Relative error of the segment where it is largest; see `measure_attention_error`."""
+    """Relative error of the segment where it is largest; see `AttentionCheck.measure_errors`."""
     overall = _root_mean_square(expected[segment_BL >= 0])
     relative_errors = []
     for row, segment_L in enumerate(segment_BL):
@@ -269,74 +291,6 @@ def fill_free_memory(device: jax.Device, *, num_bytes: int) -> None:
     filled.delete()
 
 
-def make_attention_inputs(
-    *, heads_per_kv_head: int, num_kv_heads: int, head_dim: int, max_segments: int, dtype: jnp.dtype
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns q, k, v and the output's gradient, and starts and lengths, of small packed rows."""
-    starts_BM = _STARTS_BM[:, :max_segments]
-    lengths_BM = _LENGTHS_BM[:, :max_segments]
-    if max_segments == 1:
-        starts_BM = np.zeros((2, 1), np.int32)
-        lengths_BM = np.array([[_ROW_TOKENS - 100], [_ROW_TOKENS]], np.int32)
-    rng = np.random.default_rng(0)
-    num_heads = heads_per_kv_head * num_kv_heads
-    inputs = [
-        np.asarray(rng.standard_normal((2, _ROW_TOKENS, heads, head_dim), np.float32), dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
-    ]
-    return inputs, [starts_BM, lengths_BM]
-
-
-def compile_attention(
-    kernel: str | Kernel | Callable[..., Array],
-    inputs: list[Any],
-    slots: list[Any],
-    *,
-    dtype: jnp.dtype,
-    score: ScoreConfig,
-    head_chunks: int = 1,
-    copies_segments: bool = False,
-    strategy: Strategy | None = None,
-) -> jax.stages.Compiled:
-    """Compiles a kernel's output and gradients as functions of `make_attention_inputs`.
-
-    Args:
-        inputs, slots: arrays, or their shapes on an absent device.
-        dtype: dtype in which the kernel computes; results are float32.
-    """
-    kernel = attention.as_kernel(kernel)
-    num_rows, row_tokens, num_heads, head_dim = inputs[0].shape
-    strategy = strategy or attention.combine(1)
-    if score.window is not None:
-        score = dataclasses.replace(score, window=min(score.window, _WINDOW))
-    layer = LayerWorkload(
-        num_rows=num_rows,
-        tokens_per_device=row_tokens,
-        row_tokens=row_tokens,
-        max_segments=slots[0].shape[1],
-        num_heads=num_heads,
-        num_kv_heads=inputs[1].shape[2],
-        head_dim=head_dim,
-        dtype=str(dtype),
-        window=score.window,
-    )
-    legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
-    chunks = max(n for n in legal if n <= head_chunks)
-    attend = attention.make_attend(
-        kernel=kernel,
-        strategy=strategy,
-        layer_scores=[score],
-        settings=KernelSettings(head_chunks=chunks, copies_segments=copies_segments),
-    )
-
-    def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
-        *qkv, dout = (x.astype(dtype) for x in inputs)
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
-        return [x.astype(jnp.float32) for x in (out, *pull(dout))]
-
-    return jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_AUTOTUNING)
-
-
 def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.Device) -> None:
     """Raises UserError if an error is larger than rounding explains."""
     wrong = [
@@ -345,10 +299,11 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
         if not error <= ATTENTION_TOLERANCE
     ]
     if wrong:
-        raise UserError(
-            f"attention.kernel = cudnn: computes wrong results on this device (relative error of "
-            f"{', '.join(wrong)}; must be at most {ATTENTION_TOLERANCE:g}). Nothing was trained. "
-            f"{_describe_versions(device)}. Use attention.kernel=blockwise, or other releases."
+        raise _make_error(
+            "attention.kernel = cudnn: computes wrong results on this device (relative error of "
+            f"{', '.join(wrong)}; must be at most {ATTENTION_TOLERANCE:g})",
+            device,
+            "attention.kernel=blockwise, or other releases",
         )
 
 
@@ -368,11 +323,11 @@ def _check_offloading(spec: StepSpec, devices: Sequence[jax.Device]) -> None:
 
 def _list_policies(spec: StepSpec) -> Iterator[RematPolicy]:
     """Policies that `memory_fit` may choose."""
-    for remat_value in memory_fit.list_remats(spec, is_memory_known=True):
-        for value in memory_fit.list_offloads_during_attention(spec, remat_value):
+    for remat in memory_fit.list_remats(spec, is_memory_known=True):
+        for value in memory_fit.list_offloads_during_attention(spec, remat):
             yield dataclasses.replace(
                 spec.remat_policy,
-                remat=remat_value,
+                remat=remat,
                 offloads_during_attention=value == "always",
             )
 
@@ -385,23 +340,25 @@ def measure_offload_error(
     tokens: int = 4096,
     width: int = 1024,
 ) -> float:
-    """Relative error of the gradients of a small stack of layers, compared with no offloading.
+    """Relative error of the gradients of small layers, compared with no offloading.
 
-    The weights are sharded over the devices, and each layer gathers its own, as in a training step:
-    with gathers in the loop, prefetched activations were wrong on several GPUs and right on one
-    (openxla/xla PR 37979).
-
-    Args:
-        policy: what is offloaded.
-        options: XLA's compile options, as for the training step.
-        tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
-            differently.
+    Args: see `compile_offload_gradients`.
     """
-    arguments = make_offload_inputs(len(devices), tokens=tokens, width=width)
-    arguments = jax.device_put(arguments, offload_shardings(devices))
 
     def compute_gradients(policy: RematPolicy) -> list[np.ndarray]:
-        compiled = compile_offload_gradients(policy, *arguments, options=options)
+        compiled = compile_offload_gradients(
+            policy, devices=devices, options=options, tokens=tokens, width=width
+        )
+        rng = np.random.default_rng(0)
+        arguments = [
+            jax.device_put(rng.standard_normal(x.shape, np.float32) * np.float32(std), place)
+            for x, std, place in zip(
+                compiled.args_info[0],
+                (1, width**-0.5),
+                compiled.input_shardings[0],
+                strict=True,
+            )
+        ]
         return [np.asarray(gradient) for gradient in compiled(*arguments)]
 
     actual = compute_gradients(policy)
@@ -412,87 +369,86 @@ def measure_offload_error(
     return float(np.nan_to_num(np.max(relative_errors), nan=np.inf))
 
 
-_OFFLOAD_SPECS = (jax.P("devices"), jax.P(None, "devices"))
-"""Tokens of the input, and rows of the weights, are divided among the devices."""
+def _shard_small_layers(
+    param: Parameter, devices: Sequence[jax.Device], *, tokens: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the input and the weights of the small layers."""
+    mesh = Mesh(np.array(devices).reshape(-1, 1), axes.SHARDS)
+    specs = (jax.P(axes.SHARDS), sharding.partition_spec(param, len(devices)))
+    shapes = ((len(devices) * tokens, param.shape[1]), sharding.stored_shape(param, len(devices)))
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
 
 
-def offload_shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, ...]:
-    """Shardings of `make_offload_inputs`."""
-    mesh = Mesh(np.array(devices), ("devices",))
-    return tuple(NamedSharding(mesh, spec) for spec in _OFFLOAD_SPECS)
-
-
-def make_offload_inputs(
-    num_devices: int, *, tokens: int = 4096, width: int = 1024
-) -> tuple[np.ndarray, np.ndarray]:
-    """Input and weights of the small stack of layers; see `measure_offload_error`."""
-    num_layers = 6  # XLA unrolls shorter loops
-    width = -(-width // num_devices) * num_devices
-    rng = np.random.default_rng(0)
-    x_LD = rng.standard_normal((num_devices * tokens, width), np.float32)
-    weights_NDD = rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
-    return x_LD, weights_NDD
+def _attend_in_small_layer(_: None, q_lD: Array, *__: Any) -> Array:
+    """An elementwise operation, with the names of attention's results."""
+    out_lD = jnp.tanh(q_lD)
+    for name in attention.CHECKPOINT_NAMES:
+        out_lD = checkpoint_name(out_lD, name)
+    return out_lD
 
 
 def compile_offload_gradients(
     policy: RematPolicy,
-    x_LD: Any,
-    weights_NDD: Any,
     *,
+    devices: Sequence[jax.Device],
     options: Mapping[str, Any] = types.MappingProxyType({}),
+    tokens: int = 4096,
+    width: int = 1024,
 ) -> jax.stages.Compiled:
-    """Compiles the gradients of the small stack of layers as a function of `make_offload_inputs`.
+    """Compiles the gradients of small layers as a function of their input and weights.
+
+    They are layers of the model's stack whose parts are one product and elementwise operations. The
+    weights are sharded over the devices, and each layer gathers its own, as in a training step:
+    with gathers in the loop, prefetched activations were wrong on several GPUs and right on one
+    (openxla/xla PR 37979).
 
     Args:
-        x_LD, weights_NDD: arrays with `offload_shardings`, or their shapes on absent devices.
+        policy: what is offloaded.
+        devices: they may be absent ones.
         options: XLA's compile options, as for the training step.
+        tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
+            differently.
     """
+    num_layers = 6  # XLA unrolls shorter loops
+    float32 = jnp.dtype(jnp.float32)
+    param = Parameter(shape=(width, width), hf_name="", num_layers=num_layers)
+    gather = Gather(num_shards=len(devices), compute_dtype=float32, reduce_dtype=float32)
 
-    def gather(weight_dD: Array) -> Array:
-        return jax.lax.all_gather(weight_dD, "devices", tiled=True)
+    parts = LayerParts(
+        pre_attention=lambda shard, x, *_: (x @ gather(param, shard), x, x, None),
+        attend=_attend_in_small_layer,
+        post_attention=lambda _, x, out, *__: x + jnp.sin(out),
+    )
 
-    def run_own_stack(x_lD: Array, weights_NdD: Array) -> Array:
-        parts = LayerParts(
-            pre_attention=lambda weight, x, *_: (x @ gather(weight), x, x, None),
-            attend=lambda _, q, k, v, *__: jnp.tanh(q),
-            post_attention=lambda _, x, out, *__: x + jnp.sin(out),
+    def loss(x_lD: Array, slots_NdD: Array, weights_NdD: Array) -> Array:
+        shards = {"pre_attention": Shard(value=weights_NdD, grad_slot=slots_NdD)}
+        out_lD = layer_stack.run_layers(
+            parts,
+            x_lD,
+            shards | {"post_attention": ()},
+            indices=(),
+            batch=(),
+            num_layers=num_layers,
+            policy=policy,
+            gather=gather,
         )
-        stack = OffloadedStack(
-            parts=parts,
-            num_layers=len(weights_NdD),
-            group_size=policy.offload_every,
-            offloads_during_attention=policy.offloads_during_attention,
-            merge_slots=lambda slots, weights: jax.tree.map(jnp.add, slots, weights),
-        )
-        zeros_NdD = weights_NdD - jax.lax.stop_gradient(weights_NdD)
-        slots, weights = (
-            {"pre_attention": x, "post_attention": ()} for x in (zeros_NdD, weights_NdD)
-        )
-        return stack(x_lD, slots, weights, (), ())
-
-    def layer(x_lD: Array, weight_dD: Array) -> tuple[Array, None]:
-        x_lD = remat.name_layer_input(x_lD)
-        out_lD = jnp.tanh(x_lD @ gather(weight_dD))
-        for name in attention.CHECKPOINT_NAMES:
-            out_lD = checkpoint_name(out_lD, name)
-        return x_lD + jnp.sin(out_lD), None
-
-    def loss(x_lD: Array, weights_NdD: Array) -> Array:
-        if policy.has_own_backward_pass:
-            out_lD = run_own_stack(x_lD, weights_NdD)
-        else:
-            out_lD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_lD, weights_NdD)
         return jnp.sum(out_lD**2)
 
-    gradients = jax.shard_map(
-        jax.grad(loss, argnums=(0, 1)),
-        mesh=x_LD.sharding.mesh,
-        in_specs=_OFFLOAD_SPECS,
-        out_specs=_OFFLOAD_SPECS,
+    gradients = jax.grad(loss, argnums=(0, 1))
+    shapes = _shard_small_layers(param, devices, tokens=tokens)
+    specs = tuple(x.sharding.spec for x in shapes)
+    on_mesh = jax.shard_map(
+        lambda x, weights: gradients(x, jnp.zeros_like(weights), weights),
+        mesh=shapes[0].sharding.mesh,
+        in_specs=specs,
+        out_specs=specs,
         check_vma=False,
     )
     with jax.default_matmul_precision("float32"):
-        lowered = jax.jit(gradients).lower(x_LD, weights_NDD)
+        lowered = jax.jit(on_mesh).lower(*shapes)
     return lowered.compile(compiler_options={**_NO_AUTOTUNING, **options})
 
 
@@ -512,17 +468,19 @@ def raise_on_offload_error(
             f"run.xla_options='{{{prefetch}: false}}', with which gradients are right, "
             "or another release of jax"
         )
-    raise UserError(
+    raise _make_error(
         "memory.offload_activations: gives wrong gradients of a small stack of layers on this "
-        f"device (relative error {offload_error:.3g}). Nothing was trained. "
-        f"{_describe_versions(device)}. Use {suggestion}."
+        f"device (relative error {offload_error:.3g})",
+        device,
+        suggestion,
     )
 
 
-def _describe_versions(device: jax.Device) -> str:
-    return (
-        f"Versions: jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
-        f"{cudnn_calls.describe_version()} on {device.device_kind}"
+def _make_error(problem: str, device: jax.Device, suggestion: str) -> UserError:
+    return UserError(
+        f"{problem}. Nothing was trained. Versions: jax {jax.__version__}, jaxlib "
+        f"{jaxlib.__version__}, {cudnn_calls.describe_version()} on {device.device_kind}. "
+        f"Use {suggestion}."
     )
 
 

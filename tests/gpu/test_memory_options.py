@@ -262,14 +262,12 @@ def test_the_check_detects_attention_that_ignores_segments(gpu):
         one = jnp.zeros((len(starts), 1), jnp.int32)
         return attend(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
-    actual = selfcheck.measure_attention_error(
-        ignore_segments,
+    check = selfcheck.AttentionCheck(
+        kernel=attention.as_kernel(ignore_segments),
         heads_per_kv_head=4,
         num_kv_heads=2,
         head_dim=64,
         max_segments=64,
-        score=attention.ScoreConfig(),
         dtype=jnp.dtype("bfloat16"),
-        device=gpu,
     )
-    assert min(actual.values()) > selfcheck.ATTENTION_TOLERANCE
+    assert min(check.measure_errors(gpu).values()) > selfcheck.ATTENTION_TOLERANCE

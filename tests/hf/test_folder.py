@@ -70,7 +70,7 @@ def model_folder(tmp_path, monkeypatch) -> pathlib.Path:
 def named(model: Any = MODEL) -> Named:
     """Random tensors by name."""
     rng = np.random.default_rng(3)
-    shapes = weights._tensor_shapes(decoder.param_table(model))
+    shapes = weights.tensor_shapes(decoder.param_table(model))
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 

@@ -291,7 +291,7 @@ REFUSED = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: ", ["1"]),
     (
         {"quantization_config": {"bits": 4}},
-        'quantization_config = {"bits": 4}: ',
+        "quantization_config = {bits: 4}: ",
         ["model.source", "adapter.quantization=nf4"],
     ),
     (
@@ -306,7 +306,7 @@ REFUSED = [
     ),
     (
         {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-        'layer_types = ["sliding_attention"]: ',
+        "layer_types = [sliding_attention]: ",
         ["window"],
     ),
     ({"per_layer_config": {"0": {}}}, "per_layer_config = {", ["null"]),
@@ -321,11 +321,11 @@ REFUSED = [
     ({"num_hidden_layers": 0}, "num_hidden_layers = 0: ", ["1"]),
     ({"num_hidden_layers": True}, "num_hidden_layers = true: ", ["1"]),
     ({"head_dim": 64.0}, "head_dim = 64.0: ", ["1"]),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: ", ["0"]),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: ", ["0"]),
     ({"rms_norm_eps": 1}, ": ", ["transformers", "TypeError: Field 'rms_norm_eps' expected float"]),
     ({"initializer_range": 2.0}, "initializer_range = 2.0: ", ["0", "1"]),
-    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no: ", ["true", "false"]),
-    ({"eos_token_id": [1, "x"]}, 'eos_token_id = [1, "x"]: ', ["token", "list", "null"]),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no': ", ["true", "false"]),
+    ({"eos_token_id": [1, "x"]}, "eos_token_id = [1, x]: ", ["token", "list", "null"]),
     (
         {"num_key_value_heads": 5},
         "num_key_value_heads = 5: ",
@@ -356,7 +356,7 @@ REFUSED = [
     ),
     (
         {"model_type": "qwen2", "use_sliding_window": "yes"},
-        "use_sliding_window = yes: ",
+        "use_sliding_window = 'yes': ",
         ["true", "false"],
     ),
     (
@@ -379,7 +379,7 @@ REFUSED = [
     ),
     (
         {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
-        'layer_types = ["full_attention"]: ',
+        "layer_types = [full_attention]: ",
         ["window", "4096"],
     ),
     ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map = {", ["null"]),
@@ -388,7 +388,7 @@ REFUSED = [
         "model_type = lama: ",
         ["llama, mistral, qwen2, qwen3", "mean llama"],
     ),
-    ({"model_type": ["llama"]}, 'model_type = ["llama"]: ', ["llama, mistral, qwen2, qwen3"]),
+    ({"model_type": ["llama"]}, "model_type = [llama]: ", ["llama, mistral, qwen2, qwen3"]),
     ({"model_type": None}, "model_type: ", ["missing", "llama, mistral, qwen2, qwen3"]),
     *(
         (
@@ -433,7 +433,7 @@ REFUSED = [
         ["model.config.rope_parameters"],
     ),
     ({"rope_scaling": {**SCALING, "factor": None}}, "rope_scaling.factor: ", ["missing"]),
-    ({"rope_scaling": {**SCALING, "factor": "8"}}, "rope_scaling.factor = 8: ", ["1"]),
+    ({"rope_scaling": {**SCALING, "factor": "8"}}, "rope_scaling.factor = '8': ", ["1"]),
     (
         {"rope_scaling": {**SCALING, "original_max_position_embeddings": 8192.5}},
         "rope_scaling.original_max_position_embeddings = 8192.5: ",

@@ -75,13 +75,13 @@ MAX_POSITIONS = 131072
 
 
 def parse(group, *, row_tokens=None, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS):
-    return rope_types.parse(
-        group,
+    inputs = rope_types.RopeInputs(
+        group=group,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         row_tokens=row_tokens,
-        field="rope",
     )
+    return rope_types.parse(inputs, field="rope")
 
 
 def of_transformers(group: dict[str, Any], row_tokens: int | None) -> tuple[np.ndarray, float]:
@@ -177,10 +177,12 @@ def test_a_description_has_type_theta_and_extension(name, parts):
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
 ALIKE = rope_forms.RopeSupport()
 LAYERED = rope_forms.RopeSupport(
-    layer_types=("full_attention", "sliding_attention"), has_local_theta=True
+    layer_types=("full_attention", "sliding_attention"),
+    outside_fields=("rope_theta", "rope_local_base_freq"),
 )
 PHI = rope_forms.RopeSupport(
-    types=("default", "longrope"), has_partial_rotary=True, has_outside_original=True
+    types=("default", "longrope"),
+    outside_fields=("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 MINISTRAL = FAMILIES["ministral3"].rope
 PUBLISHED: dict[str, tuple[dict[str, Any], rope_forms.RopeSupport]] = {

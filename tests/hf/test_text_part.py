@@ -200,13 +200,13 @@ REFUSED = [
     ),
     (
         multimodal.GEMMA_3_4B | {"architectures": ["Gemma3ForSequenceClassification"]},
-        'architectures = ["Gemma3ForSequenceClassification"]: ',
+        "architectures = [Gemma3ForSequenceClassification]: ",
         ["Gemma3ForConditionalGeneration"],
     ),
     (multimodal.GEMMA_3_4B | {"hidden_size": 64}, "hidden_size = 64: ", ["gemma3"]),
     (
         multimodal.GEMMA_3_4B | {"tie_word_embeddings": "no"},
-        "tie_word_embeddings = no: ",
+        "tie_word_embeddings = 'no': ",
         ["true or false"],
     ),
     (multimodal.GEMMA_3_4B | {"text_config": None}, "text_config = null: ", ["fields"]),

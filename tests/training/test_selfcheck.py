@@ -28,14 +28,15 @@ from tests.planner import programs
 
 def differences(kernel, **changes):
     arguments = {
+        "kernel": attention.as_kernel(kernel),
         "heads_per_kv_head": 2,
         "num_kv_heads": 2,
         "head_dim": 16,
         "max_segments": 64,
-        "score": ScoreConfig(),
         "dtype": jnp.dtype("bfloat16"),
     }
-    return selfcheck.measure_attention_error(kernel, **arguments | changes, device=jax.devices()[0])
+    check = selfcheck.AttentionCheck(**arguments | changes)
+    return check.measure_errors(jax.devices()[0])
 
 
 def whole_row(q, k, v, starts, lengths, **_):
@@ -222,7 +223,7 @@ def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatc
 def offload_error(offload_activations, *, num_devices=1):
     policy = RematPolicy(offload_activations=offload_activations)
     devices = jax.devices()[:num_devices]
-    return selfcheck.measure_offload_error(policy, devices=devices, tokens=64, width=32)
+    return selfcheck.measure_offload_error(policy, devices=devices, tokens=64, width=256)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +237,10 @@ def test_correct_offloading_passes(activations, num_devices):
 
 def test_layers_of_the_offloading_check_gather_their_weights_inside_the_loop():
     """Over all devices of the process; the gather is what has made prefetched activations wrong."""
-    devices = jax.devices()[:4]
-    places = selfcheck.offload_shardings(devices)
-    inputs = jax.device_put(selfcheck.make_offload_inputs(4, tokens=64, width=30), places)
     policy = RematPolicy(offload_activations="layer_inputs")
-    text = selfcheck.compile_offload_gradients(policy, *inputs).as_text()
+    text = selfcheck.compile_offload_gradients(
+        policy, devices=jax.devices()[:4], tokens=64, width=270
+    ).as_text()
     gathers = [sent for sent in comms.parse_collectives(text) if sent.operation == "all-gather"]
     assert {sent.num_runs for sent in gathers} == {6}, "once for each layer and pass"
     assert {sent.device_ids for sent in gathers} == {(0, 1, 2, 3)}
@@ -295,9 +295,9 @@ NO_PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": False}
 def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
     tried = []
     monkeypatch.setattr(
-        selfcheck,
-        "measure_attention_error",
-        lambda kernel, **arguments: tried.append((kernel, arguments)) or {"out": 0.0},
+        selfcheck.AttentionCheck,
+        "measure_errors",
+        lambda check, device: tried.append((check, device)) or {"out": 0.0},
     )
     monkeypatch.setattr(
         selfcheck,
@@ -309,19 +309,15 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
     )
     lines = selfcheck.check_device(spec, [spec.attention])
-    arguments = {
-        "heads_per_kv_head": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "max_segments": 5,
-        "head_chunks": 1,
-        "copies_segments": False,
-        "score": ScoreConfig(),
-        "dtype": spec.dtype,
-        "device": gpu,
-        "strategy": attention.combine(1),
-    }
-    assert tried == [(spec.attention.kernel, arguments), (spec.remat_policy, [gpu], PREFETCH)]
+    check = selfcheck.AttentionCheck(
+        kernel=spec.attention.kernel,
+        heads_per_kv_head=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_segments=5,
+        dtype=spec.dtype,
+    )
+    assert tried == [(check, gpu), (spec.remat_policy, [gpu], PREFETCH)]
     attention_line, offload_line = lines
     assert "9.28.0" in attention_line
     assert "offload" in offload_line
@@ -336,7 +332,7 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
         return differences[any(options.values())]
 
     monkeypatch.setattr(
-        selfcheck, "measure_attention_error", lambda kernel, **arguments: {"out": 0.0}
+        selfcheck.AttentionCheck, "measure_errors", lambda check, device: {"out": 0.0}
     )
     monkeypatch.setattr(selfcheck, "measure_offload_error", measure)
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
