@@ -9,9 +9,8 @@ Tiers, by marker (pyproject.toml): default, `e2e`, `slow`, `gpu`.
 - A test without a marker should take at most 10 s on an idle machine. It fails after `LIMIT_S`.
 
 `JAX_PLATFORMS=cuda python -m pytest` runs the same tests on an accelerator, and `python -m pytest
-tests/gpu` uses the NVIDIA GPU if there is one. This file imports jaxsp only inside functions, so
-that pytest's jaxtyping hook (pyproject.toml) is installed before and checks the shapes and dtypes
-of every annotated function.
+tests/gpu` uses the NVIDIA GPU if there is one. Shapes and dtypes are checked in every call of an
+annotated function; the hook for it is installed before jaxsp is imported.
 """
 
 import gc
@@ -19,6 +18,7 @@ import importlib.metadata
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -35,14 +35,31 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XDG_CACHE_HOME"] = f"{_caches.name}/cache"  # of compiled programs
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# Without it, each process compiles 250 files of jaxsp
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import jax  # noqa: E402 - reads the environment that is set above
+import jaxtyping  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-GPU_TESTS = pathlib.Path(__file__).parent / "gpu"
+REPO = pathlib.Path(__file__).parent.parent
+
+# Not in all modules: it would cost 10 s in each process, and a third of the time of many tests
+jaxtyping.install_import_hook(
+    [
+        ".".join(path.relative_to(REPO).with_suffix("").parts)
+        for path in sorted(REPO.glob("jaxsp/**/*.py"))
+        if "from jaxtyping import" in path.read_text(encoding="utf-8")
+    ],
+    "beartype.beartype",
+)
+
+GPU_TESTS = REPO / "tests" / "gpu"
 
 TIERS = ("e2e", "slow", "gpu")
 """Markers of the tests that `python -m pytest` leaves out."""
@@ -137,12 +154,26 @@ def choose_platform(*, prefers_gpu: bool) -> None:
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def hidden_torch() -> None:
+    """Processes that tests start do not find torch: transformers would import it, which takes 3 s.
+
+    Users need no torch.
+    """
+    paths = [str(REPO / "tests/without_torch"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cleared_caches() -> Iterator[None]:
-    """Frees the compiled programs of a file at its end, which would fill 2 GB in each process."""
+    """Frees the compiled programs of a file at its end, which would fill 2 GB in each process.
+
+    What is left, such as imported modules, is not searched for garbage again: that took 1 s a file.
+    """
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

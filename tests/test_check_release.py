@@ -21,19 +21,17 @@ def test_a_plan_that_fits_and_sends_the_right_bytes_has_no_problem():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"jax_version": "0.12.0.1"}, "0.11.2"),
         ({"fits": False, "shortage": "74 of 72.8 GiB"}, "74 of 72.8 GiB"),
         ({"sent_bytes": 2.01e9}, "1.0050"),
-        ({"step_s_estimate": None}, "estimate"),
     ],
-    ids=["release", "memory", "bytes", "time"],
+    ids=["memory", "bytes"],
 )
 def test_a_problem_of_a_plan_is_found(changes, named):
     (problem,) = problems(**changes)
     assert named in problem
 
 
-QUICK = ("one document, window", "one document, ring", "layers, inputs and attention offloaded")
+QUICK = ("one document, ring", "layers, inputs and attention offloaded")
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,6 @@ def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch)
     assert not [case for case in actual["cases"] if "trl" in case["packer"]]
 
 
-def test_trl_packs_every_document(monkeypatch):
-    pytest.importorskip("trl", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
-    lengths = np.array([5, 3, 2, 9, 20])
-    for batch_size in (2, None):
-        _, counts = packing.pack_trl(lengths, 10, batch_size)
-        assert counts.sum() == 6
-
-
 def test_the_bound_is_the_fewest_rows_for_small_cases():
     assert packing.min_rows(np.array([6, 6, 6]), 10, 9) == 3, "no two fit into a row"
     assert packing.min_rows(np.array([6, 6, 4, 4]), 10, 9) == 2

@@ -48,7 +48,17 @@ def compute_losses(model):
     return losses
 
 
-@pytest.mark.parametrize("name", oracle.MODELS)
+QUICK = ("llama3", "gemma3")
+"""Models in the default tier; `hf/test_parity.py` compares all."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in oracle.MODELS
+    ],
+)
 def test_loss_of_each_document_is_that_of_transformers(tmp_path, capsys, name):
     dtype = "bfloat16" if name == "llama3" else "float32"
     expected = compute_losses(save_model(tmp_path / "hf", name, dtype))

@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import pathlib
 import re
 import sys
@@ -61,6 +62,8 @@ BANNED = {
 }
 """Idioms and old names, with the replacement."""
 
+ANY_BANNED = re.compile(rf"(?<![\w.`])(?:{'|'.join(BANNED)})(?!\w)", re.IGNORECASE)
+
 LOOP_VARIABLES = ("one", "found", "made")
 """Names that say nothing about the thing."""
 
@@ -82,8 +85,11 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, statement.value.value
 
 
+parse = functools.lru_cache(maxsize=1)(ast.parse)
+
+
 def bad_docstrings(text: str) -> Iterator[tuple[int, str]]:
-    for line, docstring in docstrings(ast.parse(text)):
+    for line, docstring in docstrings(parse(text)):
         first = re.match(r"\W*([A-Za-z]+)", docstring)
         if first and first[1].lower() in DOCSTRING_STARTS:
             yield line, f"docstring begins with {first[1]}: begin with a verb or a noun phrase"
@@ -102,6 +108,8 @@ FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)
 
 
 def banned_idioms(text: str) -> Iterator[tuple[int, str]]:
+    if not ANY_BANNED.search(text):
+        return
     for start, part in prose(text):
         for number, line in enumerate(part.splitlines(), start):
             for problem in idioms(line):
@@ -109,6 +117,8 @@ def banned_idioms(text: str) -> Iterator[tuple[int, str]]:
 
 
 def idioms(line: str) -> Iterator[str]:
+    if not ANY_BANNED.search(line):
+        return
     for pattern, replacement in BANNED.items():
         if match := re.search(rf"(?<![\w.`])(?:{pattern})(?!\w)", line, re.IGNORECASE):
             yield f"{match[0]!r}: {replacement}"
@@ -139,7 +149,7 @@ def long_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def long_functions(text: str, name: str = "") -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > MAX_FUNCTION_LINES and f"{name}:{node.name}" not in LONG_FUNCTIONS:
@@ -147,7 +157,7 @@ def long_functions(text: str, name: str = "") -> Iterator[tuple[int, str]]:
 
 
 def compressed_code(text: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.For | ast.comprehension):
             for target in ast.walk(node.target):
                 if isinstance(target, ast.Name) and target.id in LOOP_VARIABLES:

@@ -159,7 +159,8 @@ def test_torchrun_starts_a_job(tmp_path):
     program = tmp_path / "job.py"
     program.write_text(TORCHRUN_JOB)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
-    job = commands.start_python(*torchrun, program, tmp_path, env={"XLA_FLAGS": ""})
+    environment = {"XLA_FLAGS": "", "PYTHONPATH": ""}  # conftest.py hides torch there
+    job = commands.start_python(*torchrun, program, tmp_path, env=environment)
     _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0, stderr
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}

@@ -5,7 +5,6 @@ input, config/test_schema.py single fields, data/ingest/test_records.py records,
 hf/test_folder.py model folders.
 """
 
-import gzip
 import json
 import pathlib
 import re
@@ -82,14 +81,6 @@ def make_parquet():
     return sink.getvalue().to_pybytes()
 
 
-def make_arrow():
-    table = pa.table({"text": ["a text"] * 1000})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
 def write_model(change=None, *, fields=None, without=()):
     """Returns a function that writes a malformed model folder, hf/.
 
@@ -149,19 +140,6 @@ def write_index(weight_map):
     return change
 
 
-def change_header(change):
-    """Returns a function that changes the text of the header of the safetensors file."""
-
-    def rewrite(folder, tensors):
-        path = folder / "model.safetensors"
-        content = path.read_bytes()
-        (length,) = struct.unpack("<Q", content[:8])
-        text = change(content[8 : 8 + length])
-        path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-
-    return rewrite
-
-
 def write_file(name, content):
     """Returns a function that writes a file of the model folder."""
     return lambda folder, tensors: (folder / name).write_bytes(content)
@@ -177,25 +155,10 @@ CASES = {
         [],
         "config.yaml ... configs/quickstart.yaml",
     ),
-    "a name with a typo": (
-        lambda: pathlib.Path("config.yaml").rename("confg.yaml"),
-        [],
-        "config.yaml ... confg.yaml",
-    ),
-    "an empty config": (
-        change_config(lambda _: b""),
-        [],
-        "config.yaml ... section: {field: value}",
-    ),
     "a config in UTF-16": (
         change_config(lambda text: text.decode().encode("utf-16")),
         [],
         "config.yaml ... utf-8",
-    ),
-    "a folder as config": (
-        lambda: pathlib.Path("config.yaml").unlink() or pathlib.Path("config.yaml").mkdir(),
-        [],
-        "config.yaml ... [Errno 21]",
     ),
     "a list as config": (
         change_config(lambda _: b"- run\n"),
@@ -207,20 +170,8 @@ CASES = {
         [],
         "config.yaml ... YAML ... run ... line 25",
     ),
-    "a mesh with too many devices": (None, ["mesh.seq=64"], "mesh.seq"),
-    "a run directory below a file": (
-        None,
-        ["run.directory=data.jsonl/run"],
-        "run.directory = data.jsonl/run",
-    ),
-    "a name with a NUL byte": (None, ['run.directory="a\\0b"'], "run.directory"),
     "a file as checkpoint": (None, ["run.resume=data.jsonl"], "run.resume = data.jsonl"),
     # Data
-    "no data": (
-        lambda: pathlib.Path("data.jsonl").unlink(),
-        [],
-        "data.train.0.source = data.jsonl ... **/*.txt",
-    ),
     "an empty file": (write_data(b""), [], "data.train.0.source = data.jsonl ... record"),
     "a truncated line": (
         write_data(LINES[0] + b'\n{"text": "more'),
@@ -232,53 +183,17 @@ CASES = {
         [],
         "data.jsonl, line 2 ... UTF-8",
     ),
-    "a record without the field": (
-        write_data(b'{"content": "x"}'),
-        [],
-        "data.jsonl, line 1 ... fields: {text: content}",
-    ),
-    "a truncated array": (
-        write_data(b'[{"text": "x"}, {"text": "y"}', "a.json"),
-        ["data.train.0.source=a.json"],
-        "a.json: ... 2",
-    ),
     "tokens outside the vocabulary": (
         write_data(b'{"input_ids": [1, 257]}'),
         ["data.train.0.format=tokens"],
         "data.jsonl, line 1 ... 257 ... 256",
-    ),
-    "a csv with an extra cell": (
-        write_data(b"text\na\nb,c\n", "a.csv"),
-        ["data.train.0.source=a.csv"],
-        "a.csv, line 3 ... 2 ... 1",
     ),
     "a truncated parquet file": (
         write_data(lambda: make_parquet()[:-20], "a.parquet"),
         ["data.train.0.source=a.parquet"],
         "data.train.0.source = a.parquet ... record",
     ),
-    "a truncated Arrow stream": (
-        write_data(lambda: make_arrow()[:-8], "a.arrow"),
-        ["data.train.0.source=a.arrow"],
-        "data.train.0.source = a.arrow ... 1000",
-    ),
-    "a truncated gzip file": (
-        write_data(lambda: gzip.compress(b"\n".join(LINES * 100))[:-12], "a.jsonl.gz"),
-        ["data.train.0.source=a.jsonl.gz"],
-        "data.train.0.source = a.jsonl.gz ... record",
-    ),
-    "text that is not UTF-8": (
-        write_data(b"caf\xe9", "a.txt"),
-        ["data.train.0.source=a.txt"],
-        "a.txt ... UTF-8",
-    ),
-    "a pickle": (
-        write_data(b"\x80\x04.", "a.pkl"),
-        ["data.train.0.source=a.pkl"],
-        "a.pkl ... .jsonl",
-    ),
     # Model folders
-    "no folder": (None, HF, "model.source = hf"),
     "a folder without config.json": (
         write_model(without=["config.json"]),
         HF,
@@ -290,62 +205,18 @@ CASES = {
         "hf/config.json ... JSON",
     ),
     "an unknown model": (write_model(fields={"model_type": "bert"}), HF, "model_type = bert"),
-    "a model with its own code": (
-        write_model(fields={"model_type": "mine", "auto_map": {"AutoConfig": "a.b"}}),
-        HF,
-        "model_type = mine",
-    ),
     "no weights": (
         write_model(without=["model.safetensors"]),
         HF,
         "model.source = hf ... model.safetensors ... pytorch_model.bin",
-    ),
-    "only pickled weights": (
-        write_model(write_file("pytorch_model.bin", b"\x80"), without=["model.safetensors"]),
-        HF,
-        "model.source = hf ... pytorch_model.bin ... model.source=hf-safetensors",
-    ),
-    "an index that names a missing file": (
-        write_model(write_index({"lm_head.weight": "model-1.safetensors"})),
-        HF,
-        "model-1.safetensors ... model.safetensors.index.json",
     ),
     "an index that leaves the folder": (
         write_model(write_index({"lm_head.weight": "../model.safetensors"})),
         HF,
         "model.safetensors.index.json ... tensor",
     ),
-    "an index with an absolute path": (
-        write_model(write_index({"lm_head.weight": "/etc/passwd"})),
-        HF,
-        "model.safetensors.index.json ... tensor",
-    ),
-    "a header longer than the file": (
-        write_model(write_file("model.safetensors", struct.pack("<Q", 10**6) + b"{}")),
-        HF,
-        "hf/model.safetensors ... 10 bytes",
-    ),
     "a header of 2**63 bytes": (
         write_model(write_file("model.safetensors", struct.pack("<Q", 2**63) + b"{}")),
-        HF,
-        "hf/model.safetensors ... header",
-    ),
-    "a header that is not JSON": (
-        write_model(change_header(lambda text: text[:-9] + b"?" * 9)),
-        HF,
-        "hf/model.safetensors ... header",
-    ),
-    "a header with a negative offset": (
-        write_model(
-            change_header(
-                lambda text: re.sub(rb'"data_offsets":\[0,', b'"data_offsets":[-1,', text)
-            )
-        ),
-        HF,
-        "hf/model.safetensors ... header",
-    ),
-    "100,000 open brackets in a header": (
-        write_model(change_header(lambda _: b"[" * 100_000)),
         HF,
         "hf/model.safetensors ... header",
     ),
@@ -358,30 +229,10 @@ CASES = {
         HF,
         "hf/model.safetensors ... 98,052",
     ),
-    "integers as weights": (
-        write_model(change_weights(model__norm__weight=np.zeros(32, np.int32))),
-        HF,
-        "model.norm.weight I32",
-    ),
     "a weight of another shape": (
         write_model(change_weights(model__norm__weight=np.zeros(31, np.float32))),
         HF,
         "model.norm.weight [31] ... [32]",
-    ),
-    "a missing weight": (
-        write_model(change_weights(model__norm__weight=None)),
-        HF,
-        "missing ... model.norm.weight",
-    ),
-    "an extra weight": (
-        write_model(change_weights(surplus=np.zeros(3, np.float32))),
-        HF,
-        "model.source = hf ... surplus",
-    ),
-    "no tokenizer": (
-        write_model(),
-        TOKENIZER,
-        "model.source = hf ... tokenizer ... model.tokenizer",
     ),
     "a truncated tokenizer": (
         write_model(write_file("tokenizer.json", b'{"version": ')),

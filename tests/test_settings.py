@@ -36,7 +36,7 @@ def test_nothing_is_downloaded_or_kept():
 
 
 def test_a_wrong_shape_or_dtype_raises():
-    """Proves that pytest's import hook checks the annotations of jaxsp."""
+    """Proves that the import hook of conftest.py checks the annotations of jaxsp."""
     slots = jnp.zeros((2, 3), jnp.int32)
     assert segments.segment_ids(slots, slots, 8).shape == (2, 8)
     for wrong in (slots.astype(jnp.int16), slots[:, :-1], slots[0]):

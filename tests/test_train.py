@@ -344,15 +344,9 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (["jaxsp.train", "no-such.yaml"], 2, "no-such.yaml"),
         (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
         (["jaxsp.train", "tests/config/foreign/axolotl.yaml"], 2, "jaxsp convert"),
         (["jaxsp.train", "configs/quickstart.yaml", "--lr", "1e-5"], 2, "optimizer.learning_rate="),
-        (
-            ["jaxsp.train", "configs/quickstart.yaml", "run.directory=~nosuchuser/x"],
-            2,
-            "run.directory = ~nosuchuser/x",
-        ),
         (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run"),
         (["jaxsp.train", "--help"], 0, "optimizer.warmup_steps"),
     ],
@@ -372,7 +366,7 @@ def test_export_refuses_a_folder_that_is_not_empty(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
 def test_an_export_warns_if_transformers_would_load_another_tokenizer(tmp_path, capsys, model_type):
     """With model_type qwen2, AutoTokenizer always makes a Qwen2Tokenizer."""
     (tmp_path / "a.txt").write_text("some text " * 100)

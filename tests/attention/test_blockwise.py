@@ -57,7 +57,6 @@ def run(attend, *inputs):
 
 SHAPES = [
     (8, 8, 16, 16, None),
-    (8, 4, 16, 8, None),
     (8, 2, 16, 512, None),
     (8, 1, 16, 100, None),
     (6, 3, 16, 16, None),
@@ -71,7 +70,6 @@ SHAPES = [
         20,
     ),  # shorter than some segments, longer than others; not a multiple of a block
     (2, 2, 256, 100, 33),
-    (2, 1, 128, 32, None),
 ]
 """Query heads, K/V heads, head size, tokens of a block, window."""
 

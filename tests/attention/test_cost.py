@@ -112,16 +112,15 @@ CASES = [
 
 
 TIERS = {
-    ("ulysses", "full"): (),
-    ("ulysses", "none"): (),
-    ("ring", "none"): pytest.mark.e2e,
-    ("ulysses 3 x ring", "none"): pytest.mark.e2e,
-    ("ulysses 2 x all_gather", "none"): pytest.mark.e2e,
+    ("Ulysses of 8", "full"): (),
+    ("Ulysses of 6", "none"): (),
+    ("ring of 4", "none"): pytest.mark.e2e,
+    ("Ulysses of 3 x ring of 2", "none"): pytest.mark.e2e,
+    ("Ulysses of 2 x all_gather of 2 by 1", "none"): pytest.mark.e2e,
 }
-
+"""Marks by strategy and policy; other combinations are slow."""
 
 WINDOWED_CASES = [
-    (make_strategy(seq=4, ulysses_degree=1), 6, 3, WINDOW),
     (make_strategy(seq=4, ulysses_degree=1), 6, 3, 14),  # 2 hops of a chunk, and one of a token
     (make_strategy(seq=2, ulysses_degree=1), 6, 3, 13),
     (make_strategy(seq=2, ulysses_degree=1, chunks_per_device=4), 6, 3, 13),
@@ -131,12 +130,12 @@ WINDOWED_CASES = [
 ]
 """With sliding windows, in tokens."""
 
-PRODUCT_TIERS = {
-    ("ulysses 3 x ring", "save_attention"): pytest.mark.e2e,
-    ("ulysses 2 x all_gather", "save_attention"): pytest.mark.e2e,
+WINDOWED_TIERS = {("ring of 4", "full"): ()}
+MIXED_TIERS = {
+    ("all_gather of 4 by 1", "none"): pytest.mark.e2e,
+    ("Ulysses of 3 x ring of 2", "save_attention"): pytest.mark.e2e,
+    ("Ulysses of 2 x all_gather of 2 by 1", "save_attention"): pytest.mark.e2e,
 }
-WINDOWED_TIERS = {("ring", "full"): (), **PRODUCT_TIERS}
-MIXED_TIERS = {("all_gather", "none"): (), **PRODUCT_TIERS}
 
 
 def check_cost(strategy, H, G, remat, windows):
@@ -158,7 +157,7 @@ def check_cost(strategy, H, G, remat, windows):
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "remat"),
     [
-        pytest.param(*case, remat, marks=TIERS.get((case[0].label, remat), pytest.mark.slow))
+        pytest.param(*case, remat, marks=TIERS.get((case[0].description, remat), pytest.mark.slow))
         for case in CASES
         for remat in POLICIES
     ],
@@ -172,7 +171,7 @@ def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
     ("strategy", "H", "G", "window", "remat"),
     [
         pytest.param(
-            *case, remat, marks=WINDOWED_TIERS.get((case[0].label, remat), pytest.mark.slow)
+            *case, remat, marks=WINDOWED_TIERS.get((case[0].description, remat), pytest.mark.slow)
         )
         for case in WINDOWED_CASES
         for remat in POLICIES
@@ -186,7 +185,9 @@ def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, wi
 @pytest.mark.parametrize(
     ("strategy", "H", "G", "window", "remat"),
     [
-        pytest.param(*case, remat, marks=MIXED_TIERS.get((case[0].label, remat), pytest.mark.slow))
+        pytest.param(
+            *case, remat, marks=MIXED_TIERS.get((case[0].description, remat), pytest.mark.slow)
+        )
         for case in WINDOWED_CASES
         for remat in POLICIES
     ],

@@ -64,14 +64,18 @@ EXTENTS = {
 }
 """Devices along data and seq, chunks per device, a row of each group, and the hops of all."""
 
-QUICK = {"none", "one, in one group", "two of seven", "a far one", "one of one"}
+QUICK = {"none", "one, in one group", "two of seven"}
 """Those in the default tier."""
 
+E2E = {"a far one", "one of one"}
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EXTENTS],
-)
+
+def mark(name):
+    """Marks of a case: others are slow."""
+    return [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in EXTENTS])
 def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
     """Transfers are NaN if none is needed."""
     (data, seq), chunks, places, extent = EXTENTS[name]

@@ -111,15 +111,21 @@ CASES = cases()
 
 QUICK = {
     "7 and 1 heads: ring of 3",
-    "28 and 4 heads: Ulysses of 4 x ring of 2",
     "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1",
-    "8 and 4 heads: all_gather of 6 by 2",
-    "5 and 1 heads: all_gather of 8 by 1",
     "5 and 1 heads: ring of 6 (4 chunks each)",
-    "6 and 2 heads: Ulysses of 2 x ring of 2 (8 chunks each)",
     "6 and 2 heads: all_gather of 3 by 1 (4 chunks each)",
 }
-"""Those in the default tier."""
+"""Those in the default tier, besides those of `test_kinds.py`."""
+
+E2E = {
+    "8 and 4 heads: all_gather of 6 by 2",
+    "6 and 2 heads: Ulysses of 2 x ring of 2 (8 chunks each)",
+}
+
+
+def mark(name):
+    """Marks of a case: others are slow."""
+    return [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
 
 
 def inputs(H, G):
@@ -152,10 +158,7 @@ def expected(H, G):
     return results(attention.make_attend(kernel=oracle.attention), inputs(H, G))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CASES])
 def test_every_strategy_equals_one_device(name, record_property):
     strategy, H, G = CASES[name]
     attend = attention.make_attend(strategy=strategy, kernel="blockwise")
@@ -168,7 +171,7 @@ def test_every_strategy_equals_one_device(name, record_property):
 
 
 def test_all_quick_cases_exist():
-    assert CASES.keys() >= QUICK
+    assert CASES.keys() >= QUICK | E2E
 
 
 @pytest.mark.parametrize(

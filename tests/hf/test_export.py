@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder, layers
-from tests import tolerances
 from tests.hf import oracle
 from tests.messages import assert_names
 
@@ -53,19 +51,13 @@ def load(directory: pathlib.Path) -> Any:
 
 
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_float32_is_loaded_bit_for_bit_and_gives_the_same_loss(tmp_path, name):
+def test_float32_is_loaded_bit_for_bit(tmp_path, name):
     fields = oracle.MODELS[name]
     config = model_config.parse_model_config(fields, field="model.config")
     master = export(tmp_path / "out", fields)
     model = load(tmp_path / "out")
     back = oracle.stacked(dict(model.named_parameters()), decoder.param_table(config))
     jax.tree.map(np.testing.assert_array_equal, back, master)
-
-    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
-    expected = oracle.gradients(model, list(arrays["tokens_BL"])).loss
-    batch = Batch(**jax.tree.map(jnp.asarray, arrays))
-    loss = oracle.jaxsp_result(config)(master, batch).loss
-    assert abs(loss - expected) < tolerances.FP32_PARITY * expected
 
 
 def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):

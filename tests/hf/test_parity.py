@@ -19,6 +19,9 @@ SEGMENTS = {
     "packed, with padding": [[(0, 9), (9, 2), (11, 13)], [(0, 17), (18, 5)]],
 }
 
+LAYOUTS = [("a document per row", pytest.mark.slow), ("packed, with padding", ())]
+"""Names of SEGMENTS with their marks: packed rows prove more."""
+
 
 def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loss, logits and gradients of jaxsp and of transformers.
@@ -49,7 +52,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return actual, expected
 
 
-@pytest.mark.parametrize("layout", SEGMENTS)
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks) for layout, marks in LAYOUTS])
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
     actual, expected = run(name, layout)

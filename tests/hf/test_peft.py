@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -302,16 +303,18 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         },
     ),
 }
-SLOW_SOURCES = ("untied", "with vision")
+QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
+E2E_SOURCES = ("full names", "dropout", "rslora")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_SOURCES else [])
-        for name in SOURCES
-    ],
-)
+def mark(name):
+    """Marks of a source: others are slow."""
+    if name in QUICK_SOURCES:
+        return []
+    return [pytest.mark.e2e if name in E2E_SOURCES else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in SOURCES])
 def test_an_adapter_of_peft_has_the_same_loss_and_its_export_the_same_bits(tmp_path, base_of, name):
     model_name, fields = SOURCES[name]
     base = base_of(model_name)
@@ -335,9 +338,18 @@ def test_an_adapter_of_peft_has_the_same_loss_and_its_export_the_same_bits(tmp_p
         assert batches.is_bitwise_equal(ours[tensor], theirs[tensor]), tensor
 
 
-def make_source(directory: pathlib.Path, base: Base, **changes: Any) -> AdapterConfig:
-    """An adapter whose adapter_config.json has other fields than its weights belong to."""
-    make_adapter(base, directory, target_modules=PROJECTIONS)
+@pytest.fixture(scope="module")
+def plain_adapter(tmp_path_factory, base_of):
+    """Folder of an adapter of all projections of the base "llama"."""
+    directory = tmp_path_factory.mktemp("plain") / "adapter"
+    make_adapter(base_of("llama"), directory, target_modules=PROJECTIONS)
+    return directory
+
+
+def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) -> AdapterConfig:
+    """A copy of an adapter whose adapter_config.json has other fields than its weights belong
+    to."""
+    shutil.copytree(adapter, directory)
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return AdapterConfig(type="lora", source=str(directory))
@@ -375,10 +387,10 @@ def make_source(directory: pathlib.Path, base: Base, **changes: Any) -> AdapterC
     ],
 )
 def test_what_is_not_supported_in_an_adapter_is_refused(
-    tmp_path, base_of, monkeypatch, changes, words
+    tmp_path, base_of, plain_adapter, monkeypatch, changes, words
 ):
     monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.1)
-    section = make_source(tmp_path / "theirs", base_of("llama"), **changes)
+    section = make_source(tmp_path / "theirs", plain_adapter, **changes)
     with pytest.raises(UserError) as caught:
         open_source(base_of("llama"), section)
     (line,) = caught.value.problems
@@ -386,9 +398,9 @@ def test_what_is_not_supported_in_an_adapter_is_refused(
     assert_names(line, *words, start="adapter.")
 
 
-def test_the_files_of_an_adapter_are_checked(tmp_path, base_of):
+def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
     base = base_of("llama")
-    section = make_source(tmp_path / "theirs", base)
+    section = make_source(tmp_path / "theirs", plain_adapter)
     path = tmp_path / "theirs/adapter_model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])

@@ -35,7 +35,6 @@ E2E = {
     ("phi3", "2x4 Ulysses"),
     ("cohere2", "1x3 ring"),
     ("olmo3", "1x5 all-gather"),
-    ("mixed", "1x3 ring"),
     ("mixed", "2x4 Ulysses of 2 x ring of 2"),
 }
 """Each compiles for about 15 s; the others are slow."""

@@ -257,13 +257,14 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
 # Residuals
 
 
-def residuals(memory, *, seq=4):
+@functools.cache
+def residuals(**memory):
     """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
     spec = StepSpec(
         config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
-        mesh=batches.mesh(1, 8 // seq, seq),
-        attention=batches.attention_choice(seq=seq),
+        mesh=batches.mesh(1, 2, 4),
+        attention=batches.attention_choice(seq=4),
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(spec, rows_per_microbatch=1, gradients=None, step=None)
@@ -286,7 +287,7 @@ def residuals(memory, *, seq=4):
 
 def kept(memory):
     """Shapes and dtypes of a layer's residuals, and the primitives of its backward pass."""
-    stacked, again = residuals(memory)
+    stacked, again = residuals(**memory)
     return sorted((aval.shape[1:], str(aval.dtype)) for aval in stacked), again
 
 
@@ -340,7 +341,7 @@ def test_attention_and_mlp_makes_two_products_less_again(small_waits):
 
 def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
     stacked, _ = residuals(
-        {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"}
+        remat="save_attention_and_mlp", offload_activations="layer_inputs_and_attention"
     )
     model = runs.MODEL
     space = jax.memory.Space

@@ -1,5 +1,6 @@
 """Meshes of several row lengths, and the choice of `mesh.seq: auto`."""
 
+import functools
 import math
 
 import jax
@@ -38,6 +39,7 @@ def settings(*words, row_tokens=(1024, 8192), seq="auto", rows_per_step=1):
     return config_file.parse(fields, words)
 
 
+@functools.cache
 def model():
     return model_config.parse_model_config(FIELDS, field="model.config", row_tokens=8192)
 

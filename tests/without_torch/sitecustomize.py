@@ -1,0 +1,8 @@
+"""Python imports this file at its start, if its folder is in PYTHONPATH: torch is not found."""
+
+import importlib.machinery
+
+_find_spec = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *options: (
+    None if name == "torch" else _find_spec(name, *options)
+)
