@@ -86,7 +86,7 @@ def test_attention_sends_bfloat16_in_6_all_to_alls_per_layer_and_microbatch(smal
     assert {dtype for sent in calls for dtype in sent.bytes_by_dtype} == {"bf16"}
 
 
-def test_cudnn_is_called_once_per_slot_length_forward_and_not_again_backward(small):
+def test_cudnn_is_called_once_per_bin_length_forward_and_not_again_backward(small):
     slots, text = small
     expected = 4 * 3  # layers and microbatches
     if slots > 1:

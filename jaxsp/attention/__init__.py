@@ -20,7 +20,7 @@ from jaxsp.attention.attend import (
     make_attend,
     make_chosen_attend,
 )
-from jaxsp.attention.choice import AttentionChoice, AttentionChoices, describe
+from jaxsp.attention.choice import AttentionChoice, describe
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
 from jaxsp.attention.ring_hops import SCOPE as RING_HOPS_SCOPE
@@ -40,7 +40,6 @@ __all__ = [
     "SCOPE",
     "Attend",
     "AttentionChoice",
-    "AttentionChoices",
     "HasHeads",
     "Kernel",
     "KernelSettings",

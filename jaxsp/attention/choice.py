@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.strategy import Strategy
@@ -30,10 +30,6 @@ class AttentionChoice:
     """Reason that `auto` did not use its first kernel; empty if it did."""
     layer_scores: tuple[ScoreConfig, ...]
     """Scores of each layer, without windows that are at least as long as the rows."""
-
-
-AttentionChoices = Mapping[int, AttentionChoice]
-"""Chosen attention for each row length, the shortest first."""
 
 
 def describe(choice: AttentionChoice, model: HasHeads) -> str:
