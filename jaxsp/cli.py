@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 from jaxsp.config import config_errors
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.runtime import allocator_errors, cluster, distributed, standard_streams
-from jaxsp.runtime.cluster import Process
+from jaxsp.processes import cluster, distributed, standard_streams
+from jaxsp.processes.cluster import Process
+from jaxsp.runtime import allocator_errors
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only

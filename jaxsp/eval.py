@@ -24,10 +24,12 @@ from jaxsp.data.packing import summary
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.model import rope
+from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.reporting import metrics
-from jaxsp.run import build, initial_weights, jax_limits, resume
-from jaxsp.runtime import compilation_cache, distributed, jsonl, run_paths
+from jaxsp.run import jax_limits
+from jaxsp.runtime import compilation_cache, jsonl, run_paths
+from jaxsp.setup import build, initial_weights, resume
 from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator

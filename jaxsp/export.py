@@ -18,8 +18,8 @@ from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.model.config import ModelConfig
 from jaxsp.reporting import console as output
-from jaxsp.run import merging, resume, stop_tokens
 from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.setup import merging, resume, stop_tokens
 from jaxsp.storage import copies
 from jaxsp.training import trainable
 

@@ -15,9 +15,10 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import ProblemCollector
-from jaxsp.runtime import child_processes, cluster, hardware, run_paths
-from jaxsp.runtime.child_processes import SignalForwarder
-from jaxsp.runtime.cluster import Process
+from jaxsp.processes import child_processes, cluster, hardware
+from jaxsp.processes.child_processes import SignalForwarder
+from jaxsp.processes.cluster import Process
+from jaxsp.runtime import run_paths
 
 
 def main(arguments: list[str]) -> None:

@@ -42,13 +42,15 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.memory import row_meshes
 from jaxsp.model import layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.run import build, initial_weights, jax_limits, merging
+from jaxsp.optimizers import param_groups
+from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
-from jaxsp.training import row_meshes, trainable
+from jaxsp.setup import build, initial_weights, merging
+from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.optimizers import param_groups
 from jaxsp.training.specs import RunSpec
 
 if TYPE_CHECKING:

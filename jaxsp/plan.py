@@ -21,13 +21,14 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
-from jaxsp.hf import context_range, folder, peft, published
+from jaxsp.hf import folder, peft, published
+from jaxsp.hf.rope import context_range
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.run import data_sets, model_files
 from jaxsp.runtime import memory_limits
+from jaxsp.setup import data_sets, model_files
 
 _NUMBERS = {
     "--devices": (

@@ -13,6 +13,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
+from jaxsp.memory import row_meshes
 from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
@@ -20,7 +21,6 @@ from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
-from jaxsp.training import row_meshes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

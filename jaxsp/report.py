@@ -7,7 +7,7 @@ from jaxsp.config import yaml_io
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.report import facts, page, run_files
-from jaxsp.run import config_changes
+from jaxsp.setup import config_changes
 
 FILE_NAME = "report.html"
 

@@ -11,12 +11,14 @@ from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
+from jaxsp.processes import distributed, hardware
 from jaxsp.reporting.trackers import registry
-from jaxsp.run import build, jax_limits, preview, resume, trainer
-from jaxsp.runtime import compilation_cache, distributed, hardware, run_dir, run_paths
+from jaxsp.run import jax_limits, trainer
+from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
+from jaxsp.setup import build, preview, resume
 from jaxsp.storage import copies, run_storage
 
 

@@ -29,7 +29,8 @@ from typing import Any
 from jaxsp import library
 from jaxsp.core.batch import Batch
 from jaxsp.library import NumberLists
-from jaxsp.training import memory_compile, train_state
+from jaxsp.memory import memory_compile
+from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line

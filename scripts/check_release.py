@@ -25,11 +25,12 @@ import jax.numpy as jnp
 
 from jaxsp import attention
 from jaxsp.attention import ScoreConfig
-from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
-from jaxsp.training import compile_options, selfcheck
+from jaxsp.run import selfcheck
+from jaxsp.training import compile_options
 from scripts.bench import configs, machine
 
 RECIPE = "configs/llama31_8b_128k_8xh100.yaml"

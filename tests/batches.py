@@ -15,7 +15,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.hf import rope_types
+from jaxsp.hf.rope import rope_types
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 from jaxsp.runtime import device_mesh
 

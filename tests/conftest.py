@@ -136,7 +136,7 @@ def choose_platform(*, prefers_gpu: bool) -> None:
 
     Must run before JAX looks for devices.
     """
-    from jaxsp.runtime import hardware
+    from jaxsp.processes import hardware
 
     has_gpu = prefers_gpu and hardware.count_gpus(os.environ) > 0
     os.environ.setdefault("JAX_PLATFORMS", "cuda" if has_gpu else "cpu")
@@ -197,7 +197,7 @@ def default_signals() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def small_shards() -> Iterator[None]:
     """Shards all weights of at least 100 elements, as large models do, instead of 65,536."""
-    from jaxsp.training import sharding
+    from jaxsp.sharding import sharding
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "MIN_SHARDED_SIZE", 100)

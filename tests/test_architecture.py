@@ -17,19 +17,24 @@ REPO = pathlib.Path(__file__).parent.parent
 LAYERS = (
     "core",
     "config",
-    "runtime conversion",
+    "processes conversion",
+    "runtime",
     "storage",
     "attention data",
     "model",
-    "hf training",
+    "hf sharding",
+    "optimizers",
+    "training",
+    "memory",
     "checkpoint reporting planner",
+    "setup",
     "run",
     "commands",
 )
 """Packages from the bottom up. A package imports from lower layers only; packages on one layer do
 not know each other. `commands` are the modules directly in jaxsp/."""
 
-PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.runtime.distributed")
+PRIVATE_JAX = ("jaxsp.attention.kernels.cudnn.cudnn_calls", "jaxsp.processes.distributed")
 """The only modules that may use `jax._src`: cuDNN's calls, and the key-value store of processes."""
 
 NON_EMPTY_INIT = ("jaxsp/__init__.py", "jaxsp/attention/__init__.py")

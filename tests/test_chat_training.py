@@ -14,7 +14,8 @@ from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from tests import batches, messages
 from tests.data.chat import chats
 

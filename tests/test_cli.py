@@ -15,8 +15,8 @@ from jaxsp import __main__, cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
-from jaxsp.runtime import distributed, standard_streams
-from jaxsp.runtime.cluster import Process
+from jaxsp.processes import distributed, standard_streams
+from jaxsp.processes.cluster import Process
 from tests import commands
 
 

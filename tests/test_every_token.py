@@ -23,8 +23,9 @@ import yaml
 
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
+from jaxsp.setup import build
 from tests import messages, recorded_batches
 
 pytestmark = pytest.mark.e2e

@@ -6,8 +6,8 @@ import json
 import jax
 import pytest
 
-from jaxsp.runtime import hardware
-from jaxsp.training import selfcheck
+from jaxsp.processes import hardware
+from jaxsp.run import selfcheck
 from scripts.bench import first_checks, first_hour, kernel_trace, machine, report
 from scripts.bench.first_checks import Number
 from scripts.bench.first_hour import Check, Result

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxsp.runtime import hardware
+from jaxsp.processes import hardware
 from scripts import gpu_check, gpu_stages, junit_log
 from scripts.bench import cases, peer_transformers, plan_error, report, step, workspace
 from tests import messages

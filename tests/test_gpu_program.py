@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from jaxsp.attention.kernels import cudnn_bins
+from jaxsp.attention.kernels.cudnn import cudnn_bins
 from jaxsp.config import config_file
 from jaxsp.hf import model_config, published
+from jaxsp.memory import row_meshes
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
-from jaxsp.training import row_meshes
 
 pytestmark = pytest.mark.e2e
 

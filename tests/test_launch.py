@@ -14,10 +14,11 @@ from jaxsp import launch
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, trainer
-from jaxsp.runtime import child_processes, hardware
-from jaxsp.runtime.cluster import Process
-from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
+from jaxsp.processes import child_processes, hardware
+from jaxsp.processes.cluster import Process
+from jaxsp.processes.stderr_mux import PEER_LINE_DELAY_S
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from tests import commands, messages, tolerances
 
 pytestmark = pytest.mark.usefixtures("default_signals")
@@ -244,7 +245,7 @@ time.sleep(100)
 
 @pytest.mark.e2e
 def test_a_line_that_another_process_prints_later_is_not_left_out():
-    short_delay = "import jaxsp.runtime.stderr_mux as mux; mux.PEER_LINE_DELAY_S = 0.5\n"
+    short_delay = "import jaxsp.processes.stderr_mux as mux; mux.PEER_LINE_DELAY_S = 0.5\n"
     program = """
 if rank == "0":
     log("early", "same time")

@@ -13,7 +13,7 @@ import yaml
 from jaxsp import launch
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
-from jaxsp.runtime import child_processes, hardware
+from jaxsp.processes import child_processes, hardware
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"

@@ -18,7 +18,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
-from jaxsp.training import compile_options, host_offload, sharding, train_state, train_step
+from jaxsp.sharding import host_offload, sharding
+from jaxsp.training import compile_options, train_state, train_step
 from tests import batches, messages, tolerances
 
 SETTINGS = {

@@ -17,11 +17,12 @@ from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
+from jaxsp.memory import memory_causes, memory_fit
 from jaxsp.planner import planning, plots, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
-from jaxsp.training import host_offload, memory_causes, memory_fit
+from jaxsp.sharding import host_offload
 from tests import messages
 from tests.planner import example_plans
 

@@ -3,8 +3,8 @@
 import json
 import re
 
+from jaxsp.memory import memory_causes
 from jaxsp.planner import planning
-from jaxsp.training import memory_causes
 from scripts.bench import cases, configs, plan_error, report, step, timing
 from tests import messages
 from tests.planner import example_plans

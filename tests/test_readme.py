@@ -13,8 +13,8 @@ from jaxsp import plan, trainer
 from jaxsp.config import config_errors, config_file, schema, yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
+from jaxsp.optimizers import param_groups
 from jaxsp.planner import plots
-from jaxsp.training.optimizers import param_groups
 from scripts import config_reference, generated_text
 from tests import markdown
 from tests.markdown import REPO

@@ -19,7 +19,7 @@ from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.run import build
+from jaxsp.setup import build
 from tests import batches, commands, messages
 
 REPO = pathlib.Path(__file__).parent.parent

@@ -21,7 +21,8 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.reporting.step_log import StepLog
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from tests import batches, commands, markdown, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}

@@ -11,7 +11,8 @@ import safetensors.numpy
 import jaxsp
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from tests import commands, test_library
 
 LENGTHS = (60, 9, 130, 31, 44, 17, 64)

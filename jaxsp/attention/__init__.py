@@ -21,17 +21,17 @@ from jaxsp.attention.attend import (
     make_chosen_attend,
 )
 from jaxsp.attention.choice import AttentionChoice, describe
+from jaxsp.attention.chunks.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
-from jaxsp.attention.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.selection import (
     StrategyOption,
     choose,
     choose_strategy,
     list_options,
 )
-from jaxsp.attention.strategy import Strategy, combine
-from jaxsp.attention.workload import HasHeads, LayerWorkload, count_workloads
+from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategies.workload import HasHeads, LayerWorkload, count_workloads
 
 __all__ = [
     "CHECKPOINT_NAMES",

@@ -18,7 +18,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.strategy import Strategy, combine
+from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.core.layout import Layout
 
 SCOPE = "attend"

@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
-from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.workload import HasHeads
+from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.core import units
 
 _MIN_MENTIONED_LSE_BYTES = 64 * units.MIB

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
-from jaxsp.attention.kernels.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import (
     Device,
     Kernel,
@@ -12,7 +12,7 @@ from jaxsp.attention.kernels.kernel import (
     ScoreConfig,
     UnsupportedReason,
 )
-from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.strategies.strategy import Strategy
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError

@@ -4,16 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxsp.attention import kernel_selection, registry
+from jaxsp.attention import kernel_selection
 from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels.kernel import (
     Device,
     divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategy import Strategy, combine
-from jaxsp.attention.ulysses import Ulysses
-from jaxsp.attention.workload import (
+from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies.strategy import Strategy, combine
+from jaxsp.attention.strategies.ulysses import Ulysses
+from jaxsp.attention.strategies.workload import (
     HasHeads,
     LayerWorkload,
     count_workloads,

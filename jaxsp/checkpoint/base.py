@@ -11,7 +11,8 @@ from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import quantization, trainable
+from jaxsp.sharding import quantization
+from jaxsp.training import trainable
 
 
 def compute_checksums(table: layers.Weights, weights: layers.Weights) -> dict[str, str]:

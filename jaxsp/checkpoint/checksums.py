@@ -19,7 +19,8 @@ from jaxtyping import Array, UInt32
 from jaxsp.core import host_memory
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.training import optimizer_state, quantization
+from jaxsp.optimizers import optimizer_state
+from jaxsp.sharding import quantization
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.

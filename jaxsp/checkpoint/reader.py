@@ -22,7 +22,8 @@ from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import run_paths
-from jaxsp.training import sharding, trainable
+from jaxsp.sharding import sharding
+from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
 

@@ -22,7 +22,8 @@ from jaxsp.core import files as core_files
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState

@@ -242,7 +242,7 @@ class Config(ConfigSection):
     def degrees(self) -> dict[int, int]:
         """Number of devices that share a row, by row length."""
         seq = self.mesh.seq
-        assert seq != "auto", "training/row_meshes.py resolves it"
+        assert seq != "auto", "memory/row_meshes.py resolves it"
         if isinstance(seq, int):
             return dict.fromkeys(self.data.row_lengths, seq)
         assert isinstance(self.data.row_tokens, tuple), "cross_checks.py compares the lists"

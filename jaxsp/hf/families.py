@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.hf.rope_fields import ORIGINAL
-from jaxsp.hf.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
+from jaxsp.hf.rope.rope_fields import ORIGINAL
+from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
 from jaxsp.model.config import NormNames, QueryScale
 
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)

@@ -8,9 +8,10 @@ from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import config_checks, folder, rope_forms, rope_override, rope_types, text_part
+from jaxsp.hf import config_checks, folder, text_part
 from jaxsp.hf.families import FAMILIES, LAYER_TYPES, MULTIMODAL_FAMILIES, Family
-from jaxsp.hf.rope_types import RopeInputs
+from jaxsp.hf.rope import rope_forms, rope_override, rope_types
+from jaxsp.hf.rope.rope_types import RopeInputs
 from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 
 if TYPE_CHECKING:

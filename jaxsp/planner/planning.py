@@ -11,16 +11,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
-from jaxsp.model import decoder, flops
-from jaxsp.model.config import ModelConfig
-from jaxsp.planner.compile import compiled, memory
-from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.compile.gpus import Ceilings
-from jaxsp.planner.cost import comms, roofline
-from jaxsp.planner.cost.comms import Collective
-from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import (
+from jaxsp.memory import (
     available_memory,
     memory_causes,
     memory_compile,
@@ -31,9 +22,18 @@ from jaxsp.training import (
     memory_suggestions,
     row_meshes,
 )
-from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_fit import CompiledStep, MemoryUse
-from jaxsp.training.optimizers import param_groups
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.memory.memory_fit import CompiledStep, MemoryUse
+from jaxsp.model import decoder, flops
+from jaxsp.model.config import ModelConfig
+from jaxsp.optimizers import param_groups
+from jaxsp.planner.compile import compiled, memory
+from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.compile.gpus import Ceilings
+from jaxsp.planner.cost import comms, roofline
+from jaxsp.planner.cost.comms import Collective
+from jaxsp.planner.cost.roofline import TimeEstimate
+from jaxsp.runtime import device_mesh, memory_limits
 
 RESERVED = "reserved"
 """Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxsp.core import durations, errors
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_causes
 from jaxsp.planner.planning import RESERVED, Plan
-from jaxsp.training import memory_causes
 
 _COLORS = {
     memory_causes.WEIGHTS: "#1b3a5c",

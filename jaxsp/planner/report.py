@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping
 
 from jaxsp.core import axes, durations, errors, units
+from jaxsp.memory import memory_causes
 from jaxsp.planner import search, tables
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import Cluster
@@ -11,7 +12,6 @@ from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import RESERVED, Plan, PlannedCollective
 from jaxsp.planner.search import LongestRow, TriedLength
-from jaxsp.training import memory_causes
 
 _MEMORY = dict(memory_causes.CAUSES) | {
     RESERVED: "for CUDA's context, NCCL's buffers and fragmentation"

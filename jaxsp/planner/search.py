@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_causes
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan
-from jaxsp.training import memory_causes
 
 PRECISION = 0.01
 """Largest relative distance between the longest row that fits and the shortest that does not."""

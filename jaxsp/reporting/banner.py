@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 from jaxsp import attention
 from jaxsp.data.packing import summary
-from jaxsp.hf import context_range
+from jaxsp.hf.rope import context_range
+from jaxsp.memory import memory_descriptions
 from jaxsp.model import rope
+from jaxsp.optimizers import optimizer
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_dir, run_paths
-from jaxsp.training import evaluator, memory_descriptions, optimizer, sharding, trainable
+from jaxsp.sharding import sharding
+from jaxsp.training import evaluator, trainable
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec, StepSpec
 

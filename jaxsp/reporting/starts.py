@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from jaxsp.core import files
+from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import METRICS_FILE
 from jaxsp.runtime import jsonl, run_dir, run_paths
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.memory_causes import StepMemory
 from jaxsp.training.specs import RunSpec
 
 STARTS_FILE = "starts.jsonl"

@@ -12,13 +12,14 @@ import numpy as np
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, units
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_compile
+from jaxsp.memory.memory_fit import CompiledStep
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
-from jaxsp.run import build
-from jaxsp.training import memory_compile, train_state
-from jaxsp.training.memory_fit import CompiledStep
+from jaxsp.setup import build
+from jaxsp.training import train_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ import jax
 
 from jaxsp.checkpoint import files, reader
 from jaxsp.config.schema import Config
+from jaxsp.processes import distributed
 from jaxsp.reporting.metrics import EVAL_FILE, METRICS_FILE
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training.inputs import StartPoint
 
 

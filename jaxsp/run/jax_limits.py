@@ -10,11 +10,12 @@ from jaxsp import attention
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
+from jaxsp.memory import available_memory, memory_formula, row_meshes
+from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.model.config import ModelConfig
-from jaxsp.runtime import cluster, device_mesh, distributed, hardware, jax_platform, memory_limits
-from jaxsp.runtime.cluster import Process
-from jaxsp.training import available_memory, memory_formula, row_meshes
-from jaxsp.training.available_memory import GroupLayout
+from jaxsp.processes import cluster, distributed, hardware
+from jaxsp.processes.cluster import Process
+from jaxsp.runtime import device_mesh, jax_platform, memory_limits
 
 ONE_PROCESS = Process()
 

@@ -17,8 +17,8 @@ from jaxsp.core import axes, durations
 from jaxsp.core.errors import UserError
 from jaxsp.planner import mesh_sweep, report, tables
 from jaxsp.planner.progress import Progress
+from jaxsp.processes import hardware
 from jaxsp.run.benchmark import BenchmarkResult
-from jaxsp.runtime import hardware
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Maximum relative difference between the losses of two meshes in the first step. In step n it is n

@@ -6,7 +6,7 @@ at start (openxla/xla issue 48979), and fractional vGPUs do not have it (issue 4
 
 import jax
 
-from jaxsp.runtime import hardware
+from jaxsp.processes import hardware
 
 _NO_DEVICE = "no supported devices found for platform CUDA"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")

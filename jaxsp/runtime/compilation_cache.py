@@ -8,7 +8,7 @@ import jax
 from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
-from jaxsp.runtime import distributed, hardware
+from jaxsp.processes import distributed, hardware
 
 AUTO = "auto"
 

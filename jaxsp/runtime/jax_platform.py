@@ -7,7 +7,8 @@ import jax
 
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import hardware, memory_limits
+from jaxsp.processes import hardware
+from jaxsp.runtime import memory_limits
 
 COLLECTIVE_TIMEOUTS = (
     "xla_cpu_collective_call_terminate_timeout_seconds",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from jaxsp.core import files
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 
 DAMAGED_SUFFIX = ".damaged"
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import pathlib
 
-from jaxsp.runtime import hardware
+from jaxsp.processes import hardware
 
 _PLUGINS = (
     "jax_cuda12_plugin",

@@ -18,7 +18,8 @@ import jax
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
-from jaxsp.runtime import distributed, run_paths, stop_signals
+from jaxsp.processes import distributed, stop_signals
+from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
 
 _STOP_AFTER = "run.stop_after"

@@ -9,7 +9,8 @@ import time
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations, exit_codes, files
-from jaxsp.runtime import distributed, run_dir, run_paths, run_status
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths, run_status
 from jaxsp.runtime.run_status import Activity, RunStatus
 
 HEARTBEAT_INTERVAL_S = 5.0

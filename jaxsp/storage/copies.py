@@ -11,7 +11,8 @@ import filelock
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import MIB
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import checkpoint_names, session_lock
 from jaxsp.storage.object_store import ObjectInfo, ObjectStore
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from jaxsp.core import durations, files
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.core.units import MIB
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import checkpoint_names, object_store
 from jaxsp.storage.object_store import ObjectStore
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jaxsp.core import files, redaction, urls
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 
 START_PATIENCE_S = 60.0
 """Seconds for which a command tries to reach a store before it starts to work."""

@@ -13,7 +13,8 @@ from typing import Any
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import files, urls
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import copies, mirror
 from jaxsp.storage.mirror import Mirror
 from jaxsp.storage.object_store import ObjectStore

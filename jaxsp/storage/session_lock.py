@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxsp.core import exit_codes, files
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import distributed, run_dir
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir
 from jaxsp.storage.object_store import ObjectStore
 
 LOCK_PREFIX = "lock/"

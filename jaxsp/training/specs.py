@@ -18,10 +18,11 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, host_offload, loss, trainable
+from jaxsp.sharding import host_offload
+from jaxsp.sharding.sharding import Gather
+from jaxsp.training import compile_options, loss, trainable
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.sharding import Gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

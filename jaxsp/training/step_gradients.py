@@ -22,9 +22,10 @@ from jaxsp.model import decoder, dropout, layers
 from jaxsp.model.dropout import Keys
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, loss, metric_table, sharding
+from jaxsp.sharding import host_offload, sharding
+from jaxsp.sharding.sharding import Shard
+from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import Sums
-from jaxsp.training.sharding import Shard
 from jaxsp.training.specs import StepSpec
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs

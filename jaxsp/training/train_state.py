@@ -12,8 +12,10 @@ from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
+from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.runtime import device_mesh
-from jaxsp.training import optimizer, optimizer_state, quantization, sharding, weight_init
+from jaxsp.sharding import quantization, sharding
+from jaxsp.training import weight_init
 from jaxsp.training.specs import StepSpec
 
 

@@ -13,14 +13,9 @@ from jaxsp import attention
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import Batch
 from jaxsp.model.layers import Parameter, Weights
-from jaxsp.training import (
-    compile_options,
-    host_offload,
-    optimizer,
-    step_gradients,
-    train_state,
-)
-from jaxsp.training.optimizers import schedules
+from jaxsp.optimizers import optimizer, schedules
+from jaxsp.sharding import host_offload
+from jaxsp.training import compile_options, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 

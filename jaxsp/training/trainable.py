@@ -11,8 +11,8 @@ from jaxsp.config.schema import Config
 from jaxsp.model import adapters, decoder, flops, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.training import quantization
-from jaxsp.training.optimizers import param_groups
+from jaxsp.optimizers import param_groups
+from jaxsp.sharding import quantization
 
 Predicate = Callable[[Parameter], bool]
 

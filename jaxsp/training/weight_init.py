@@ -16,7 +16,7 @@ from jaxsp.core import host_memory
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
-from jaxsp.training import quantization, sharding
+from jaxsp.sharding import quantization, sharding
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.

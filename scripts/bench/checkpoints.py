@@ -21,8 +21,9 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.hf import model_config
+from jaxsp.memory import row_meshes
 from jaxsp.runtime import jax_platform
-from jaxsp.training import row_meshes, train_state
+from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from scripts.bench import configs, machine, results
 

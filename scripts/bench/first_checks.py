@@ -21,10 +21,13 @@ from jaxsp.checkpoint import array_writer, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.core import host_memory
 from jaxsp.core.units import GIB
+from jaxsp.memory import available_memory
 from jaxsp.model.remat import RematPolicy
-from jaxsp.run import benchmark, jax_limits
-from jaxsp.runtime import hardware, memory_limits, run_paths
-from jaxsp.training import available_memory, compile_options, host_offload, selfcheck
+from jaxsp.processes import hardware
+from jaxsp.run import benchmark, jax_limits, selfcheck
+from jaxsp.runtime import memory_limits, run_paths
+from jaxsp.sharding import host_offload
+from jaxsp.training import compile_options
 from scripts.bench import cases, kernel_trace, machine, report, workspace
 from scripts.bench.cases import Case
 

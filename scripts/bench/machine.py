@@ -21,7 +21,7 @@ def main() -> int:
         return 2
     import jax
 
-    from jaxsp.attention.kernels import cudnn_calls
+    from jaxsp.attention.kernels.cudnn import cudnn_calls
 
     device = jax.devices()[0]
     loaded = cudnn_calls.installed_version()
@@ -43,7 +43,7 @@ def find_gpu_problem() -> str | None:
     try:
         import jax
 
-        from jaxsp.runtime import hardware
+        from jaxsp.processes import hardware
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install jaxsp: pip install -e '.[cuda13,test]'."
     if not hardware.count_gpus({}):

@@ -17,8 +17,8 @@ import jax
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_causes
 from jaxsp.planner.compile import gpus
-from jaxsp.training import memory_causes
 from scripts.bench import configs, isolation, machine, report, results
 
 MODULE = "scripts.bench.memory"

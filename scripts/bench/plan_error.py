@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_causes
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.planning import Plan
-from jaxsp.training import memory_causes
 from scripts.bench import cases, configs, report, results
 from scripts.bench.cases import Case
 

@@ -4,7 +4,7 @@
 
 40 rows of 131,072 tokens on 8 devices, for each of five distributions of document lengths. Work is
 counted in pairs of tokens, of the rows (core/balance.py) and of the blocks that the ring computes
-(attention/chunk_calls.py). Hops are those that the ring makes of its 7 if each row is a microbatch.
+(attention/chunks/chunk_calls.py). Hops are those that the ring makes of its 7 if each row is a microbatch.
 """
 
 import functools
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsp.attention import chunk_calls, ring_hops
-from jaxsp.attention.chunk_calls import ChunkTokens
+from jaxsp.attention.chunks import chunk_calls, ring_hops
+from jaxsp.attention.chunks.chunk_calls import ChunkTokens
 from jaxsp.attention.kernels import segments
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.core import balance
 from jaxsp.core.layout import Layout
 from scripts.bench import results

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 
 from jaxsp.attention.kernel_selection import KERNELS
-from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
+from jaxsp.memory import memory_compile, memory_descriptions
 from jaxsp.reporting import metrics
-from jaxsp.run import build
 from jaxsp.runtime import jax_platform
-from jaxsp.training import memory_compile, memory_descriptions, train_state
+from jaxsp.setup import build
+from jaxsp.training import train_state
 from scripts.bench import cases, isolation, report, results, timing
 from scripts.bench.cases import Case
 from scripts.bench.timing import TimedResult

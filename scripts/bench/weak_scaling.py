@@ -20,7 +20,7 @@ import jax
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.training import memory_causes
+from jaxsp.memory import memory_causes
 from scripts.bench import configs, isolation, machine, report, results
 
 MODULE = "scripts.bench.weak_scaling"

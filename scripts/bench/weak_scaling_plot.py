@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxsp.training import memory_causes
+from jaxsp.memory import memory_causes
 from scripts.bench import weak_scaling
 
 BLUE = "#0072b2"

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxsp import attention
 from jaxsp.attention import KernelSettings
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory
-from jaxsp.attention.kernels.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_limits, cudnn_memory
+from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels.cudnn import cudnn_calls
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 

@@ -1,7 +1,8 @@
 """Strategies by their degrees, for tests of all of them."""
 
 from jaxsp import attention
-from jaxsp.attention import Strategy, registry
+from jaxsp.attention import Strategy
+from jaxsp.attention.strategies import registry
 
 
 def make_strategy(

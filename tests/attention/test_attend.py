@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
-from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.strategies.strategy import Strategy
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import oracle

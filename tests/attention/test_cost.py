@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import ScoreConfig
-from jaxsp.attention.strategy import LayerWorkload
+from jaxsp.attention.strategies.strategy import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
 from tests import batches

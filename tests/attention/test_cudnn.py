@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
-from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_kernel
-from jaxsp.attention.kernels.cudnn_bins import CallBins, PackedCall
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_kernel
+from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins, PackedCall
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle

@@ -9,8 +9,8 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import KernelSettings, ScoreConfig
-from jaxsp.attention.kernels import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
-from jaxsp.attention.kernels.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
+from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.planner.compile import compiled
 

@@ -8,10 +8,11 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import ScoreConfig
-from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.halo_exchange import Halo
-from jaxsp.attention.kernels import blockwise_rows, cudnn_bins
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.chunks.halo_exchange import Halo
+from jaxsp.attention.kernels import blockwise_rows
+from jaxsp.attention.kernels.cudnn import cudnn_bins
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_cudnn, test_strategies
 from tests.attention.strategies import make_strategy

@@ -15,7 +15,7 @@ from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.ring import Ring
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_strategies
 from tests.attention.strategies import make_strategy

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import kernel_selection, registry
+from jaxsp.attention import kernel_selection
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
-from jaxsp.attention.token_exchange import TokenExchange
+from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 from jaxsp.hf import model_config

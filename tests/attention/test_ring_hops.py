@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import ring_hops
+from jaxsp.attention.chunks import ring_hops
 from jaxsp.attention.kernels import blockwise_rows
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.core import axes, balance
 from jaxsp.core.layout import Layout
 from tests import batches, tolerances

@@ -8,10 +8,10 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import LayerWorkload, ScoreConfig
-from jaxsp.attention.kernels import cudnn_calls, cudnn_memory
-from jaxsp.attention.kernels.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
+from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
-from jaxsp.attention.ulysses import Ulysses
+from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.config import config_file
 from jaxsp.core import units
 from jaxsp.core.errors import UserError

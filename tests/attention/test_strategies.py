@@ -12,9 +12,9 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import LayerWorkload, ScoreConfig
-from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels import blockwise_rows
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout

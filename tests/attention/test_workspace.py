@@ -1,6 +1,6 @@
 """The size of cuDNN's workspace is read from the text of a compiled program."""
 
-from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels.cudnn import cudnn_calls
 
 PROGRAM = """
 HloModule jit_f, is_scheduled=true, entry_computation_layout={(u8[77777777]{0})->bf16[1,2]{1,0}}

@@ -9,8 +9,8 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
-from jaxsp.run import resume
 from jaxsp.runtime import run_paths
+from jaxsp.setup import resume
 from jaxsp.training.early_stopping import EarlyStoppingState
 from tests import messages
 

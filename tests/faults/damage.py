@@ -22,8 +22,10 @@ import rich.console
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, trainer
-from jaxsp.training import sharding, train_state
+from jaxsp.run import trainer
+from jaxsp.setup import build
+from jaxsp.sharding import sharding
+from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from tests import batches, commands
 

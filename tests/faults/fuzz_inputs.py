@@ -15,7 +15,7 @@ from jaxsp.config import config_errors, config_file
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
-from jaxsp.run import model_files
+from jaxsp.setup import model_files
 from tests import batches
 from tests.faults.fuzz_values import (
     BOMBS,

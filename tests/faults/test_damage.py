@@ -16,7 +16,7 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
-from jaxsp.training import sharding
+from jaxsp.sharding import sharding
 from tests import batches, commands, messages
 from tests.faults import damage
 from tests.faults.damage import NOTICED, SILENT, Damage

@@ -19,9 +19,10 @@ from jaxsp.config import config_file
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
+from jaxsp.setup import build
 from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e

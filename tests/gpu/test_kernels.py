@@ -9,9 +9,10 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import Attend, KernelSettings, ScoreConfig
-from jaxsp.attention.kernels import cudnn_bins, cudnn_kernel, cudnn_limits, segments
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_kernel, cudnn_limits
 from jaxsp.attention.kernels.kernel import KernelWorkload
-from jaxsp.attention.registry import TOKEN_EXCHANGES
+from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
 from tests import batches, tolerances
 from tests.attention import oracle
 

@@ -17,19 +17,13 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import config_file
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes
+from jaxsp.memory import memory_compile, memory_problems
+from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
+from jaxsp.run import selfcheck
 from jaxsp.runtime import device_mesh
-from jaxsp.training import (
-    compile_options,
-    host_offload,
-    memory_compile,
-    memory_problems,
-    selfcheck,
-    train_state,
-    train_step,
-    weight_init,
-)
-from jaxsp.training.memory_fit import MemoryUse
+from jaxsp.sharding import host_offload
+from jaxsp.training import compile_options, train_state, train_step, weight_init
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 

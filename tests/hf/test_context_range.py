@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.hf import context_range
+from jaxsp.hf.rope import context_range
 from tests.hf.test_rope_override import GEMMA3, LLAMA31, OLMO3, PHI4, QWEN3, apply
 from tests.messages import assert_names
 

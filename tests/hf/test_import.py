@@ -20,7 +20,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, weights, writer
 from jaxsp.model import decoder, layers
-from jaxsp.training import sharding, weight_init
+from jaxsp.sharding import sharding
+from jaxsp.training import weight_init
 from tests import batches
 from tests.hf import oracle
 

@@ -21,7 +21,7 @@ from jaxsp.hf import model_config, peft, text_part
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import layers
 from jaxsp.model.layers import Parameter
-from jaxsp.run import merging
+from jaxsp.setup import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle

@@ -13,8 +13,9 @@ import yaml
 from jaxsp.config import config_file
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import context_range, folder, model_config, published
+from jaxsp.hf import folder, model_config, published
 from jaxsp.hf.folder import HubError
+from jaxsp.hf.rope import context_range
 from jaxsp.model import decoder
 
 REPO = pathlib.Path(__file__).parent.parent.parent

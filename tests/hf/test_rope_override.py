@@ -7,8 +7,8 @@ import transformers
 
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import rope_override
-from jaxsp.hf.rope_forms import RopeSupport
+from jaxsp.hf.rope import rope_override
+from jaxsp.hf.rope.rope_forms import RopeSupport
 from tests.messages import assert_names
 
 SIZES = {

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxsp.model import layers
 from jaxsp.model.config import Lora
-from jaxsp.run import merging
+from jaxsp.setup import merging
 from tests import batches
 
 NAME = "self_attn.o_proj"

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core import host_memory
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
-from jaxsp.training import host_offload
+from jaxsp.sharding import host_offload
 
 NUM_LAYERS = 7
 GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]

@@ -2,10 +2,10 @@
 
 import dataclasses
 
+from jaxsp.memory import memory_causes
 from jaxsp.planner import planning
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.planning import Plan, PlannedCollective
-from jaxsp.training import memory_causes
 
 _ALL_TO_ALL = PlannedCollective(
     kind="all-to-all",

@@ -7,9 +7,9 @@ import pytest
 
 from jaxsp.config import config_file
 from jaxsp.hf import model_config
+from jaxsp.memory import row_meshes
 from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
-from jaxsp.training import row_meshes
 
 LLAMA = {
     "model_type": "llama",

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from jaxsp.memory import memory_causes
 from jaxsp.planner import planning, plots
-from jaxsp.training import memory_causes
 from tests.planner import example_plans
 
 figure = pytest.importorskip("matplotlib.figure", reason="plots need the plan extra")

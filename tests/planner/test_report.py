@@ -5,11 +5,11 @@ import re
 
 import pytest
 
+from jaxsp.memory import memory_causes
 from jaxsp.planner import report, tables
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.search import LongestRow, TriedLength
-from jaxsp.training import memory_causes
 from tests.messages import assert_names, numbers
 from tests.planner import example_plans
 

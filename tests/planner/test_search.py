@@ -6,9 +6,9 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
+from jaxsp.memory import memory_causes
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import compiled
-from jaxsp.training import memory_causes
 from tests.planner import example_plans, programs
 
 MODEL = model_config.parse_model_config(programs.LLAMA, field="model.config")

@@ -5,7 +5,7 @@ import pytest
 
 from jaxsp.config import config_file
 from jaxsp.reporting import banner
-from jaxsp.run import build
+from jaxsp.setup import build
 from tests import commands
 
 

@@ -16,9 +16,11 @@ from jaxsp.hf import writer
 from jaxsp.model import decoder
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
-from jaxsp.training import host_offload, train_state
+from jaxsp.setup import build
+from jaxsp.sharding import host_offload
+from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs

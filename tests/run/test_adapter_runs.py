@@ -21,7 +21,8 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from jaxsp.training import train_state, train_step, trainable
 from tests import batches, commands, tolerances
 from tests.messages import assert_names

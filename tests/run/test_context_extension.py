@@ -11,7 +11,8 @@ from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from tests import commands, messages, tolerances
 from tests.hf import oracle
 from tests.messages import assert_names

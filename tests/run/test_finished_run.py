@@ -7,8 +7,9 @@ import pytest
 from jaxsp.checkpoint import files
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
-from jaxsp.run import finished_run, resume
+from jaxsp.run import finished_run
 from jaxsp.runtime import run_paths
+from jaxsp.setup import resume
 from jaxsp.training.inputs import StartPoint
 from tests import messages
 from tests.checkpoint.test_writer import make_meta

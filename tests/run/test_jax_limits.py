@@ -5,11 +5,13 @@ import ctypes
 import pytest
 
 from jaxsp.core.units import GIB
+from jaxsp.memory import available_memory, memory_formula
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.processes import hardware
+from jaxsp.processes.cluster import Process
 from jaxsp.run import jax_limits
-from jaxsp.runtime import hardware, memory_limits
-from jaxsp.runtime.cluster import Process
-from jaxsp.training import available_memory, host_offload, memory_formula
-from jaxsp.training.available_memory import MemoryLimit
+from jaxsp.runtime import memory_limits
+from jaxsp.sharding import host_offload
 from tests.training import runs
 
 pytestmark = pytest.mark.usefixtures("small_shards")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.attention.kernels.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from jaxsp.training import train_step
 from tests import batches, messages, tolerances
 

@@ -24,10 +24,11 @@ from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run import build, preflight, trainer
+from jaxsp.run import preflight, trainer
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
+from jaxsp.setup import build
 from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from jaxsp.runtime import allocator_errors, hardware
+from jaxsp.processes import hardware
+from jaxsp.runtime import allocator_errors
 from tests.messages import assert_names
 
 NO_DEVICE = (

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import compilation_cache, hardware
+from jaxsp.processes import hardware
+from jaxsp.runtime import compilation_cache
 from tests.messages import assert_names
 
 OLD = (0, 10, 1)

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import hardware, jax_platform
+from jaxsp.processes import hardware
+from jaxsp.runtime import jax_platform
 from tests.messages import assert_names
 
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from jaxsp.runtime import hardware, memory_limits
+from jaxsp.processes import hardware
+from jaxsp.runtime import memory_limits
 
 GIB = 2**30
 

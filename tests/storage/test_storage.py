@@ -10,7 +10,8 @@ import pytest
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.processes import distributed
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage import copies, mirror, object_store, run_storage, session_lock
 from jaxsp.storage.mirror import Mirror
 from jaxsp.storage.object_store import ObjectStore

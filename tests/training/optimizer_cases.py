@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.schema import Config
 from jaxsp.model.layers import Parameter
-from jaxsp.training import host_offload, optimizer, optimizer_state
-from jaxsp.training.optimizers import registry, schedules
+from jaxsp.optimizers import optimizer, optimizer_state, registry, schedules
+from jaxsp.sharding import host_offload
 from tests import batches
 from tests.training import runs
 

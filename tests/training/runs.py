@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.attention import Attend
-from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.strategies.strategy import Strategy
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
@@ -20,14 +20,8 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter, Weights
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import (
-    quantization,
-    sharding,
-    step_gradients,
-    train_state,
-    train_step,
-    trainable,
-)
+from jaxsp.sharding import quantization, sharding
+from jaxsp.training import step_gradients, train_state, train_step, trainable
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances, unsharded

@@ -13,7 +13,8 @@ import pytest
 
 from jaxsp.model import dropout
 from jaxsp.model.config import Lora
-from jaxsp.training import host_offload, quantization, trainable
+from jaxsp.sharding import host_offload, quantization
+from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
 from tests.training import runs

@@ -9,9 +9,10 @@ import pytest
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
+from jaxsp.memory import row_meshes
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import compile_options, row_meshes
+from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages
 from tests.planner import programs

@@ -16,12 +16,8 @@ from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.config.schema import AttentionConfig, MemoryConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.model import decoder, tiling
-from jaxsp.runtime import run_paths
-from jaxsp.training import (
+from jaxsp.memory import (
     available_memory,
-    host_offload,
-    loss,
     memory_causes,
     memory_compile,
     memory_descriptions,
@@ -29,13 +25,13 @@ from jaxsp.training import (
     memory_formula,
     memory_problems,
     memory_suggestions,
-    sharding,
-    step_gradients,
-    train_state,
-    train_step,
 )
-from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_fit import MemoryUse
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.memory.memory_fit import MemoryUse
+from jaxsp.model import decoder, tiling
+from jaxsp.runtime import run_paths
+from jaxsp.sharding import host_offload, sharding
+from jaxsp.training import loss, step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy

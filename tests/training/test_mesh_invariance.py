@@ -12,7 +12,7 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
-from jaxsp.training import sharding
+from jaxsp.sharding import sharding
 from tests import batches, tolerances
 from tests.training import runs
 

@@ -11,7 +11,8 @@ import rich.console
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.reporting.report import charts, run_files
-from jaxsp.run import build, trainer
+from jaxsp.run import trainer
+from jaxsp.setup import build
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
 from tests import batches

@@ -14,9 +14,9 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import host_memory
 from jaxsp.model.layers import Parameter
+from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planner.cost import comms
-from jaxsp.training import host_offload, matrix_exchange, optimizer
-from jaxsp.training.optimizers import adamw8bit, muon
+from jaxsp.sharding import host_offload
 from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
 from tests.training import optimizer_cases, runs

@@ -5,7 +5,7 @@ import pytest
 
 from jaxsp.model import decoder
 from jaxsp.model.layers import Parameter
-from jaxsp.training.optimizers import param_groups
+from jaxsp.optimizers import param_groups
 from tests import batches
 from tests.messages import assert_names
 from tests.training import runs

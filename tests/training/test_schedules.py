@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.training.optimizers import schedules
+from jaxsp.optimizers import schedules
 from tests import batches
 
 

@@ -9,11 +9,12 @@ import optax
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
-from jaxsp.training import optimizer, train_step
+from jaxsp.optimizers import optimizer
+from jaxsp.training import train_step
 from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs

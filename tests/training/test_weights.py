@@ -8,8 +8,9 @@ import pytest
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.model.layers import Parameter
-from jaxsp.training import sharding, weight_init
-from jaxsp.training.sharding import Gather, Placement, Shard
+from jaxsp.sharding import sharding
+from jaxsp.sharding.sharding import Gather, Placement, Shard
+from jaxsp.training import weight_init
 from tests import batches
 from tests.training import runs
 

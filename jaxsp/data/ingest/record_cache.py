@@ -19,7 +19,7 @@ from jaxsp.core import errors, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.core.units import MIB
 from jaxsp.data.ingest import columnar
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import datasets

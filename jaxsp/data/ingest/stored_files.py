@@ -13,7 +13,7 @@ from jaxsp.core import files, urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import source_files
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 from jaxsp.storage.object_store import ObjectInfo, ObjectStore
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxsp.core import errors, exit_codes, files, limits, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizer_json
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import transformers

@@ -15,12 +15,13 @@ from jaxlib.mlir import ir
 
 from jaxsp.core import errors, host_memory, units
 from jaxsp.core.errors import UserError
+from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.model.layers import Parameter
+from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
 from jaxsp.runtime import memory_limits
-from jaxsp.training import compile_options, optimizer, train_state, train_step
-from jaxsp.training.available_memory import MemoryLimit
+from jaxsp.training import compile_options, train_state, train_step
 from jaxsp.training.specs import StepSpec
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")

@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 
 from jaxsp.attention import Kernel
+from jaxsp.memory import memory_fit
+from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
-from jaxsp.training import memory_fit
-from jaxsp.training.memory_fit import MemoryUse
 
 HOST_MEMORY_SPACE = 5
 """XLA's number for host memory that a GPU can access."""

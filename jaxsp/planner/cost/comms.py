@@ -21,9 +21,9 @@ from jaxsp import attention
 from jaxsp.attention import LayerWorkload, Strategy
 from jaxsp.core import axes, nodes
 from jaxsp.core.nodes import Groups, Load
+from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
-from jaxsp.training import optimizer
 from jaxsp.training.specs import StepSpec
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")

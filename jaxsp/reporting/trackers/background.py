@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxsp.core import redaction
+from jaxsp.processes import distributed
 from jaxsp.reporting.trackers.tracker import Outcome, Point, Tracker
-from jaxsp.runtime import distributed
 
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0

@@ -8,10 +8,10 @@ import time
 
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
+from jaxsp.processes import distributed
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.background import BackgroundTracker
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
-from jaxsp.runtime import distributed
 
 FINISH_TIMEOUT_S = 10.0
 """Time limit for all trackers to receive the last values, and at most run.shutdown_grace."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError
+from jaxsp.processes import distributed
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.background import describe_error
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
-from jaxsp.runtime import distributed
 
 NAME = "wandb"
 

@@ -5,11 +5,12 @@ import math
 import jax
 import pytest
 
+from jaxsp.memory import memory_causes, memory_fit, memory_formula, memory_problems
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.memory.memory_fit import CompiledStep
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.cost import comms
-from jaxsp.training import host_offload, memory_causes, memory_fit, memory_formula, memory_problems
-from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_fit import CompiledStep
+from jaxsp.sharding import host_offload
 from tests import tolerances
 from tests.planner import programs
 

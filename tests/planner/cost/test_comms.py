@@ -5,9 +5,11 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.core import axes
+from jaxsp.memory import available_memory, memory_problems
+from jaxsp.optimizers import matrix_exchange
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
-from jaxsp.training import available_memory, matrix_exchange, memory_problems, sharding
+from jaxsp.sharding import sharding
 from tests.messages import assert_names
 from tests.planner import programs
 

@@ -1,0 +1,260 @@
+"""Ring: devices keep their queries; keys and values travel around the ring.
+
+Chunks are dealt to the devices back and forth (core/layout.py), and a ring step computes the blocks
+of chunk_calls.py. With 4 devices of 2 chunks each, chunks 0 to 7, device 1 (chunks 1 and 6)
+computes:
+
+    keys of device (chunks)   0 (0, 7)    1 (1, 6)                 2 (2, 5)    3 (3, 4)
+    queries x keys            6x0, 1x0    6x1, 1x1 and 6x6 causal  6x2, 6x5    6x3, 6x4
+
+Which hops the segments of a microbatch's rows need is the same on all devices: ring_hops.py.
+
+Source: Liu et al. 2023, arXiv:2310.01889. The balanced order is that of Megatron-LM and
+zhuzilin/ring-flash-attention. Differs: rows are packed, and only one segment can have tokens in
+both halves of an off-diagonal block; the gradients of k and v travel in float32; hops that no
+segment needs are left out.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxsp.attention.chunks import chunk_calls, partial_attention, ring_hops
+from jaxsp.attention.chunks.chunk_calls import Call, ChunkTokens
+from jaxsp.attention.chunks.partial_attention import Gradients, LocalSegments, PartialAttention
+from jaxsp.attention.chunks.ring_hops import RingHops
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings
+from jaxsp.attention.strategies.workload import LayerWorkload
+from jaxsp.attention.strategies.zigzag import Zigzag
+from jaxsp.core import axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring(Zigzag):
+    """Each device keeps its queries; keys and values travel around the ring."""
+
+    name = "ring"
+    has_ring_steps = True
+
+    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        if self.degree == 1:
+            return {}
+        tokens = workload.num_rows * workload.tokens_per_device
+        kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
+        hops = 2 * (self.degree - 1)
+        if workload.recomputes_attention:
+            hops += self.degree - 1
+        # Gradients make seq - 1 hops in float32, and the last one, to the device that owns them, in
+        # the dtype of k and v
+        elements_bytes = (hops + 1) * workload.itemsize + (self.degree - 1) * 4
+        return {"collective-permute": kv_elements * elements_bytes}
+
+    def make_tables(
+        self,
+        kernel: Kernel,
+        settings: KernelSettings,
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        *,
+        row_tokens: int,
+    ) -> RingHops | None:
+        return ring_hops.find_hops(self.layout, starts_BM, lengths_BM, row_tokens=row_tokens)
+
+    def forward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        tables: RingHops | None = None,
+    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
+        """Output and log-sum-exp of this device's queries. Moves: k and v to all other devices."""
+        work = _LocalWork(self, starts_BM, lengths_BM, q.shape[1] // self.chunks_per_device)
+
+        def visit(results: PartialAttention, kv: list[Array], hop: Array | int) -> PartialAttention:
+            """Merges in the attention to the keys that arrive after `hop` hops."""
+            calls = work.remote_calls(hop)
+            return partial_attention.add_calls_forward(kernel, calls, q, kv, results, in_order=True)
+
+        def next_step(
+            carry: tuple[PartialAttention, list[Array]], hop: Array
+        ) -> tuple[tuple[PartialAttention, list[Array]], None]:
+            results, kv = carry
+            return (visit(results, kv, hop), self.shift(kv)), None
+
+        def visit_all(results: PartialAttention) -> PartialAttention:
+            hops = jnp.arange(1, self.degree - 1)
+            (results, kv), _ = jax.lax.scan(next_step, (results, self.shift([k, v])), hops)
+            return visit(results, kv, self.degree - 1)
+
+        def visit_near(results: PartialAttention, index: Array) -> PartialAttention:
+            kv = jax.lax.switch(index, self._shifts(), [k, v])
+            return visit(results, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
+
+        results = partial_attention.diagonal_forward(kernel, work.segments, q, k, v)
+        calls = work.local_calls()
+        results = partial_attention.add_calls_forward(
+            kernel, calls, q, [k, v], results, in_order=True
+        )
+        results = self._visit_needed(tables, visit_all, visit_near, results)
+        return results.out_BCHK.astype(q.dtype), results.lse_BCH.swapaxes(1, 2)
+
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        out: Float[Array, "B l H K"],
+        lse: Float32[Array, "B H l"],
+        dout: Float[Array, "B l H K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        tables: RingHops | None = None,
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        """dq, dk and dv.
+
+        Moves: k and v to all other devices, and their gradients all the way around.
+        """
+        work = _LocalWork(self, starts_BM, lengths_BM, q.shape[1] // self.chunks_per_device)
+        results = (out, lse.swapaxes(1, 2), dout)
+
+        def visit(dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int) -> Gradients:
+            """Adds the gradients of the queries, and of the keys that arrive after `hop` hops."""
+            calls = work.remote_calls(hop)
+            return partial_attention.add_calls_backward(
+                kernel, calls, q, kv, results, (dq, dkv), in_order=True
+            )
+
+        def next_step(
+            carry: tuple[Array, list[Array], list[Array]], hop: Array
+        ) -> tuple[tuple, None]:
+            dq, dkv, kv = carry
+            received = self.shift([*dkv, *kv])
+            dq, dkv = visit(dq, received[:2], kv, hop)
+            return (dq, dkv, received[2:]), None
+
+        def visit_all(gradients: Gradients) -> Gradients:
+            # Gradients are sent one ring step after their keys, so that the transfer overlaps the
+            # next step's computation
+            hops = jnp.arange(1, self.degree - 1)
+            carry = (*gradients, self.shift([k, v]))
+            (dq, dkv, kv), _ = jax.lax.scan(next_step, carry, hops)
+            dq, dkv = visit(dq, self.shift(dkv), kv, self.degree - 1)
+            own_dkv = self.shift([x.astype(k.dtype) for x in dkv])  # to their own device
+            return dq, [x.astype(jnp.float32) for x in own_dkv]
+
+        def visit_near(gradients: Gradients, index: Array) -> Gradients:
+            dq, dkv = gradients
+            kv = jax.lax.switch(index, self._shifts(), [k, v])
+            zeros = [jnp.zeros(x.shape, jnp.float32) for x in kv]
+            dq, terms = visit(dq, zeros, kv, jnp.asarray(ring_hops.near_hops(self.degree))[index])
+            terms = jax.lax.switch(index, self._shifts(back=True), terms)
+            return dq, [x + y for x, y in zip(dkv, terms, strict=True)]
+
+        gradients = partial_attention.diagonal_backward(kernel, work.segments, q, [k, v], results)
+        gradients = partial_attention.add_calls_backward(
+            kernel, work.local_calls(), q, [k, v], results, gradients, in_order=True
+        )
+        dq, (dk, dv) = self._visit_needed(tables, visit_all, visit_near, gradients)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    def _visit_needed(
+        self,
+        hops: RingHops | None,
+        visit_all: Callable[[Any], Any],
+        visit_near: Callable[[Any, Array], Any],
+        start: Any,
+    ) -> Any:
+        """Visits the devices whose keys are needed. Args: hops: None: visits all."""
+        if self.degree == 1:
+            return start
+        if hops is None:
+            return visit_all(start)
+
+        def visit_needed(carry: Any) -> Any:
+            if self.degree == 2:
+                return carry  # the only hop is all hops
+
+            def next_hop(carry: Any, index: Array) -> tuple[Any, None]:
+                def visit(carry: Any) -> Any:
+                    return visit_near(carry, index)
+
+                return jax.lax.cond(hops.needs_near[index], visit, lambda carry: carry, carry), None
+
+            return jax.lax.scan(next_hop, carry, jnp.arange(len(hops.needs_near)))[0]
+
+        # Every device of the mesh takes the same branch: otherwise devices would wait for transfers
+        # that never begin
+        with jax.named_scope(ring_hops.SCOPE):
+            branches = [lambda carry: carry, visit_needed, visit_all]
+            return jax.lax.switch(hops.extent, branches, start)
+
+    def _shifts(self, *, back: bool = False) -> list[Callable[[list[Array]], list[Array]]]:
+        """Functions that send arrays as far as each of the near hops, or the same way back."""
+        sign = -1 if back else 1
+        return [
+            functools.partial(self.shift, distance=sign * hop)
+            for hop in ring_hops.near_hops(self.degree).tolist()
+        ]
+
+    def shift(self, arrays: list[Array], *, distance: int = 1) -> list[Array]:
+        """Sends arrays to the device at a distance after this one, and returns those received.
+
+        They travel in one message, because XLA overlaps only one with computation (jax 0.12).
+        """
+        pairs = [
+            pair
+            for group in self.groups
+            for pair in zip(group, np.roll(group, -distance).tolist(), strict=True)
+        ]
+        message_dtype = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+        if any(array.dtype != message_dtype for array in arrays):
+            message_dtype = jnp.dtype(f"uint{8 * message_dtype.itemsize}")
+        words = [jax.lax.bitcast_convert_type(array, message_dtype) for array in arrays]
+        ends = np.cumsum([word.size for word in words]).tolist()[:-1]
+        message = jnp.concatenate([word.ravel() for word in words])
+        received = jnp.split(jax.lax.ppermute(message, axes.SEQ, pairs), ends)
+        return [
+            jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
+            for part, word, array in zip(received, words, arrays, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalWork:
+    """Blocks of the attention matrix that this device computes, for the segments of its rows."""
+
+    ring: Ring
+    starts_BM: Array
+    lengths_BM: Array
+    chunk_tokens: int
+
+    @property
+    def tokens(self) -> ChunkTokens:
+        return ChunkTokens(self.starts_BM, self.lengths_BM, self.chunk_tokens)
+
+    @property
+    def segments(self) -> LocalSegments:
+        """Segments of this device's chunks."""
+        return self.ring.find_local_segments(self.starts_BM, self.lengths_BM, self.chunk_tokens)
+
+    def local_calls(self) -> list[Call]:
+        """Calls of this device's own keys."""
+        return chunk_calls.find_local_calls(self.tokens, self.ring.chunk_numbers(self.ring.index))
+
+    def remote_calls(self, hop: Array | int) -> list[Call]:
+        """Calls of the ring step in which keys arrive after `hop` hops."""
+        here = self.ring.index
+        there = (here - hop) % self.ring.degree
+        chunks_k = self.ring.chunk_numbers(here)
+        chunks_there_k = self.ring.chunk_numbers(there)
+        return chunk_calls.find_remote_calls(self.tokens, chunks_k, chunks_there_k, there < here)

@@ -1,0 +1,224 @@
+"""Zigzag: the shared part of ring and all-gather, which keep several chunks of queries per device.
+
+Chunks are dealt to the devices back and forth (core/layout.py). The attention of each is computed
+in parts (partial_attention.py), except in layers with a sliding window: see halo.py.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxsp.attention.chunks import halo
+from jaxsp.attention.chunks.chunk_group import ChunkGroup
+from jaxsp.attention.chunks.halo_exchange import Halo
+from jaxsp.attention.chunks.partial_attention import LocalSegments
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import (
+    ChunkKernel,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    ScoreConfig,
+)
+from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.strategies.token_exchange import TokenExchange
+from jaxsp.attention.strategies.workload import LayerWorkload
+from jaxsp.config.schema import AttentionConfig
+
+MIN_CHUNK_TOKENS = 1024
+"""Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls
+of the kernel, and the memory of cuDNN's bins grows if chunks are short."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zigzag(ChunkGroup, TokenExchange):
+    """Base class of exchanges whose devices keep their queries."""
+
+    options = frozenset({"chunks_per_device"})
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        tables: Any = None,
+    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
+        """Output and log-sum-exp of this device's queries, inside shard_map.
+
+        Args: tables: result of `make_tables`.
+        """
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        out: Float[Array, "B l H K"],
+        lse: Float32[Array, "B H l"],
+        dout: Float[Array, "B l H K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        tables: Any = None,
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        """dq, dk and dv of this device's tokens. Args: tables: result of `make_tables`."""
+
+    @classmethod
+    def from_config(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+    ) -> TokenExchange:
+        chunks = choose_chunks_per_device(requested, workload, degree=degree)
+        return cls(degree=degree, chunks_per_device=chunks)
+
+    @property
+    def description(self) -> str:
+        return super().description + self._chunks_suffix
+
+    @property
+    def _chunks_suffix(self) -> str:
+        """End of the description if devices hold more than the 2 chunks of one round."""
+        if self.chunks_per_device == 2:
+            return ""
+        return f" ({self.chunks_per_device} chunks each)"
+
+    def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        chunks = self.chunk_workload(workload)
+        if not workload.has_window:
+            return chunks
+        return dataclasses.replace(
+            workload.to_kernel_workload(),
+            num_rows=chunks.num_rows,
+            row_tokens=self._find_halo(workload).row_tokens,
+            chunks_per_row=chunks.chunks_per_row,
+            chunks_per_device=chunks.chunks_per_device,
+        )
+
+    def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        """The workload of layers without a window."""
+        chunks_per_row = self.layout.num_chunks
+        chunk_tokens = workload.row_tokens // chunks_per_row
+        return dataclasses.replace(
+            workload.to_kernel_workload(),
+            num_rows=self.chunks_per_device * workload.num_rows,
+            row_tokens=chunk_tokens,
+            chunks_per_row=chunks_per_row,
+            chunks_per_device=self.chunks_per_device,
+            num_earlier_keys=chunk_tokens,
+            window=None,
+        )
+
+    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        if not workload.has_window:
+            return self.chunk_sent_bytes(workload)
+        hop_tokens = self._find_halo(workload).hop_tokens
+        if self.degree == 1 or not hop_tokens:
+            return {}
+        # k and v forward and backward, and their gradients: see `halo_exchange.return_halos`
+        num_chunks = self.chunks_per_device * workload.num_rows
+        kv_elements = num_chunks * 2 * workload.num_kv_heads * workload.head_dim
+        in_float32 = sum(hop_tokens[1:-1])
+        passes = 3 * sum(hop_tokens) - in_float32
+        if workload.recomputes_attention and workload.has_other_kinds:
+            passes += sum(hop_tokens)
+        size = passes * workload.itemsize + in_float32 * 4
+        return {"collective-permute": kv_elements * size}
+
+    def _find_halo(self, workload: LayerWorkload) -> Halo:
+        """The halo of layers with a window."""
+        assert workload.window is not None
+        num_chunks = self.layout.num_chunks
+        return Halo(
+            window=workload.window,
+            chunk_tokens=workload.row_tokens // num_chunks,
+            num_chunks=num_chunks,
+        )
+
+    @abc.abstractmethod
+    def chunk_sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        """`sent_bytes` of layers without a window."""
+
+    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
+        q, kv = workload.qkv_bytes
+        inputs = 3 * q + kv  # with the output and its gradient
+        if not workload.has_window:
+            return inputs + 4 * (q + kv)  # float32 sums, and what travels
+        halo = self._find_halo(workload)
+        rows = (4 * q + 2 * kv) * halo.row_tokens // halo.chunk_tokens  # inputs and gradients
+        return inputs + rows
+
+    def make_functions(
+        self, kernel: Kernel, settings: KernelSettings, score: ScoreConfig
+    ) -> AttentionFunctions:
+        chunks = kernel.make_chunk_kernel(settings, score)
+        assert chunks is not None, "kernel_selection.raise_if_whole_rows_only refuses it"
+        if score.window is None:
+            return AttentionFunctions(
+                functools.partial(self.forward, chunks), functools.partial(self.backward, chunks)
+            )
+        return AttentionFunctions(
+            functools.partial(halo.forward, self, chunks, score.window),
+            functools.partial(halo.backward, self, chunks, score.window),
+        )
+
+    def on_one_device(self) -> TokenExchange:
+        return type(self)(degree=1, chunks_per_device=self.chunks_per_device)
+
+    def find_local_segments(
+        self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
+    ) -> LocalSegments:
+        """Finds the segments of this device's chunks."""
+
+        def clip(first_token: Array) -> tuple[Array, Array]:
+            return segments.clip_to_chunk(
+                starts_BM, lengths_BM, first_token=first_token, num_tokens=chunk_tokens
+            )
+
+        first_tokens_k = self.chunk_numbers(self.index) * chunk_tokens
+        starts_BkM, lengths_BkM = jax.vmap(clip, out_axes=1)(first_tokens_k)
+        starts_RM = starts_BkM.reshape(-1, starts_BkM.shape[-1])
+        lengths_RM = lengths_BkM.reshape(starts_RM.shape)
+        mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
+        return LocalSegments(starts_RM, lengths_RM, mask_RC)
+
+    def segment_mask(
+        self, starts_BM: Array, lengths_BM: Array, num_tokens: int
+    ) -> Bool[Array, "B l"]:
+        local = self.find_local_segments(
+            starts_BM, lengths_BM, num_tokens // self.chunks_per_device
+        )
+        return local.mask_RC.reshape(len(starts_BM), num_tokens)
+
+
+def choose_chunks_per_device(
+    requested: AttentionConfig, workload: LayerWorkload, *, degree: int
+) -> int:
+    """Chooses the requested number; `auto` is the largest with chunks of MIN_CHUNK_TOKENS.
+
+    2 chunks balance rows of one document. With windows, the halos grow with the number of chunks.
+
+    Args: degree: number of devices that the chunks of a row are dealt to.
+    """
+    if requested.chunks_per_device != "auto":
+        return requested.chunks_per_device
+    if workload.has_windowed_kinds or workload.max_segments == 1:
+        return 2
+    row_tokens = workload.row_tokens
+    num_devices = workload.row_tokens // workload.tokens_per_device
+    return next(
+        chunks
+        for chunks in (16, 8, 4, 2)
+        if chunks == 2
+        or (
+            row_tokens % (MIN_CHUNK_TOKENS * chunks * degree) == 0
+            and row_tokens % (chunks * num_devices) == 0
+        )
+    )

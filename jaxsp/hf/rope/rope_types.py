@@ -1,0 +1,256 @@
+"""Rotary frequencies of every `rope_type`, from the fields of a config.json.
+
+To add a type: one function and one entry of `TYPES`. Angles need float64, because transformers'
+float32 frequencies are off by 1e-7, which is 0.3 rad at position 5,000,000.
+
+Sources: transformers' modeling_rope_utils.py; llama3: Llama 3.1's published code; yarn: Peng et al.
+2023, arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402.13753.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxsp.core.errors import UserError
+from jaxsp.hf.rope.rope_fields import ORIGINAL
+from jaxsp.model.config import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeInputs:
+    """Everything that the frequencies of a layer depend on."""
+
+    group: dict[str, Any]
+    """Fields that `rope_checks.find_problems` accepts, with rope_type and rope_theta."""
+    head_dim: int
+    max_position_embeddings: int | None
+    row_tokens: int | None
+    """Length of the longest rows, by which longrope chooses its factors; None: no longer than the
+    model's original range."""
+
+    @property
+    def rotated_dim(self) -> int:
+        """Number of elements of each head that are rotated."""
+        return count_rotated(self.head_dim, self.group)
+
+    @property
+    def original(self) -> int:
+        """Number of positions that the model had before its range was extended."""
+        positions = self.group.get(ORIGINAL, self.max_position_embeddings)
+        assert positions is not None, "checked before"
+        return positions
+
+    @property
+    def factor(self) -> float:
+        """Factor of the extension."""
+        given = self.group.get("factor")
+        if given is not None:
+            return float(given)
+        assert self.max_position_embeddings is not None, "checked before"
+        return self.max_position_embeddings / self.original
+
+
+def count_rotated(head_dim: int, group: dict[str, Any]) -> int:
+    """Number of elements of each head that are rotated, as in transformers."""
+    return int(head_dim * group.get("partial_rotary_factor", 1.0))
+
+
+def parse(inputs: RopeInputs, *, field: str) -> Rope:
+    """Converts one resolved group of `rope_parameters`.
+
+    Args: field: name of the group in messages.
+    Raises: UserError if the frequencies would depend on the batch.
+    """
+    group = {name: value for name, value in inputs.group.items() if value is not None}
+    inputs = dataclasses.replace(inputs, group=group)
+    name = group["rope_type"]
+    try:
+        frequencies, scale, details = TYPES[name].compute(inputs)
+    except UserError as error:
+        raise UserError(f"{field}.rope_type = {name}: {error}") from None
+    parts = [name, f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
+    if inputs.rotated_dim < inputs.head_dim:
+        parts.append(f"{inputs.rotated_dim} of {inputs.head_dim} elements rotated")
+    return Rope(
+        frequencies=tuple(frequencies.tolist()), scale=float(scale), description=", ".join(parts)
+    )
+
+
+_Result = tuple[np.ndarray, float, str]
+"""Frequencies in radians per position [pairs], factor of cosine and sine, and a description."""
+
+
+def _base_frequencies(inputs: RopeInputs) -> np.ndarray:
+    """Radians per position of each rotated pair, float64 [pairs].
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    dim = inputs.rotated_dim
+    theta = float(inputs.group["rope_theta"])
+    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def _default(inputs: RopeInputs) -> _Result:
+    return _base_frequencies(inputs), 1.0, ""
+
+
+def _linear(inputs: RopeInputs) -> _Result:
+    """Positions are divided by the factor."""
+    return _base_frequencies(inputs) / inputs.factor, 1.0, f"factor {inputs.factor:g}"
+
+
+def _dynamic(inputs: RopeInputs) -> _Result:
+    """Equals default within the model's range; beyond it, theta depends on the longest document."""
+    limit = inputs.max_position_embeddings
+    if limit is not None and inputs.row_tokens is not None and inputs.row_tokens > limit:
+        raise UserError(
+            f"is not implemented for rows of {inputs.row_tokens:,} tokens: beyond "
+            f"{limit:,} positions (max_position_embeddings) the frequencies of all tokens depend "
+            "on the longest document of a batch. Use model.rope={type: yarn, factor: "
+            f"{format_factor(inputs.row_tokens / limit)}}}, or data.row_tokens of at most {limit}."
+        )
+    return _base_frequencies(inputs), 1.0, ""
+
+
+def _llama3(inputs: RopeInputs) -> _Result:
+    """Low frequencies are divided by the factor.
+
+    Wavelengths above original / low_freq_factor become `factor` times longer; those below
+    original / high_freq_factor stay the same. Between them, frequencies are interpolated linearly
+    in original / wavelength.
+    """
+    frequencies = _base_frequencies(inputs)
+    low = inputs.group["low_freq_factor"]
+    periods = inputs.original * frequencies / (2 * np.pi)
+    factor_range = inputs.group["high_freq_factor"] - low
+    unscaled = np.clip((periods - low) / factor_range, 0.0, 1.0)
+    scaled = frequencies * (unscaled + (1 - unscaled) / inputs.factor)
+    return scaled, 1.0, _describe_extension(inputs)
+
+
+def _yarn(inputs: RopeInputs) -> _Result:
+    """Low frequencies are divided by the factor, and cosine and sine grow with its logarithm.
+
+    Pairs that rotate more than beta_fast times in the original range stay the same; those that
+    rotate less than beta_slow times are divided by the factor; a linear ramp lies between them.
+    """
+    group = inputs.group
+    dim = inputs.rotated_dim
+
+    def pair_at(rotations: float) -> float:
+        """Index of the pair that rotates that often in the original range."""
+        wavelength = inputs.original / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(group["rope_theta"]))
+
+    low = pair_at(float(group.get("beta_fast", 32)))
+    high = pair_at(float(group.get("beta_slow", 1)))
+    if group.get("truncate", True):
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)  # dim, not pairs, as in transformers
+    if low == high:
+        high += 0.001
+    interpolated = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
+    frequencies = _base_frequencies(inputs)
+    frequencies = frequencies * (interpolated / inputs.factor + (1 - interpolated))
+    return frequencies, _yarn_scale(inputs), _describe_extension(inputs)
+
+
+def _yarn_scale(inputs: RopeInputs) -> float:
+    """YaRN's factor of cosine and sine, called attention factor."""
+    group = inputs.group
+    if "attention_factor" in group:
+        return float(group["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if inputs.factor <= 1 else 0.1 * weight * math.log(inputs.factor) + 1.0
+
+    if group.get("mscale") and group.get("mscale_all_dim"):
+        return mscale(float(group["mscale"])) / mscale(float(group["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+def _longrope(inputs: RopeInputs) -> _Result:
+    """Each frequency has its own divisor, from one list for short rows and one for long rows.
+
+    transformers chooses by the longest document of a batch. Here the choice is fixed for a run, by
+    the length of its longest rows.
+    """
+    group = inputs.group
+    original = inputs.original
+    is_long = inputs.row_tokens is not None and inputs.row_tokens > original
+    scale: float | None = group.get("attention_factor")
+    if scale is None:
+        scale = 1.0
+        if inputs.factor > 1:
+            scale = math.sqrt(1 + math.log(inputs.factor) / math.log(original))
+    name = "long" if is_long else "short"
+    divisors = np.array(group[f"{name}_factor"], np.float64)
+    relation = "above" if is_long else "of at most"
+    details = f"{name} factors (for rows {relation} {original:,} tokens)"
+    if group["long_factor"] == group["short_factor"]:
+        details = "the same factors for all rows"
+    return _base_frequencies(inputs) / divisors, scale, details
+
+
+def _describe_extension(inputs: RopeInputs) -> str:
+    return f"factor {inputs.factor:g} over {inputs.original:,} positions"
+
+
+def format_factor(factor: float) -> str:
+    """A factor for a suggestion, rounded up to three decimals."""
+    return f"{math.ceil(round(factor * 1000, 6)) / 1000:g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeType:
+    """Entry of the registry: how a type computes frequencies, and its fields."""
+
+    compute: Callable[[RopeInputs], _Result]
+    required: tuple[str, ...] = ()
+    """Fields without a default."""
+    optional: tuple[str, ...] = ()
+    """Fields with a default, besides those of all types."""
+    extends_range: bool = False
+    """True if max_position_embeddings is `factor` times the original range."""
+    needs_range: bool = False
+    """True if it depends on the number of positions: max_position_embeddings or the original."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields of a group of this type, except the type."""
+        return ("rope_theta", "partial_rotary_factor", *self.required, *self.optional)
+
+
+TYPES = {
+    "default": RopeType(compute=_default),
+    "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
+    "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
+    "llama3": RopeType(
+        compute=_llama3, required=("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
+    ),
+    "yarn": RopeType(
+        compute=_yarn,
+        optional=(
+            *("factor", ORIGINAL, "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        ),
+        extends_range=True,
+        needs_range=True,
+    ),
+    "longrope": RopeType(
+        compute=_longrope,
+        required=("short_factor", "long_factor"),
+        optional=("factor", ORIGINAL, "attention_factor"),
+        extends_range=True,
+        needs_range=True,
+    ),
+}
+"""All types by their name in `rope_type`."""
+
+LEGACY_NAMES = {"su": "longrope"}
+"""Names that types had before."""

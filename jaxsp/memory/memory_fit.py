@@ -1,0 +1,223 @@
+"""Decides the memory options that the config leaves open, so that the step fits its devices.
+
+Less recomputation and larger tiles are faster, so candidates are tried from the fastest to the
+slowest. A formula skips those that cannot fit, because compiling with autotuning takes minutes on a
+GPU. For the others, the memory of the compiled program decides.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.attention import AttentionChoice
+from jaxsp.core import units
+from jaxsp.memory import memory_formula
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.model.remat import RematPolicy
+from jaxsp.sharding import host_offload
+from jaxsp.training.specs import StepSpec
+
+MAX_PREDICTED_RATIO = 1.15
+"""Maximum ratio of predicted to available memory for which a candidate is compiled.
+
+The prediction is 0.93 to 1.08 times what jax 0.12 compiles (tests/training/test_memory_fit.py), and
+1.14 times for 7.5M tokens of Llama-3.1-8B on eight H100s.
+"""
+
+
+class MemoryUse(NamedTuple):
+    """Memory of a compiled step for each device, in bytes."""
+
+    device: int
+    host: int
+    uncounted_workspace: int = 0
+    """Estimate of cuDNN's workspace, if the compiled program does not count it (absent GPUs)."""
+    workspace: int = 0
+    """cuDNN's workspace, if the compiled program counts it."""
+    estimated_workspace: int = 0
+    """Estimate of cuDNN's workspace, to compare with `workspace`."""
+
+    @property
+    def device_total(self) -> int:
+        """Memory of the device, counted or not."""
+        return self.device + self.uncounted_workspace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A step whose memory options are decided."""
+
+    spec: StepSpec
+    executable: Any
+    """Result of `compile_step`, an argument of `fit`."""
+    memory_use: MemoryUse
+    memory_limit: MemoryLimit
+    shortage: str = ""
+    """Description of what does not fit; empty if everything fits."""
+    full_remat_reason: str = ""
+    """Reason that `auto` recomputes attention; empty if it does not."""
+
+
+def fit(
+    spec: StepSpec,
+    *,
+    limit: MemoryLimit,
+    compile_step: Callable[[StepSpec], Any],
+    measure: Callable[[Any], MemoryUse],
+) -> CompiledStep:
+    """Compiles candidates, and returns the first that fits, or else the last one.
+
+    Args:
+        compile_step: compiles a step whose memory options are decided.
+        measure: memory of what `compile_step` returned; must be equal in all processes, so that all
+            choose the same candidate.
+    """
+    candidates = list(list_candidates(spec, is_memory_known=math.isfinite(limit.device)))
+    scale = 1.0
+    reason = ""
+    for candidate in candidates:
+        predicted = scale * memory_formula.predict_bytes(candidate)
+        is_last = candidate is candidates[-1]
+        saves_attention = candidate.remat_policy.is_attention_saved
+        if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:
+            if saves_attention:
+                size = units.format_bytes(predicted)
+                reason = f"keeping attention's output needs about {size} on each device"
+            continue
+        executable = compile_step(candidate)
+        memory_use = measure(executable)
+        shortage = describe_shortage(memory_use, limit)
+        # All candidates offload the same arrays: no other one helps if host memory is short
+        if memory_use.device_total <= limit.device or is_last:
+            return CompiledStep(
+                spec=candidate,
+                executable=executable,
+                memory_use=memory_use,
+                memory_limit=limit,
+                shortage=shortage,
+                full_remat_reason="" if saves_attention else reason,
+            )
+        if saves_attention:
+            reason = f"keeping attention's output needs {shortage}"
+        scale *= max(1.0, memory_use.device_total / predicted)
+    raise AssertionError("there is at least one candidate, and the last one is compiled")
+
+
+def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSpec]:
+    """Steps whose memory options are decided, the fastest first.
+
+    Args:
+        is_memory_known: True if the devices' memory is known. If not, tiles have a safe size.
+    """
+    loss_tiles = spec.loss_tiles if is_memory_known else [spec.loss_tile]
+    for remat in list_remats(spec, is_memory_known=is_memory_known):
+        mlp_tiles = spec.mlp_tiles if is_memory_known else [spec.mlp_tile]
+        if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
+            mlp_tiles = [tile for tile in spec.mlp_tiles if tile == spec.tokens_per_device]
+        for during_attention in list_offloads_during_attention(spec, remat):
+            # With all tokens at once, the MLP needs more memory than attention
+            tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
+            for mlp_tile, loss_tile in itertools.product(tiles, loss_tiles):
+                yield replace_memory(
+                    spec,
+                    remat=remat,
+                    mlp_tile_tokens=mlp_tile,
+                    loss_tile_tokens=loss_tile,
+                    offload_during_attention=during_attention,
+                )
+
+
+def list_offloads_during_attention(spec: StepSpec, remat: str) -> list[str]:
+    """Values of memory.offload_during_attention in the order in which they are tried."""
+    memory = spec.config.memory
+    if memory.offload_during_attention != "auto":
+        return [memory.offload_during_attention]
+    is_possible = (
+        RematPolicy(remat=remat, offload_activations=memory.offload_activations).can_split_layers
+        and jax.__version_info__ >= host_offload.MIN_RELEASE
+    )
+    return ["never", "always"] if is_possible else ["never"]
+
+
+def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
+    """Values of memory.remat in the order in which they are tried."""
+    memory = spec.config.memory
+    if memory.remat != "auto":
+        return [memory.remat]
+    if spec.remat_policy.has_own_backward_pass:
+        return ["full"]
+    if spec.remat_policy.is_attention_offloaded:
+        return ["save_attention"]
+    frees_memory = spec.remat_policy.is_input_offloaded or spec.has_offloaded_state
+    if frees_memory or not is_memory_known:
+        return ["save_attention", "full"]
+    return ["save_attention_and_mlp", "save_attention", "full"]
+
+
+def replace_memory(spec: StepSpec, **memory: Any) -> StepSpec:
+    """Copy of a step with other values in the config's section `memory`."""
+    config = spec.config
+    update = {"memory": config.memory.model_copy(update=memory)}
+    return dataclasses.replace(spec, config=config.model_copy(update=update))
+
+
+def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) -> MemoryUse:
+    """Memory of a compiled step, from XLA's memory analysis.
+
+    If the step was compiled with a GPU present, cuDNN's workspace is a call's last result, and so
+    part of the temporaries. Otherwise the estimate is added.
+    """
+    analysis = executable.memory_analysis()
+
+    def total(prefix: str) -> int:
+        def size(kind: str) -> int:
+            return getattr(analysis, f"{prefix}{kind}_size_in_bytes")
+
+        return size("argument") + size("output") - size("alias") + size("temp")
+
+    workspace = None
+    workspace_bytes = choice.settings.workspace_bytes
+    if workspace_bytes:
+        workspace = choice.kernel.read_workspace_bytes(executable.as_text() or "")
+    return MemoryUse(
+        device=total(""),
+        host=total("host_"),
+        uncounted_workspace=workspace_bytes if workspace is None else 0,
+        workspace=workspace or 0,
+        estimated_workspace=workspace_bytes,
+    )
+
+
+def max_over_processes(memory_use: MemoryUse) -> MemoryUse:
+    """Maximum over all processes.
+
+    Each process compiles for its own devices, and all must choose the same options.
+    """
+    # JAX has no 64-bit integers by default
+    parts = np.array([divmod(num_bytes, units.MIB) for num_bytes in memory_use], np.int32)
+    gathered = multihost_utils.process_allgather(parts).astype(np.int64)
+    sizes = gathered.reshape(-1, len(memory_use), 2) @ [units.MIB, 1]
+    return MemoryUse(*map(int, sizes.max(0)))
+
+
+def describe_shortage(memory_use: MemoryUse, limit: MemoryLimit) -> str:
+    """Describes what does not fit; empty if everything fits."""
+    if memory_use.device_total > limit.device:
+        cudnn = ""
+        if memory_use.uncounted_workspace:
+            cudnn = f" (about {units.format_bytes(memory_use.uncounted_workspace)} of it for cuDNN)"
+        needed = f"{units.format_bytes(memory_use.device_total)} on each device{cudnn}"
+        return f"{needed}, but only {units.format_bytes(limit.device)} is available"
+    if limit.host < 0:
+        missing = units.format_bytes(memory_use.host - limit.host)
+        return f"{missing} more host memory per device than is available, with a checkpoint's copy"
+    if memory_use.host > limit.pinned:
+        needed = f"{units.format_bytes(memory_use.host)} of host memory per device"
+        return f"{needed}, but only {units.format_bytes(limit.pinned)} is available"
+    return ""

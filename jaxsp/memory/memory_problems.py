@@ -1,0 +1,78 @@
+"""Checks of the memory options of a config: those that do not work with a release of JAX."""
+
+import jax
+
+from jaxsp.config.schema import Config, MemoryConfig
+from jaxsp.model.remat import RematPolicy
+from jaxsp.sharding import host_offload
+from jaxsp.training import compile_options
+
+WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
+"""jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""
+
+MIN_DOUBLE_BUFFER_RELEASE = (0, 11, 2)
+"""First jax release whose copies of offloaded arrays are right in double-buffered loops, which XLA
+uses from optimization level O1 on."""
+
+
+def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+    """Reasons that the memory options of a config of one row length do not work with this release
+    of JAX on these devices."""
+    memory = config.memory
+    problems = []
+    release = compile_options.parse_version(version)
+    if memory.offload_activations != "none":
+        requested = f"memory.offload_activations = {memory.offload_activations}: jax {version}"
+        if version in WRONG_OFFLOAD_RELEASES:
+            problems.append(
+                f"{requested} reads offloaded activations back in the wrong order, and gradients "
+                "would be wrong. Install another release, or use memory.offload_activations=none."
+            )
+        elif release < host_offload.MIN_RELEASE and platform == "cpu":
+            problems.append(
+                f"{requested} cannot compile it for CPUs. Install jax 0.11.1 or later (Python "
+                "3.12), or use memory.offload_activations=none; on GPUs it works."
+            )
+    if release < host_offload.MIN_RELEASE:
+        problems += _find_host_problems(memory, version)
+    problems += _find_level_problems(memory, release)
+    tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
+    tokens //= config.mesh.degree
+    tile = memory.mlp_tile_tokens
+    if RematPolicy(remat=memory.remat).is_mlp_saved and tile != "auto" and tile < tokens:
+        problems.append(
+            f"memory.mlp_tile_tokens = {tile}: must be at least {tokens}, all tokens of a device, "
+            f"because memory.remat = {memory.remat} cannot keep activations of tiles. "
+            "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
+        )
+    return problems
+
+
+def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:
+    """Reasons that offloading does not work at the optimization level that the user has set."""
+    level = jax.config.values["jax_optimization_level"]
+    is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
+    if not is_offloaded or level not in ("O1", "O2", "O3") or release >= MIN_DOUBLE_BUFFER_RELEASE:
+        return []
+    return [
+        f"JAX_OPTIMIZATION_LEVEL = {level}: copies of offloaded arrays would have wrong offsets in "
+        "loops (openxla/xla PR 47218). Unset it, install jax 0.11.2 or later, or use "
+        "memory.offload_activations=none memory.offload_optimizer=none."
+    ]
+
+
+def _find_host_problems(memory: MemoryConfig, version: str) -> list[str]:
+    """Reasons that options do not work before host_offload.MIN_RELEASE."""
+    requested: list[tuple[str, str, str]] = []
+    if memory.offload_optimizer != "none":
+        requested.append(("offload_optimizer", memory.offload_optimizer, "none"))
+    if memory.offload_every > 1:
+        requested.append(("offload_every", str(memory.offload_every), "1"))
+    if memory.offload_during_attention == "always":
+        requested.append(("offload_during_attention", "always", "auto"))
+    return [
+        f"memory.{name} = {value}: jax {version} cannot keep arrays in host memory inside "
+        "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use "
+        f"memory.{name}={default}."
+        for name, value, default in requested
+    ]

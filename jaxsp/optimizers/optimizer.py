@@ -1,0 +1,226 @@
+"""Optimizer update: an optax transform per weight, layer by layer, and the state that it keeps."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float32
+
+from jaxsp.config.optimizer_schema import OptimizerConfig
+from jaxsp.core import units
+from jaxsp.core.units import format_count
+from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
+from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups, registry, schedules
+from jaxsp.optimizers.optimizer_state import StateBytes
+from jaxsp.optimizers.registry import OPTIMIZERS
+from jaxsp.runtime import device_mesh
+from jaxsp.sharding import host_offload
+
+
+def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
+    """Optax transform of one layer's gradient, without the learning rate; only matrices decay.
+
+    Of updates that need whole matrices, it is the part before `Optimizer.finish_matrices`.
+    """
+    own = OPTIMIZERS[config.name]
+    if not registry.is_layer_matrix(param) or own.make_matrix_transform is None:
+        return optax.chain(own.make_transform(config), _decay(config, param))
+    if own.finish_matrices is not None:
+        return own.make_matrix_transform(config)
+    return optax.chain(own.make_matrix_transform(config), _decay(config, param))
+
+
+def _decay(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(param_groups.weight_decay(config, param))
+
+
+@functools.lru_cache(maxsize=1024)
+def describe_state(config: OptimizerConfig, param: Parameter) -> Any:
+    """Shapes, without padding, of a weight's optimizer state, all layers together.
+
+    None for a frozen weight.
+    """
+    if not param.is_trainable:
+        return None
+    return jax.eval_shape(functools.partial(init, config, param))
+
+
+def init(config: OptimizerConfig, param: Parameter) -> Any:
+    """Initial optimizer state of a weight, without padding: each layer has its own."""
+    init_layer = build_transform(config, param).init
+    weight = jnp.zeros(param.stacked_shape)
+    return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
+
+
+def state_bytes(config: OptimizerConfig, param: Parameter, num_shards: int) -> StateBytes:
+    """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
+    return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
+
+
+def sent_bytes(
+    config: OptimizerConfig, table: layers.Weights, *, num_shards: int, itemsize: int
+) -> dict[str, float]:
+    """Bytes that a device sends in a step for the update, by collective operation.
+
+    Args: itemsize: bytes of a number in the compute dtype.
+    """
+    totals: Counter[str] = Counter()
+    for param in filter(lambda param: param.is_trainable, jax.tree.leaves(table)):
+        if _needs_whole_matrices(config, param):
+            totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
+        state = describe_state(config, param)
+        totals.update(optimizer_state.sent_bytes(param, state, num_shards))
+    return dict(totals)
+
+
+def _needs_whole_matrices(config: OptimizerConfig, param: Parameter) -> bool:
+    has_finish = OPTIMIZERS[config.name].finish_matrices is not None
+    return has_finish and registry.is_layer_matrix(param)
+
+
+def map_weights_and_state(
+    table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any
+) -> tuple[Any, Any]:
+    """Two trees with the results of a function that returns a weight and its optimizer state.
+
+    Args:
+        function: receives a parameter and its part of each tree.
+    """
+    structure: Any = jax.tree.structure(table)
+    parts = map(structure.flatten_up_to, (table, *trees))
+    weights, states = zip(*map(function, *parts), strict=True)
+    return structure.unflatten(weights), structure.unflatten(states)
+
+
+def update(
+    config: OptimizerConfig,
+    table: layers.Weights,
+    gradients: layers.Weights,
+    state: Any,
+    master: layers.Weights,
+    *,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    learning_rate: Float32[Array, ""],
+    grad_scale: Float32[Array, ""],
+    accept: Bool[Array, ""],
+) -> tuple[layers.Weights, Any]:
+    """Weights and state after a step with the gradients times `grad_scale`.
+
+    Both are unchanged unless `accept`, and always those of frozen weights.
+
+    Memory: layers are updated one after another, in place, so that the temporaries of one layer
+        exist at a time. Arrays in host memory are copied to the device one layer at a time. Updates
+        that need whole matrices are computed in groups of layers, one for each shard.
+
+    Args: dtype: compute dtype, for updates that need whole matrices.
+    """
+    num_shards = device_mesh.num_shards(mesh)
+
+    def update_param(
+        param: Parameter, gradient: Array | None, state: Any, weight: Any
+    ) -> tuple[Any, Any]:
+        if gradient is None:
+            return weight, state
+        group = param_groups.find_group(config, param)
+        scales = {
+            "learning_rate": learning_rate * group.learning_rate_factor,
+            "grad_scale": grad_scale,
+        }
+        if _needs_whole_matrices(config, param):
+            group_size = matrix_exchange.group_size(param, num_shards)
+            update_layers = _make_group_update(config, param, mesh=mesh, dtype=dtype, **scales)
+        else:
+            group_size = None
+            update_layers = _make_update(config, param, **scales)
+
+        def update_if_accepted(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+            new = update_layers(old, gradient)
+            return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
+
+        return host_offload.update_each_layer(
+            param, update_if_accepted, (weight, state), gradient, group_size=group_size
+        )
+
+    return map_weights_and_state(table, update_param, gradients, state, master)
+
+
+UpdateLayers = Callable[[tuple[Array, Any], Array], tuple[Array, Any]]
+"""New weights and state of one layer, or of a group of layers, from old ones and the gradient."""
+
+
+def _make_update(
+    config: OptimizerConfig, param: Parameter, *, learning_rate: Array, grad_scale: Array
+) -> UpdateLayers:
+    """Update of one layer, from what is stored of it."""
+    transform = build_transform(config, param)
+
+    def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+        weight, state, own_gradient = optimizer_state.remove_padding(
+            param, old[0].shape, (*old, gradient)
+        )
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            direction, new_state = transform.update(own_gradient * grad_scale, state, weight)
+            new = (weight - learning_rate * direction, new_state)
+        return optimizer_state.add_padding(new, old)
+
+    return update_layer
+
+
+def _make_group_update(
+    config: OptimizerConfig,
+    param: Parameter,
+    *,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    learning_rate: Array,
+    grad_scale: Array,
+) -> UpdateLayers:
+    """Update of a group of layers whose last part needs whole matrices.
+
+    Padding is zero before and after.
+    """
+    transform = build_transform(config, param)
+    decay = param_groups.weight_decay(config, param)
+    function = OPTIMIZERS[config.name].finish_matrices
+    assert function is not None, "see _needs_whole_matrices"
+    finish = functools.partial(function, param)
+
+    def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
+        weights, state = old
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            momenta, new_state = jax.vmap(transform.update)(gradients * grad_scale, state, weights)
+            directions = matrix_exchange.map_matrices(
+                param, finish, momenta.astype(dtype), mesh=mesh
+            ).astype(jnp.float32)
+            return weights - learning_rate * (directions + decay * weights), new_state
+
+    return update_group
+
+
+def describe(
+    config: OptimizerConfig, table: layers.Weights, *, num_steps: int, num_shards: int
+) -> tuple[str, str]:
+    """Describes the optimizer of a run: everything, and what a user checks first."""
+    num_warmup_steps = config.num_warmup_steps(num_steps)
+    short = (
+        f"{config.name}, {schedules.describe(config, num_steps)}, "
+        f"{format_count(num_warmup_steps, 'warmup step')}"
+    )
+    if num_warmup_steps >= num_steps:
+        short += " (the run ends during warmup)"
+    text = short
+    if config.max_grad_norm:
+        text += f", gradients clipped to norm {config.max_grad_norm:g}"
+    params = jax.tree.leaves(table)
+    state = sum(state_bytes(config, param, num_shards).total for param in params)
+    if state:
+        text += f", {units.format_bytes(state)} of state per device"
+    groups = param_groups.describe(config, table)
+    return "; ".join([text, *groups]), "; ".join([short, *groups])

@@ -1,0 +1,353 @@
+"""Processes of a job: how they start, exchange short texts, print and end together."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import textwrap
+import threading
+import time
+from typing import Any, NoReturn
+
+from jaxsp.core import errors, exit_codes, files
+from jaxsp.core.errors import UserError
+from jaxsp.processes import cluster, hardware, join_timeout, local_peers, standard_streams
+from jaxsp.processes.cluster import Process
+from jaxsp.processes.local_peers import LocalPeers
+
+# jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
+# a thread.
+
+JOIN_TIMEOUT_S = 300
+"""Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
+apart."""
+
+HEARTBEAT_TIMEOUT_S = 100
+"""Time without a heartbeat after which JAX takes a process for dead and ends the others.
+
+JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
+than 20 s (jax issue 23599). A process that is killed is detected in 2 s if another one runs on its
+node (local_peers.py), and at once by launchers. If it was the only one, the others end after 97 to
+99 s (two processes, jax 0.10.1).
+"""
+
+SHUTDOWN_TIMEOUT_S = 1200
+"""Time that a finished process waits for the others, which may still be writing. JAX's default. It
+does not apply to a process that has failed, which reports it, or that has died, which is noticed.
+"""
+
+POLL_INTERVAL_S = 0.5
+"""Time between two reads of what the other processes have published."""
+
+MAX_POLLS_PER_S = 200
+"""Reads per second that process 0 answers, at most: with more processes, each reads less often."""
+
+MAX_PEER_READS = 10
+"""Reads in which a process looks for others on its node, which publish their ids when they join."""
+
+OWN_ERROR_GRACE_S = 1.0
+"""Time that a process has, after another has failed, to find the same error and to print its own
+message."""
+
+EXIT_GRACE_S = 3.0
+"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone, in
+addition to the time between two reads. Twice what they need to end after they have read it."""
+
+TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
+"""Versions of JAX whose key-value store was tested; it has no public name."""
+
+_stdout_fd = 1
+
+_ERASE_LINE = "\r\x1b[2K"
+_SHOW_CURSOR = "\x1b[?25h"
+
+_this_process = Process()
+_kv_client: Any = None
+"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
+_kv_lock = threading.Lock()
+_disconnected = threading.Event()
+_EVENTS = "event"
+_FAILED_KEY = f"{_EVENTS}/failed"
+_EXITED_KEY = f"{_EVENTS}/exited"
+STOP_KEY = f"{_EVENTS}/stop"
+"""Key of requests to stop. `last_read` has them without a request to process 0."""
+
+_events: dict[str, dict[int, str]] = {}
+"""Values by key and process that the last read of all events has found."""
+
+
+def this_process() -> Process:
+    """The process given to `initialize`; before that, the only process of a job."""
+    return _this_process
+
+
+def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    """Joins the job; does nothing if it has a single process.
+
+    Call it after jax_platform.choose_platform and before JAX counts devices. If the other processes
+    do not join in time, this one prints which are missing and ends with exit code 1.
+    """
+    global _this_process, _kv_client
+    _this_process = process
+    if process.num_processes == 1:
+        return
+    import jax
+
+    # Otherwise JAX takes SIGTERM as a preemption notice, and `kill` does nothing
+    jax.config.update("jax_enable_preemption_service", False)
+    joined = threading.Event()
+    join_timeout.start(process, joined, timeout_s)
+    num_gpus = hardware.count_gpus(os.environ)
+    local_gpus = cluster.choose_local_gpus(process, num_gpus)
+    if num_gpus == 0:
+        _discard_gloo_output()
+    # JAX would listen on every network; the processes of one node need only the local one
+    is_one_node = process.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
+    try:
+        jax.distributed.initialize(
+            process.coordinator,
+            process.num_processes,
+            process.index,
+            local_device_ids=local_gpus,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=process.coordinator if is_one_node else None,
+            initialization_timeout=int(timeout_s) + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        # The other processes end at the end of their time limit
+        raise UserError(
+            f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
+            "Use a host name of process 0 and a free port."
+        ) from None
+    finally:
+        joined.set()
+    _kv_client = _get_kv_client()
+    _disconnected.clear()
+    name, pid = local_peers.describe_process()
+    publish(f"process/{name}", str(pid))
+    threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
+
+
+def _discard_gloo_output() -> None:
+    """Discards what is not printed through sys.stdout.
+
+    Gloo, which connects CPU devices, prints a line for each group of processes to file descriptor
+    1, in the middle of other lines, and has no option for that.
+    """
+    global _stdout_fd
+    sys.stdout.flush()
+    _stdout_fd = os.dup(1)
+    sys.stdout = standard_streams.open_output(_stdout_fd, sys.stdout)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def publish(key: str, value: str) -> None:
+    """Publishes this process's value of a key to the other processes, at most once per key.
+
+    Does nothing before `initialize`, after `shutdown`, and in a job of one process.
+    """
+    with _kv_lock:
+        if _kv_client is not None:
+            _kv_client.key_value_set(f"jaxsp/{key}/{_this_process.index}", value)
+
+
+def read_published(key: str) -> dict[int, str]:
+    """Values that processes have published for a key, by process index.
+
+    Values of processes that have ended are included.
+    """
+    with _kv_lock:
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{key}/")
+    return {int(name.rpartition("/")[2]): value for name, value in items}
+
+
+def last_read(key: str) -> dict[int, str]:
+    """Values of the key of an event, by process index, as of the last read, `poll_interval_s` ago
+    at most."""
+    return _events.get(key, {})
+
+
+def _read_events() -> None:
+    """Reads the values of all events, in one request."""
+    global _events
+    with _kv_lock:
+        prefix = f"jaxsp/{_EVENTS}/"
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(prefix)
+    events: dict[str, dict[int, str]] = {}
+    for name, value in items:
+        key, _, index = name.removeprefix("jaxsp/").rpartition("/")
+        events.setdefault(key, {})[int(index)] = value
+    _events = events
+
+
+def poll_interval_s() -> float:
+    """Seconds between two reads of what other processes have published.
+
+    Example: 0.5 up to 100 processes, 5.1 with 1,024.
+    """
+    return max(POLL_INTERVAL_S, _this_process.num_processes / MAX_POLLS_PER_S)
+
+
+def is_connected() -> bool:
+    """True between `initialize` and `shutdown` of a job with several processes."""
+    return _kv_client is not None
+
+
+def line_prefix(index: int) -> str:
+    """Prefix of the lines that a process other than 0 prints."""
+    return f"process {index}: "
+
+
+def log(text: str) -> None:
+    """Prints lines to stderr; every process except 0 adds its prefix.
+
+    Writes to the file descriptor, so that it works whatever the main thread is doing.
+    """
+    text = errors.escape(text.rstrip(), keep="\n\t")
+    if _this_process.index > 0:
+        text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
+    with contextlib.suppress(OSError):  # such as a terminal that is closed
+        # On a terminal, replaces the progress bar and ^C, which have no line break
+        begin = _ERASE_LINE if os.isatty(2) else ""
+        os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
+
+
+def log_stacks() -> None:
+    """Prints the stack of every thread of this process."""
+    file = files.open_scratch()
+    faulthandler.dump_traceback(file, all_threads=True)
+    log(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
+    os.close(file)
+
+
+def shutdown() -> None:
+    """Leaves the job at its end, after waiting for the others for at most SHUTDOWN_TIMEOUT_S.
+
+    Does nothing if this process has already left.
+    """
+    global _kv_client
+    with _kv_lock:
+        was_connected = is_connected()
+        _kv_client = None
+    _disconnected.set()
+    if was_connected:
+        import jax
+
+        jax.distributed.shutdown()
+
+
+def abort_job(code: int) -> NoReturn:
+    """Ends this process immediately, and makes all others of the job end with the same exit code.
+
+    With sys.exit, this process would wait for the others, and they for it.
+    """
+    exit_now(code, key=_FAILED_KEY)
+
+
+def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
+    """Ends this process immediately, from any thread.
+
+    Process 0 waits for the others to end, at most 3 s and the time between two reads.
+    """
+    # In a thread, because a process 0 that is suspended does not answer
+    announcement = threading.Thread(target=_announce_exit, args=(code, key), daemon=True)
+    announcement.start()
+    announcement.join(EXIT_GRACE_S + poll_interval_s())
+    if os.isatty(_stdout_fd):
+        os.write(_stdout_fd, _SHOW_CURSOR.encode())  # a progress bar hides it
+    os._exit(code)
+
+
+def _announce_exit(code: int, key: str) -> None:
+    if not is_connected():
+        return
+    import jax
+
+    try:
+        publish(key, str(code))
+        while _this_process.index == 0:
+            ended = read_published(_FAILED_KEY) | read_published(_EXITED_KEY)
+            if len(ended) >= _this_process.num_processes:
+                return
+            time.sleep(POLL_INTERVAL_S / 5)
+    except jax.errors.JaxRuntimeError:
+        pass  # process 0 has ended already, so JAX ends all others
+
+
+def find_failed_peer() -> tuple[int, int] | None:
+    """Index and exit code of another process that has published its failure; None if none has."""
+    if not is_connected():
+        return None
+    import jax
+
+    try:
+        failed = read_published(_FAILED_KEY)
+    except jax.errors.JaxRuntimeError:
+        return None  # process 0 has ended without publishing anything, so JAX ends this one
+    peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
+    return min(peers, default=None)
+
+
+def _watch_peers() -> None:
+    """Ends this process after another has failed, or has been killed on this node."""
+    import jax
+
+    local = LocalPeers()
+    num_reads = 0
+    next_read = 0.0
+    num_ended = 0
+    while not _disconnected.is_set():
+        ended = local.wait(POLL_INTERVAL_S)
+        if time.monotonic() < next_read and len(ended) == num_ended:
+            continue
+        num_ended = len(ended)
+        next_read = time.monotonic() + poll_interval_s()
+        # After the end of process 0 nothing can be read, and JAX ends this process
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _read_events()
+            if num_reads < MAX_PEER_READS:
+                with contextlib.suppress(OSError):  # a /proc that cannot be read
+                    local.add(_read_local_pids())
+            num_reads += 1
+        failed = last_read(_FAILED_KEY)
+        killed = ended - failed.keys() - last_read(_EXITED_KEY).keys()
+        peers = [index for index in failed if index != _this_process.index]
+        if not (peers or killed) or _disconnected.is_set():
+            continue
+        time.sleep(OWN_ERROR_GRACE_S)
+        if peers:
+            index = min(peers)
+            code = int(failed[index])
+            log(f"ends because process {index} has failed, with exit code {code}")
+        else:
+            code = exit_codes.INTERNAL_ERROR
+            log(f"ends because process {min(killed)} on this node has been killed")
+        if code == exit_codes.HUNG:  # the stacks show which process is stuck
+            log_stacks()
+        # Processes on other nodes learn of a killed one in this way
+        exit_now(code, key=_EXITED_KEY if peers else _FAILED_KEY)
+
+
+def _read_local_pids() -> dict[int, int]:
+    """Ids of the other processes of this node, by their index."""
+    name, _ = local_peers.describe_process()
+    published = read_published(f"process/{name}")
+    return {index: int(pid) for index, pid in published.items() if index != _this_process.index}
+
+
+def _get_kv_client() -> Any:
+    """JAX's key-value store. Raises: UserError if this version of JAX has no known one."""
+    import jax
+    from jax._src import distributed
+
+    client = getattr(getattr(distributed, "global_state", None), "client", None)
+    if not all(hasattr(client, name) for name in ("key_value_set", "key_value_dir_get")):
+        raise UserError(
+            f"jax = {jax.__version__}: must have the key-value store of versions "
+            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
+        )
+    return client

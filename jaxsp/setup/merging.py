@@ -1,0 +1,143 @@
+"""Merges the trained weights of a run, such as adapters, with the frozen base of the run."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsp.checkpoint import base
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
+from jaxsp.hf import folder, weights
+from jaxsp.hf.weights import WeightReader
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import Lora, ModelConfig
+from jaxsp.model.layers import Parameter
+from jaxsp.sharding import quantization, sharding
+from jaxsp.training import trainable
+
+ReadLayer = Callable[[int | None], np.ndarray]
+"""Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
+
+_Key = tuple[str, tuple[int, int] | None]
+"""Name and rows of a parameter: see `Parameter.hf_rows`."""
+
+
+def merge_base(
+    checkpoint: pathlib.Path, trained: layers.Weights, *, config: Config, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of a run with frozen weights.
+
+    Args: trained: the checkpoint's weights, float32, in the structure of `select_trained`.
+    Returns: the parameter table of the model without adapters, and its weights: functions that
+        read and merge one layer, as `hf.writer.export_model` takes them.
+    Raises: UserError if the base cannot be read, or is another one than in training.
+    """
+    if config.model.source is None:
+        suggestion = "Train all weights, without frozen groups."
+        if model.lora is not None:
+            suggestion = "Export the adapter: leave out --merge."
+        raise UserError(
+            f"{checkpoint}: its frozen weights are random (model.config), and in no file. "
+            f"{suggestion}"
+        )
+    source = folder.find(config.model.source)
+    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    reader = weights.open_folder(source, plain_table)
+    table = trainable.build_table(model, config)
+    read: dict[_Key, ReadLayer] = {}
+    for path, param in jax.tree.leaves_with_path(table):
+        array: Any = trained
+        if param.is_trainable:
+            for key in path:
+                array = array[key.key]
+            read[_key(param)] = functools.partial(_select_layer, array)
+        else:
+            read[_key(param)] = functools.partial(_read_frozen, reader, param)
+    base.check_readable(checkpoint, table, lambda param: read[_key(param)])
+    merge = functools.partial(_merge_weight, read, model.lora)
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def merge_state(
+    weights: layers.Weights, *, table: layers.Weights, model: ModelConfig
+) -> tuple[layers.Weights, layers.Weights]:
+    """The whole model of all weights of a run with frozen weights, like `merge_base`.
+
+    Args: weights: arrays of this process's devices or numpy's, as a training state has them.
+    """
+    read: dict[_Key, ReadLayer] = {}
+
+    def add(param: Parameter, stored: Any) -> None:
+        read[_key(param)] = functools.partial(_read_stored, param, stored)
+
+    jax.tree.map(add, table, weights)
+    merge = functools.partial(_merge_weight, read, model.lora)
+    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    return plain_table, jax.tree.map(merge, plain_table)
+
+
+def _read_stored(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
+    """A layer of a weight of a training state, float32 and without padding."""
+    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[layer]), stored)
+    whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
+    return np.asarray(sharding.remove_padding(param, whole))
+
+
+def _key(param: Parameter) -> _Key:
+    return param.hf_name, param.hf_rows
+
+
+def _select_layer(array: np.ndarray, layer: int | None) -> np.ndarray:
+    return array if layer is None else array[layer]
+
+
+def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
+    """A layer of a frozen weight, as training used it."""
+    whole = reader.read(param, layer, tuple(slice(size) for size in param.shape))
+    stored = quantization.encode(param, whole)
+    return np.asarray(quantization.decode(param, stored, jnp.dtype("float32")))
+
+
+def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:
+    """Function that returns a layer of a weight with its adapter, if it has one."""
+    stem = param.hf_name.removesuffix(".weight")
+    read_a = read.get((f"{stem}.lora_A.weight", None))
+    read_b = read.get((f"{stem}.lora_B.weight", param.hf_rows))
+    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", param.hf_rows))
+    read_weight = read[_key(param)]
+    if lora is None or read_a is None or read_b is None or not param.is_matrix:
+        return read_weight
+
+    def merge(layer: int | None) -> np.ndarray:
+        magnitude = None if read_magnitude is None else read_magnitude(layer)
+        weights = read_weight(layer), read_a(layer), read_b(layer)
+        return merge_matrix(*weights, scale=lora.scale, magnitude_o=magnitude)
+
+    return merge
+
+
+def merge_matrix(
+    weight_oi: np.ndarray,
+    a_ri: np.ndarray,
+    b_or: np.ndarray,
+    *,
+    scale: float,
+    magnitude_o: np.ndarray | None = None,
+) -> np.ndarray:
+    """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
+    """
+    merged_oi = weight_oi + (b_or @ a_ri) * np.float32(scale)
+    if magnitude_o is not None:
+        norms_o = np.sqrt(np.sum(np.square(merged_oi, dtype=np.float64), axis=-1))
+        # A row of zeros stays zero, as in training
+        factors_o = np.divide(magnitude_o, norms_o, out=np.zeros_like(norms_o), where=norms_o > 0)
+        merged_oi *= factors_o.astype(np.float32)[:, None]
+    return merged_oi

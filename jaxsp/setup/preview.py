@@ -1,0 +1,142 @@
+"""Preview of the training data: records of each source, with the tokens that have a loss.
+
+Printed by `jaxsp train CONFIG.yaml --preview`.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.text
+
+from jaxsp.config.data_schema import DataConfig, SourceConfig
+from jaxsp.config.schema import Config
+from jaxsp.core import errors
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import ProblemCollector
+from jaxsp.data.ingest import sources
+from jaxsp.data.tokenization import examples
+from jaxsp.data.tokenization.examples import Example
+from jaxsp.hf import folder
+from jaxsp.setup import model_files
+
+_LOSS_STYLE = "black on green"
+
+_LOSS_OPEN = "\u27e6"
+_LOSS_CLOSE = "\u27e7"
+"""Brackets around tokens with a loss, where the output has no colors."""
+
+_MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion": 4000}
+"""Maximum number of tokens shown of a record, by the source's format: its first and last half. All
+tokens of a text have a loss; in a chat, a user wants to see which messages have one."""
+
+
+def print_preview(
+    config: Config, console: rich.console.Console, *, num_records: int | None = None
+) -> None:
+    """Prints records of each training source and marks the tokens with a loss.
+
+    Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
+
+    Args: num_records: the first ones; None: the first one, and one of each kind of chat.
+    Raises: UserError with the problems of all sources.
+    """
+    problems = ProblemCollector()
+    tokenizer = None
+    model_folder = None
+    model = config.model
+    if model.tokenizer or any(source.format != "tokens" for source in config.data.train):
+        if model.tokenizer is None and model.source is not None:
+            model_folder = folder.find(model.source)
+        tokenizer = model_files.load_tokenizer(config, model_folder, None)
+    for number, source in enumerate(config.data.train):
+        num_problems = len(problems)
+        with problems.collect():
+            _print_source(
+                source,
+                config.data,
+                tokenizer,
+                console,
+                field=f"data.train.{number}.source",
+                num_records=num_records,
+            )
+        if number + 1 < len(config.data.train):
+            # here too: at the end, other sources would stand between
+            for problem in problems[num_problems:]:
+                console.print(f"{problem}\n", highlight=False, soft_wrap=True)
+    problems.raise_if_any()
+
+
+def _print_source(
+    source: SourceConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    console: rich.console.Console,
+    *,
+    field: str,
+    num_records: int | None,
+) -> None:
+    records = sources.read(source, data=data, field=field)
+    unread = sources.list_unread_fields(source, field=field)
+    encoded = examples.encode_examples(
+        records,
+        source=source,
+        data=data,
+        tokenizer=tokenizer,
+        field=field,
+        num_records=num_records,
+    )
+    name = f"{field} = {source.source}"
+    for number, example in enumerate(encoded):
+        if not number and unread:
+            names = f"{name}: fields that nothing reads: {', '.join(map(str, unread))}\n"
+            console.print(names, highlight=False, soft_wrap=True)
+        max_tokens = _MAX_TOKENS[source.format]
+        _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
+
+
+def _print_example(
+    example: Example, name: str, tokenizer: Any, console: rich.console.Console, *, max_tokens: int
+) -> None:
+    _, tokens, labels, _ = example
+    has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
+    has_loss[:1] = False  # the first token is never a target
+    legend = _highlight("like this" if has_loss.any() else "nothing", console)
+    kinds = f" ({', '.join(example.kinds)})" if example.kinds else ""
+    title = errors.escape(f"{name}: {example.place}{kinds}")
+    text = rich.text.Text(f"{title}\n{len(tokens):,} tokens, ")
+    text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
+    half = max_tokens // 2
+    for start, stop in _choose_spans(len(tokens), half=half):
+        if start:
+            text.append(f"\n\n... {start - half:,} tokens ...\n\n")
+        changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
+        for first, last in itertools.pairwise([start, *changes, stop]):
+            part = errors.escape(_decode(tokens[first:last], tokenizer), keep="\n\t")
+            text.append(_highlight(part, console) if has_loss[first] else part)
+    console.print(text.append("\n"), highlight=False, soft_wrap=True)
+
+
+def _choose_spans(num_tokens: int, *, half: int) -> list[tuple[int, int]]:
+    """First token and end of each part that is shown: all, or the first and the last `half`."""
+    if num_tokens <= 2 * half:
+        return [(0, num_tokens)]
+    return [(0, half), (num_tokens - half, num_tokens)]
+
+
+def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
+    """Text of tokens, including special tokens; their ids without a tokenizer."""
+    if tokenizer is None:
+        return "".join(f" {token}" for token in tokens)
+    return tokenizer.decode(
+        tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def _highlight(part: str, console: rich.console.Console) -> rich.text.Text:
+    """Text with a loss: in color, or in brackets. Line breaks are tokens too and made visible."""
+    part = part.replace("\n", "\u21b5\n")
+    if console.is_terminal and not console.no_color:
+        return rich.text.Text(part, style=_LOSS_STYLE)
+    return rich.text.Text(f"{_LOSS_OPEN}{part}{_LOSS_CLOSE}")

@@ -1,0 +1,334 @@
+"""Resuming: which checkpoint a run continues from, and whether the config still fits it."""
+
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.checkpoint import files
+from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
+from jaxsp.config import config_file, yaml_io
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.config.schema import Config
+from jaxsp.core import errors, paths, urls
+from jaxsp.core import files as core_files
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.hf import model_config
+from jaxsp.model import decoder
+from jaxsp.model.config import LayerConfig, ModelConfig
+from jaxsp.optimizers import param_groups
+from jaxsp.runtime import run_dir, run_paths
+from jaxsp.setup import config_changes
+from jaxsp.storage import copies
+from jaxsp.training.inputs import StartPoint
+
+_NO_START = -2
+"""Sent to the other processes instead of a step by a process that cannot start."""
+
+_UNNUMBERED = -1
+"""Sent instead of a step if the checkpoint's folder is not called by its step."""
+
+
+def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """Finds the checkpoint that a run resumes from; None for a new run.
+
+    Args:
+        skip: damaged checkpoints.
+    Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
+        be used.
+    """
+    directory = run_paths.local_dir(run)
+    paths.check_folder(directory, field="run.directory")
+    if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
+        paths.check_folder(pathlib.Path(run.resume), field="run.resume")
+    has_files = directory.is_dir() and any(
+        path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
+    )
+    first_resume = _read_first_resume(directory)
+    # the same command again resumes the run, also one that started from another run's checkpoint
+    if run.resume in ("auto", first_resume):
+        if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
+            raise UserError(
+                f"run.directory = {run.directory}: contains files that are not a run's. Name a "
+                "folder that is new or empty."
+            )
+        checkpoint = _find_own_checkpoint(run, first_resume, skip)
+        if checkpoint is not None or run.resume == "auto":
+            return checkpoint
+    elif has_files:
+        raise UserError(
+            f"run.directory = {run.directory}: is not empty. Remove it, name another folder "
+            f"(run.directory={run.directory}-2), or resume with run.resume=auto."
+        )
+    if run.resume == "never":
+        return None
+    source = copies.make_local(run.resume, field="run.resume")
+    checkpoint = run_paths.find_latest(source, exclude=skip)
+    if checkpoint is None:
+        raise UserError(
+            f"run.resume = {run.resume}: contains no checkpoint. Use a run's directory, a folder "
+            "in its checkpoints/, auto or never."
+        )
+    return checkpoint
+
+
+def _find_own_checkpoint(
+    run: RunConfig, first_resume: str | None, skip: Sequence[pathlib.Path]
+) -> pathlib.Path | None:
+    """Latest checkpoint in the run's own directory.
+
+    Raises: UserError if it had checkpoints but all are damaged or gone, and if it started from
+        another run's checkpoint but has none of its own yet.
+    """
+    directory = run_paths.local_dir(run)
+    checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
+    if checkpoint is not None:
+        return checkpoint
+    damaged = directory / run_paths.DAMAGED_DIR
+    if damaged.is_dir():
+        raise UserError(
+            f"run.directory = {run.directory}: all its checkpoints are damaged; they are in "
+            f"{damaged}. Put a copy of one into {directory / run_paths.CHECKPOINTS_DIR}, or start "
+            f"again in another folder: run.directory={run.directory}-2."
+        )
+    checkpoints = directory / run_paths.CHECKPOINTS_DIR
+    last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
+    if last is not None:
+        raise UserError(
+            f"run.directory = {run.directory}: this run has written a checkpoint after step "
+            f"{last.get('step')}, but {checkpoints} has none. Put it back (is its disk mounted?), "
+            f"or start again in another folder: run.directory={run.directory}-2."
+        )
+    if first_resume is not None and run.resume != first_resume:
+        raise UserError(
+            f"run.directory = {run.directory}: this run started from {first_resume} and ended "
+            "before it wrote a checkpoint. Start it again from there: "
+            f"run.resume={first_resume}."
+        )
+    return None
+
+
+def _read_first_resume(directory: pathlib.Path) -> str | None:
+    """Checkpoint of another run that the run in a directory started from; None if there is none."""
+    try:
+        resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
+    except UserError:  # there is no file, or another version wrote it
+        return None
+    return None if resume in ("auto", "never") else resume
+
+
+def check_same_checkpoint(
+    run: RunConfig, checkpoint: pathlib.Path | None, problems: Sequence[str]
+) -> None:
+    """Checks that all processes resume from the same step. All of them must call it.
+
+    Args:
+        problems: reasons why this process cannot start.
+    Raises: UserError in all processes if one has problems, or if they see different checkpoints.
+    """
+    if jax.process_count() == 1:
+        return
+    name = "0" if checkpoint is None else checkpoint.name
+    local_step = int(name) if name.isdecimal() else _UNNUMBERED
+    steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
+    if (steps == _NO_START).any():
+        reason = f"process {steps.argmin()} cannot start; it prints the reason."
+        raise UserError(problems or f"run.directory = {run.directory}: {reason}")
+    check_same_step(run, steps)
+
+
+def check_same_step(run: RunConfig, steps: np.ndarray) -> None:
+    """Checks the first steps of all processes. Raises: UserError if they differ."""
+    different = np.unique(steps).tolist()
+    if len(different) > 1:
+        raise UserError(
+            f"run.directory = {run.directory}: processes would begin at steps "
+            f"{errors.format_choices(different)}, because they see different checkpoints. "
+            "Name a folder that all nodes share."
+        )
+
+
+def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
+    """Lets a run resume from the checkpoint before a damaged one, and returns a line for the user.
+
+    Process 0 moves a damaged checkpoint of the run itself away; another run's stays where it is.
+
+    Raises: DamagedCheckpointError if run.resume names this checkpoint.
+    """
+    problem = f"{damage.path} IS DAMAGED: {damage.reason}."
+    if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
+        moved = files.set_aside(damage.path)
+        return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
+    source = copies.make_local(run.resume, field="run.resume")
+    if run_paths.find_latest(source) == pathlib.Path(source).resolve():
+        raise damage
+    return f"{problem} It was not moved; the run resumes from the checkpoint before it."
+
+
+def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """Folder with the model's small files in the run of a checkpoint; None outside of a run."""
+    directory = run_paths.find_run_dir(checkpoint)
+    if directory is None or not (directory / "model").is_dir():
+        return None
+    return directory / "model"
+
+
+def make_start_point(
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    config: Config,
+    *,
+    model: ModelConfig,
+    data: PackedDataset,
+) -> StartPoint:
+    """Builds the starting point of a run from a checkpoint.
+
+    Raises: UserError if the checkpoint is of another model, optimizer or data.
+    """
+    saved = config_file.parse(meta.config)
+    merge = " --merge" if saved.adapter.type != "none" else ""
+    suggestion = (
+        "Undo the change, or start a new run with these weights: jaxsp export "
+        f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
+    )
+    problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
+    if saved.optimizer.state_kind != config.optimizer.state_kind:
+        field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
+        problems.append(
+            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
+            f"{suggestion}"
+        )
+    frozen, saved_frozen = (_list_frozen(each, model) for each in (config, saved))
+    if changed := sorted(frozen ^ saved_frozen):
+        state = "frozen" if changed[0] in saved_frozen else "trained"
+        problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
+    rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
+    changes = config_changes.list_changes(saved, config)
+    if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
+        text = "; ".join(differences)
+        problems += _data_problems(text, meta, checkpoint, saved, config, changes)
+        if config.run.on_data_change == "restart":
+            rows_consumed = {}
+            changes = (*changes, f"{text}: starts with the first of the new rows")
+        else:
+            changes = (
+                *changes,
+                f"{text}: skips as many new rows as were consumed of the old ones "
+                f"({_describe_consumed(meta)})",
+            )
+    if problems:
+        raise UserError(problems)
+    return StartPoint(
+        checkpoint=checkpoint,
+        step=meta.step,
+        rows_consumed=rows_consumed,
+        num_tokens=meta.num_tokens_total,
+        has_pending_evaluation=meta.has_pending_evaluation,
+        early_stopping=meta.early_stopping,
+        config_changes=changes,
+    )
+
+
+def _list_frozen(config: Config, model: ModelConfig) -> set[str]:
+    """Names of the weights that the groups of a config freeze."""
+    params = jax.tree.leaves(decoder.param_table(model))
+    return {param.hf_name for param in params if param_groups.is_frozen(config.optimizer, param)}
+
+
+def _model_problems(
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    saved_config: Config,
+    config: Config,
+    model: ModelConfig,
+    suggestion: str,
+) -> list[str]:
+    """Differences between the model and adapter of a checkpoint and those of the config."""
+    saved = model_config.parse_model_config(
+        meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
+    )
+    differences = [
+        (name, value, getattr(saved, name))
+        for name, value in vars(model).items()
+        if name not in ("layers", "lora") and value != getattr(saved, name)
+    ]
+    differences += _layer_differences(model.layers, saved.layers)
+    adapter = vars(config.adapter)
+    if config.adapter.type != saved_config.adapter.type:
+        adapter = {"type": config.adapter.type}
+    return [
+        f"adapter.{name} = {yaml_io.format_value(value)}: is "
+        f"{yaml_io.format_value(getattr(saved_config.adapter, name))} in {checkpoint}. {suggestion}"
+        for name, value in adapter.items()
+        if name != "source" and value != getattr(saved_config.adapter, name)
+    ] + [
+        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
+        for name, value, saved_value in differences
+    ]
+
+
+def _layer_differences(
+    layers: Sequence[LayerConfig], saved: Sequence[LayerConfig]
+) -> list[tuple[str, object, object]]:
+    """Name, value and saved value of what differs between the layers of two models."""
+    if len(layers) != len(saved):
+        return [("num_layers", len(layers), len(saved))]
+    differences: list[tuple[str, object, object]] = []
+    for field in ("window", "rope"):
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
+        numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
+        if not numbers:
+            continue
+        now, before = pairs[numbers[0]]
+        if field == "rope":
+            now, before = now.description, before.description
+        if now == before:
+            before = "a RoPE with other frequencies or another scale"
+        differences.append((f"{field} of {_name_layers(numbers, len(layers))}", now, before))
+    return differences
+
+
+def _name_layers(numbers: Sequence[int], num_layers: int) -> str:
+    """Names layers by their numbers: `all layers`, or `layers 0, 1, 2 and 9 more`."""
+    if len(numbers) == num_layers:
+        return "all layers"
+    text = ", ".join(map(str, numbers[:3]))
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f"layer {text}" if len(numbers) == 1 else f"layers {text}{more}"
+
+
+def _data_problems(
+    differences: str,
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    saved: Config,
+    config: Config,
+    changes: Sequence[str],
+) -> list[str]:
+    """Problems of a run whose rows have changed; none if run.on_data_change allows it."""
+    has_same_lengths = saved.data.row_lengths == config.data.row_lengths
+    if config.run.on_data_change == "error":
+        fields = [change for change in changes if change.startswith(config_changes.TOKEN_FIELDS)]
+        reason = f" (changed: {', '.join(fields)})" if fields else ""
+        alternative = " or continue (skip as many new rows)" if has_same_lengths else ""
+        return [
+            f"{differences}{reason}: the rows are not those that {checkpoint} has consumed "
+            f"({_describe_consumed(meta)}). Undo the change, or set run.on_data_change=restart "
+            f"(start with the first of the new rows){alternative}."
+        ]
+    if config.run.on_data_change == "continue" and not has_same_lengths:
+        return [
+            f"{differences}: run.on_data_change = continue: must have the same row lengths as "
+            "before. Use restart."
+        ]
+    return []
+
+
+def _describe_consumed(meta: CheckpointMeta) -> str:
+    return " and ".join(
+        f"{count:,} rows of {int(length):,} tokens" for length, count in meta.rows_consumed.items()
+    )

@@ -1,0 +1,108 @@
+"""Stop tokens of a fine-tuned model: those that end the turns of its training chats.
+
+A base model ends documents with <|endoftext|>. If chats teach it to end turns with <|im_end|>, and
+only <|endoftext|> is in its eos_token_id, generation goes on after every answer.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from jaxsp.config.schema import Config
+from jaxsp.data.chat import chat_template, turn_ends
+from jaxsp.data.chat.chat_template import TemplateRenderer
+from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.ingest import formats
+from jaxsp.data.tokenization import tokenize
+from jaxsp.hf import folder, writer
+from jaxsp.setup.data_sets import OpenedSources
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopTokens:
+    """Special tokens that end the assistant's turns in the training data."""
+
+    alternatives: tuple[tuple[int, ...], ...] = ()
+    """Ends of a turn, each as its tokens; generation must stop at one token of each."""
+    description: str = ""
+    """Part of a line of the banner; empty without chats."""
+
+    def add_to(self, fields: dict[str, Any], *, default: Any = None) -> dict[str, Any]:
+        """Returns the fields of a config with those tokens that its eos_token_id lacks.
+
+        Args: default: eos_token_id of a config without one.
+        """
+        eos_ids = fields.get("eos_token_id")
+        if eos_ids is None:
+            eos_ids = default
+        ids = _list_ids(eos_ids)
+        added = [tokens[-1] for tokens in self.alternatives if not set(tokens) & set(ids)]
+        merged = [*dict.fromkeys([*added, *ids])]
+        if added:
+            eos_ids = merged if len(merged) > 1 else merged[0]
+        return fields | {"eos_token_id": eos_ids} if self.alternatives else fields
+
+    def add_to_file(self, directory: pathlib.Path, *, default: Any) -> None:
+        """Adds the tokens to the generation config of a folder, if it has one.
+
+        Without one, the export writes one from config.json.
+        """
+        path = directory / GENERATION_CONFIG
+        if self.alternatives and path.is_file():
+            fields = folder.read_json(path, error_prefix="model.source")
+            writer.write_json(path, self.add_to(fields, default=default))
+
+
+def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
+    """Finds the stop tokens of the training data; none without chats."""
+    for field, source in opened.train.items():
+        record_format = formats.FORMATS[source.format]
+        if record_format.is_chat and _has_messages(opened.records[field]):
+            options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            break
+    else:
+        return StopTokens()
+    # all sources have the same template
+    try:
+        renderer = TemplateRenderer(
+            {}, tokenizer=tokenizer, template=options.chat.template, with_marks=False
+        )
+    except RecordError:  # several templates, none of which is for all records
+        return StopTokens()
+    with chat_template.limit_render_time(0), chat_template.limit_render_memory(0):
+        end = turn_ends.find(tokenizer, renderer.template)
+    alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)
+    description = f"turns end with {' or '.join(map(''.join, end.stops))}"
+    if not end.stops:
+        description = (
+            f"turns end with {end.text.strip()!r}, which is not a special token: generation "
+            "does not stop there"
+        )
+    return StopTokens(
+        alternatives=alternatives,
+        description=description if end.stops or end.text else "",
+    )
+
+
+def describe(eos_ids: Any, tokenizer: Any) -> str:
+    """Returns an eos_token_id as text, with the tokens themselves if there is a tokenizer."""
+    text = f"eos_token_id={json.dumps(eos_ids)}"
+    if tokenizer is not None:
+        text += f" ({', '.join(map(str, tokenizer.convert_ids_to_tokens(_list_ids(eos_ids))))})"
+    return text
+
+
+def _has_messages(records: Any) -> bool:
+    """True unless the first record is a prompt and a completion of plain text."""
+    texts = (entry["record"] for entry in records if entry["problem"] is None)
+    first = json.loads(next(texts, "{}"))
+    return not isinstance(first.get("prompt"), str)
+
+
+def _list_ids(eos_ids: Any) -> list[int]:
+    if eos_ids is None:
+        return []
+    return eos_ids if isinstance(eos_ids, list) else [eos_ids]

@@ -1,0 +1,347 @@
+"""Sharding of weights, their all-gather, and the reduce-scatter of their gradients."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxsp.core import axes, host_memory
+from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
+from jaxsp.runtime import device_mesh
+from jaxsp.sharding import host_offload, quantization
+from jaxsp.sharding.quantization import QuantizedMatrix
+
+MIN_SHARDED_SIZE = 64 * 1024
+"""Minimum elements per layer for a weight to be sharded.
+
+A smaller one is not worth a collective of its own.
+"""
+
+WEIGHTS_SCOPE = "weights"
+"""Scope name, in the compiled program, of all operations that gather weights or sum gradients."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Division of one layer of a weight into shards."""
+
+    dim: int | None
+    """Dim that is sharded; None: every device holds the whole weight."""
+    stored_shape: tuple[int, ...]
+    """Shape of one layer as stored: a dim that does not divide is padded with zeros."""
+
+
+def choose_placement(param: Parameter, num_shards: int) -> Placement:
+    """Shards the first dim that divides, else the largest, zero-padded; small weights stay whole.
+
+    Quantized matrices are sharded along their rows, which are quantized each for itself.
+
+    Example: [257, 300] on 8 shards is stored as [257, 304] and sharded along dim 1.
+    """
+    if num_shards == 1 or param.size < MIN_SHARDED_SIZE:
+        return Placement(dim=None, stored_shape=param.shape)
+    dims = range(1 if quantization.is_quantized(param) else len(param.shape))
+    for dim in dims:
+        if param.shape[dim] % num_shards == 0:
+            return Placement(dim=dim, stored_shape=param.shape)
+    dim = max(dims, key=lambda d: param.shape[d])
+    padded = -(-param.shape[dim] // num_shards) * num_shards
+    return Placement(dim=dim, stored_shape=(*param.shape[:dim], padded, *param.shape[dim + 1 :]))
+
+
+def stored_shape(param: Parameter, num_shards: int) -> tuple[int, ...]:
+    """Shape of a weight as stored, all layers together."""
+    shape = choose_placement(param, num_shards).stored_shape
+    return dataclasses.replace(param, shape=shape).stacked_shape
+
+
+def shard_size(param: Parameter, num_shards: int) -> int:
+    """Elements of a weight that a device holds, all layers together."""
+    size = math.prod(stored_shape(param, num_shards))
+    return size if choose_placement(param, num_shards).dim is None else size // num_shards
+
+
+def shard_bytes(param: Parameter, num_shards: int) -> int:
+    """Bytes of a device's shard of a weight between steps, all layers together."""
+    num_bytes = quantization.stored_bytes(param, stored_shape(param, num_shards))
+    is_whole = choose_placement(param, num_shards).dim is None
+    return num_bytes if is_whole else num_bytes // num_shards
+
+
+def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
+    """PartitionSpec of a stacked weight, its gradient and its optimizer state."""
+    dim = choose_placement(param, num_shards).dim
+    if dim is None:
+        return PartitionSpec()
+    if param.num_layers is not None:
+        dim += 1
+    return PartitionSpec(*[None] * dim, axes.SHARDS)
+
+
+def named_sharding(param: Parameter, mesh: Mesh, *, is_on_host: bool = False) -> NamedSharding:
+    """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
+    sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
+    return sharding.with_memory_kind(host_memory.MEMORY_KIND) if is_on_host else sharding
+
+
+def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
+    """Numbers of zeros before and after each dim of a weight, or of one layer of it."""
+    stored = choose_placement(param, num_shards).stored_shape
+    widths = [(0, size - own) for size, own in zip(stored, param.shape, strict=True)]
+    return [(0, 0)] * (ndim - len(widths)) + widths
+
+
+def remove_padding(param: Parameter, stored: Any) -> Any:
+    """Weight, or one layer of it, without the zeros that it is stored with."""
+    return stored[(..., *(slice(size) for size in param.shape))]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A device's shard of a weight, and the slot of its gradient.
+
+    Value and gradient may differ in dtype and memory.
+    """
+
+    value: Any
+    """Shard of the weight, in any float dtype or quantized."""
+    grad_slot: Any
+    """Float32 array that the loss is differentiated with respect to, but does not depend on.
+
+    The gradient has its shape, dtype and memory. Zeros, or sums of gradients to which
+    `layer_stack.OffloadedStack` adds. None for a frozen weight.
+    """
+
+
+def _is_shard(x: Any) -> bool:
+    return isinstance(x, Shard)
+
+
+@jax.custom_jvp
+def _forbid_gradient(whole: Array, shard: Shard) -> Array:
+    """The weight, unchanged; its differentiation raises a TypeError.
+
+    The shard is an argument because its slot is what is differentiated. Without it, a gathered
+    weight would count as a constant, and its gradient would be zero.
+    """
+    return whole
+
+
+@_forbid_gradient.defjvp
+def _raise_no_gradient(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "Gather.all_gather cannot be differentiated: it has no gradient, and the weight would "
+        "never learn. Use gather(param, shard), which returns the same weight and sums its "
+        "gradient."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gather:
+    """All-gathers weights from shards, and reduce-scatters their gradients; inside shard_map.
+
+    Moves: for a weight of `size` elements, a device sends size * itemsize * (1 - 1/shards) bytes
+        for the all-gather, in the compute dtype, and the same number of elements for the
+        reduce-scatter of the gradient, in the reduce dtype.
+    """
+
+    num_shards: int
+    compute_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    gradients_on_host: bool = False
+
+    def make_grad_slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
+        """Zeros in the shape and memory of the gradients of these values; None if frozen."""
+
+        def make_slot(param: Parameter, value: Any) -> Array | None:
+            if not param.is_trainable:
+                return None
+            return self._move_gradient(param, jnp.zeros(value.shape, jnp.float32))
+
+        return jax.tree.map(make_slot, table, values)
+
+    def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
+        """Replaces shards in host memory by copies in the compute dtype on the device.
+
+        Memory: the float32 values of one layer at a time are on the device.
+        """
+
+        def cast(value: Array) -> Array:
+            return host_memory.to_device(value).astype(self.compute_dtype)
+
+        def copy(param: Parameter, value: Any) -> Any:
+            if not param.is_trainable or not host_memory.is_on_host(value):
+                return value
+            return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
+
+        return jax.tree.map(copy, table, master)
+
+    def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
+        """Casts one layer's shard to the compute dtype, and all-gathers it; of a quantized matrix
+        gathers codes and scales, and dequantizes them.
+
+        For forward passes, and for the rules of a custom_vjp that calls `reduce_scatter`.
+
+        Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
+        """
+        stored = host_memory.to_device(shard.value)
+        if not isinstance(stored, QuantizedMatrix):
+            stored = stored.astype(self.compute_dtype)
+        else:  # `param` may be the model's, without the format
+            param = dataclasses.replace(param, frozen_as=stored.name)
+        dim = choose_placement(param, self.num_shards).dim
+        if dim is not None:
+            with jax.named_scope(WEIGHTS_SCOPE):
+                gather = functools.partial(
+                    jax.lax.all_gather, axis_name=axes.SHARDS, axis=dim, tiled=True
+                )
+                stored = jax.tree.map(gather, stored)
+        whole = quantization.decode(param, stored, self.compute_dtype)
+        return _forbid_gradient(remove_padding(param, whole), shard)
+
+    def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
+        """This device's shard of the gradient's sum over all shards.
+
+        The gradient of a weight that is not sharded is returned without a sum.
+        """
+        dim = choose_placement(param, self.num_shards).dim
+        if dim is None:
+            summed = gradient.astype(jnp.float32)
+        else:
+            widths = padding(param, gradient.ndim, self.num_shards)
+            stored = jnp.pad(gradient.astype(self.reduce_dtype), widths)
+            with jax.named_scope(WEIGHTS_SCOPE):
+                summed = jax.lax.psum_scatter(
+                    stored, axes.SHARDS, scatter_dimension=dim, tiled=True
+                ).astype(jnp.float32)
+        return Shard(value=None, grad_slot=self._move_gradient(param, summed))
+
+    def has_gradient(self, shard: Shard) -> bool:
+        """False for the shard of a frozen weight."""
+        return shard.grad_slot is not None
+
+    def split_slots(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into slots and values: see `layers.Gather`."""
+        slots = jax.tree.map(lambda shard: shard.grad_slot, shards, is_leaf=_is_shard)
+        return slots, self.merge_slots(jax.tree.map(lambda _: None, slots), shards)
+
+    def merge_slots(self, slots: Any, values: Any) -> Any:
+        """Shards from slots and values: see `layers.Gather`."""
+
+        def merge(shard: Shard, slot: Any) -> Shard:
+            return dataclasses.replace(shard, grad_slot=slot)
+
+        return jax.tree.map(merge, values, slots, is_leaf=_is_shard)
+
+    def __call__(self, params: Any, shards: Any) -> Any:
+        """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""
+        return jax.tree.map(self._gather_param, params, shards)
+
+    def _gather_param(self, param: Parameter, shard: Shard) -> Array:
+        gather = jax.custom_vjp(functools.partial(self.all_gather, param))
+        gather.defvjp(
+            lambda shard: (self.all_gather(param, shard), None),
+            lambda _, gradient: (self.reduce_scatter(param, gradient),),
+        )
+        return gather(shard)
+
+    def is_gradient_on_host(self, param: Parameter) -> bool:
+        """True if the gradient of a weight is in host memory."""
+        can_offload = param.is_trainable and host_offload.should_offload_gradient(param)
+        return self.gradients_on_host and can_offload
+
+    def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
+        return host_memory.to_host(gradient) if self.is_gradient_on_host(param) else gradient
+
+    def reduce(
+        self, table: layers.Weights, gradients: layers.Weights, divisor: Array
+    ) -> layers.Weights:
+        """Gradients of the whole mesh, divided; None for frozen weights.
+
+        Each is summed once over every axis that its weight is not sharded on.
+        """
+
+        def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
+            if gradient is None:
+                return None
+            is_sharded = choose_placement(param, self.num_shards).dim is not None
+            sharded_axes = axes.SHARDS if is_sharded else ()
+            other_axes = tuple(axis for axis in axes.ALL if axis not in sharded_axes)
+
+            def sum_and_divide(gradient: Array) -> Array:
+                with jax.named_scope(WEIGHTS_SCOPE):
+                    return jax.lax.psum(gradient, other_axes) / divisor
+
+            if host_memory.is_on_host(gradient):
+                return host_offload.update_each_layer(param, sum_and_divide, gradient)
+            return sum_and_divide(gradient)
+
+        return jax.tree.map(reduce_param, table, gradients)
+
+    def _gathered_bytes(self, param: Parameter) -> int:
+        """Bytes of a weight as it is gathered, all layers together."""
+        shape = stored_shape(param, self.num_shards)
+        if quantization.is_quantized(param):
+            return quantization.stored_bytes(param, shape)
+        return math.prod(shape) * self.compute_dtype.itemsize
+
+    def sent_bytes(
+        self,
+        table: layers.Weights,
+        *,
+        num_replicas: int,
+        num_microbatches: int,
+        num_extra_passes: float = 0,
+    ) -> dict[str, float]:
+        """Bytes that a device sends in a step for weights and gradients, by collective operation.
+
+        Stacked weights are gathered in the forward and again in the backward pass, with every remat
+        policy. A weight that is not stacked is gathered, and its gradient scattered, once per
+        microbatch. A tied embedding is gathered once, because XLA merges gathers of the same shard,
+        and both of its gradients are scattered, because their sum would need another whole float32
+        table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
+        once per step.
+
+        Args: num_extra_passes: see `RematPolicy.num_extra_passes`.
+        """
+        tied = None if "head" in table else table.get("embedding")
+        sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+        for param in jax.tree.leaves(table):
+            size = math.prod(stored_shape(param, self.num_shards))
+            if choose_placement(param, self.num_shards).dim is None:
+                num_devices = self.num_shards * num_replicas
+                if param.is_trainable:
+                    sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
+                continue
+            fraction = num_microbatches * (1 - 1 / self.num_shards)
+            num_gathers = 1 if param.num_layers is None else 2 + num_extra_passes
+            sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
+            if not param.is_trainable:
+                continue
+            moved = fraction * size
+            num_scatters = 2 if param is tied else 1
+            sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
+            sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
+        return sent
+
+
+def describe(table: layers.Weights, num_shards: int) -> str:
+    """Describes which weights are sharded."""
+    if num_shards == 1:
+        return "every device holds all weights"
+    params = jax.tree.leaves(table)
+    small = [param for param in params if choose_placement(param, num_shards).dim is None]
+    if len(small) == len(params):
+        return "every device holds all weights, because they are too small to shard"
+    text = f"sharded over {num_shards} devices"
+    if small:
+        num_bytes = sum(shard_bytes(param, num_shards) for param in small)
+        text += f", except {num_bytes / 2**20:.1f} MiB of small ones that every device holds"
+    return text

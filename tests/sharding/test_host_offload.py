@@ -1,0 +1,130 @@
+"""The pool of pinned host memory is one region, reserved between compiling and loading weights."""
+
+import dataclasses
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp.config import config_file
+from jaxsp.core import host_memory
+from jaxsp.memory import memory_compile, memory_fit
+from jaxsp.memory.memory_fit import MemoryUse
+from jaxsp.planner.compile import compiled
+from jaxsp.run import trainer
+from jaxsp.setup import build
+from jaxsp.sharding import host_offload
+from jaxsp.training import train_step
+from tests import batches
+
+
+def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
+    """300 GiB, for an H100 that is absent."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    (gpu,) = compiled.make_devices("h100-80gb", 1)
+    num_bytes = 300 * 2**30 + 1
+    run = host_offload.build_allocator(gpu, num_bytes).lower().compile()
+    taken = run.memory_analysis()
+    assert num_bytes <= taken.host_output_size_in_bytes <= num_bytes + 2**20
+    on_device = ("argument", "output", "temp")
+    assert [getattr(taken, f"{kind}_size_in_bytes") for kind in on_device] == [0, 0, 0]
+    assert taken.host_temp_size_in_bytes == 0
+    assert len(jax.tree.leaves(run.out_info)) == 1
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < host_offload.MIN_RELEASE,
+    reason="on CPUs, arrays in host memory need jax 0.11.1",
+)
+def test_all_devices_reserve_memory_at_the_same_time_and_give_it_back_to_their_pools(monkeypatch):
+    """One after another, eight pools of 206 GiB would take ten minutes."""
+    results = []
+    wait = jax.block_until_ready
+    both = threading.Barrier(2, timeout=10)
+
+    def watch(array):
+        both.wait()
+        results.append(wait(array))
+        return array
+
+    monkeypatch.setattr(jax, "block_until_ready", watch)
+    devices = jax.devices()[:2]
+    host_offload.reserve_pool(devices, 3 * 2**20 + 1)
+    places = [array.sharding.device_set for array in results]
+    assert len(places) == 2
+    assert set().union(*places) == set(devices)
+    assert {array.sharding.memory_kind for array in results} == {host_memory.MEMORY_KIND}
+    assert {(array.shape, array.dtype) for array in results} == {((4, 2**20), jnp.dtype("uint8"))}
+    assert all(array.is_deleted() for array in results)
+
+
+class Loaded(Exception):
+    """Raised instead of loading weights."""
+
+
+EMPTY = jax.jit(lambda: 0).lower().compile()
+
+
+@pytest.fixture
+def order(tmp_path, monkeypatch):
+    """Function that returns the events of a run until weights are loaded; nothing is compiled."""
+    records = [
+        json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 20, 20, 20, 20)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    fields = {
+        "run": {"directory": str(tmp_path / "run"), "steps": 1, "save_every": None},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {
+            "train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": [32, 64],
+        },
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"trackers": []},
+    }
+
+    def train(*, is_gpu, host_bytes):
+        events = []
+        needs = iter(host_bytes)
+
+        def load():
+            events.append("load")
+            raise Loaded
+
+        spec, material = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+        monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: is_gpu)
+        monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
+        monkeypatch.setattr(
+            memory_fit, "read_memory_use", lambda run, **_: MemoryUse(0, next(needs))
+        )
+        monkeypatch.setattr(
+            host_offload,
+            "reserve_pool",
+            lambda devices, num_bytes: events.append((tuple(devices), num_bytes)),
+        )
+        with pytest.raises(Loaded):
+            trainer.train(
+                spec,
+                dataclasses.replace(material, make_weights=load),
+                rich.console.Console(quiet=True),
+            )
+        return events
+
+    return train
+
+
+def test_host_memory_is_reserved_between_compiling_and_loading_weights(order):
+    """Once for rows of all lengths: as much as the largest step needs."""
+    events = order(is_gpu=True, host_bytes=[3 * 2**20, 2**20])
+    devices = tuple(jax.devices()[:2])
+    assert events == ["compile", "compile", (devices, 3 * 2**20), "load"]
+
+
+@pytest.mark.parametrize(("is_gpu", "host_bytes"), [(True, [0, 0]), (False, [2**20, 2**20])])
+def test_nothing_is_reserved_without_offload_and_on_cpus(order, is_gpu, host_bytes):
+    assert order(is_gpu=is_gpu, host_bytes=host_bytes) == ["compile", "compile", "load"]
