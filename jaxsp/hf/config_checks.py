@@ -7,10 +7,11 @@ out gives plausible losses of another model.
 
 from typing import Any
 
+from jaxsp.config import json_values
 from jaxsp.config.fields import MAX_COUNT
+from jaxsp.config.json_values import POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.hf import json_values
 from jaxsp.hf.families import (
     LAYER_TYPES,
     QWEN_WINDOW_FIELDS,
@@ -18,7 +19,6 @@ from jaxsp.hf.families import (
     Family,
     MultimodalFamily,
 )
-from jaxsp.hf.json_values import POSITIVE, SWITCH, Rule
 from jaxsp.hf.rope import rope_checks, rope_forms
 
 _WINDOW_FIELDS = {*QWEN_WINDOW_FIELDS, *TYPED_WINDOW_FIELDS}

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsp.config import json_values
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
+from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import limits
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, json_values, tensors, weights, writer
+from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.json_values import POSITIVE, Rule
 from jaxsp.hf.tensors import BadFileError
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder, layers

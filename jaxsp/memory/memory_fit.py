@@ -26,7 +26,7 @@ from jaxsp.training.specs import StepSpec
 MAX_PREDICTED_RATIO = 1.15
 """Maximum ratio of predicted to available memory for which a candidate is compiled.
 
-The prediction is 0.93 to 1.08 times what jax 0.12 compiles (tests/training/test_memory_fit.py), and
+The prediction is 0.93 to 1.08 times what jax 0.12 compiles (tests/memory/test_memory_fit.py), and
 1.14 times for 7.5M tokens of Llama-3.1-8B on eight H100s.
 """
 

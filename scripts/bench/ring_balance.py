@@ -4,7 +4,8 @@
 
 40 rows of 131,072 tokens on 8 devices, for each of five distributions of document lengths. Work is
 counted in pairs of tokens, of the rows (core/balance.py) and of the blocks that the ring computes
-(attention/chunks/chunk_calls.py). Hops are those that the ring makes of its 7 if each row is a microbatch.
+(attention/chunks/chunk_calls.py). Hops are those that the ring makes of its 7 if each row is a
+microbatch.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Exchange of tokens: how devices that hold parts of the same rows attend to each other's tokens.
 
 To add one, write a subclass of `TokenExchange` in a file of its own and add it to
-`jaxsp.attention.strategies.registry.TOKEN_EXCHANGES`; a value of `attention.strategy` makes it available.
+`TOKEN_EXCHANGES` (registry.py); a value of `attention.strategy` makes it available.
 """
 
 import abc

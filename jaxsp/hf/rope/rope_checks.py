@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from jaxsp.config import json_values
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
-from jaxsp.hf import json_values
 from jaxsp.hf.rope import rope_fields
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.hf.rope.rope_forms import (

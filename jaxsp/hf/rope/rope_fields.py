@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxsp.hf import json_values
-from jaxsp.hf.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
+from jaxsp.config import json_values
+from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 
 ORIGINAL = "original_max_position_embeddings"
 
