@@ -1,6 +1,7 @@
 """Plans: memory, communication and time of a config's training step on absent GPUs."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -34,6 +35,7 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.training.specs import StepSpec
 
 RESERVED = "reserved"
 """Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
@@ -220,6 +222,35 @@ def _find_problems(
     return problems
 
 
+def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> functools.partial[Plan]:
+    """Returns a plan's constructor with the options of a step."""
+    choice = spec.attention
+    batch = spec.config.batch
+    return functools.partial(
+        Plan,
+        device_type=cluster.device_type,
+        num_devices=cluster.num_devices,
+        node_devices=cluster.node_devices,
+        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=spec.config.data.max_row_tokens,
+        rows_per_step=batch.rows_per_step,
+        rows_per_microbatch=batch.rows_per_microbatch,
+        max_segments_per_row=spec.config.data.max_segments_per_row,
+        document_tokens=document_tokens,
+        strategy=choice.strategy.description,
+        attention_bytes=choice.sent_bytes,
+        alternative_bytes=dict(choice.alternatives),
+        kernel=choice.kernel.name,
+        kernel_title=choice.kernel.title,
+        fallback_reason=choice.fallback_reason,
+        head_chunks=choice.settings.head_chunks,
+        remat=spec.remat_policy.remat,
+        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
+        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
+        memory_options=memory_descriptions.describe(spec),
+    )
+
+
 def _describe_step(
     fitted: CompiledStep,
     cluster: Cluster,
@@ -230,7 +261,6 @@ def _describe_step(
 ) -> Plan:
     """Makes the plan of a compiled step. Args: began: time when planning began."""
     spec = fitted.spec
-    choice = spec.attention
     batch = spec.config.batch
     row_tokens = spec.config.data.max_row_tokens
     causes = memory_causes.find_causes(fitted)
@@ -250,27 +280,7 @@ def _describe_step(
         node_devices=cluster.nvlink_domain_size,
         segment_lengths=segment_lengths,
     )
-    plan = Plan(
-        device_type=cluster.device_type,
-        num_devices=cluster.num_devices,
-        node_devices=cluster.node_devices,
-        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=row_tokens,
-        rows_per_step=batch.rows_per_step,
-        rows_per_microbatch=batch.rows_per_microbatch,
-        max_segments_per_row=spec.config.data.max_segments_per_row,
-        document_tokens=document_tokens,
-        strategy=choice.strategy.description,
-        attention_bytes=choice.sent_bytes,
-        alternative_bytes=dict(choice.alternatives),
-        kernel=choice.kernel.name,
-        kernel_title=choice.kernel.title,
-        fallback_reason=choice.fallback_reason,
-        head_chunks=choice.settings.head_chunks,
-        remat=spec.remat_policy.remat,
-        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
-        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
-        memory_options=memory_descriptions.describe(spec),
+    plan = _start_plan(spec, cluster, document_tokens)(
         fits=not fitted.shortage,
         memory_bottleneck=_find_bottleneck(fitted.memory_use, fitted.memory_limit),
         shortage=fitted.shortage,

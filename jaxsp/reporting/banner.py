@@ -60,23 +60,7 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
         *itertools.starmap(
             BannerEntry, summary.describe_data(inputs.train_set, config, inputs.schedule)
         ),
-        BannerEntry("stop", inputs.stop_tokens),
-        BannerEntry(
-            "note",
-            context_range.describe_excess(
-                inputs.hf_config,
-                row_tokens=config.data.max_row_tokens,
-                longest_document=int(inputs.train_set.documents.lengths.max()),
-            ),
-        ),
-        BannerEntry(
-            "evaluation",
-            evaluator.describe(
-                inputs.eval_sets,
-                run,
-                is_resume=inputs.start.is_resume_in(run_paths.local_dir(run)),
-            ),
-        ),
+        *_describe_documents(run_spec, inputs),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
         *_describe_by_length("mesh", run_spec, lambda step: _describe_mesh(step, inputs)),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
@@ -96,6 +80,30 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             "trackers",
             registry.describe(
                 TrackedRun(config, from_step=0, is_resume=False), config.logging.trackers
+            ),
+        ),
+    ]
+
+
+def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
+    config = run_spec.config
+    run = config.run
+    return [
+        BannerEntry("stop", inputs.stop_tokens),
+        BannerEntry(
+            "note",
+            context_range.describe_excess(
+                inputs.hf_config,
+                row_tokens=config.data.max_row_tokens,
+                longest_document=int(inputs.train_set.documents.lengths.max()),
+            ),
+        ),
+        BannerEntry(
+            "evaluation",
+            evaluator.describe(
+                inputs.eval_sets,
+                run,
+                is_resume=inputs.start.is_resume_in(run_paths.local_dir(run)),
             ),
         ),
     ]
