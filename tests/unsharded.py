@@ -24,8 +24,8 @@ class UnshardedGather:
     def has_gradient(self, weight):
         return True
 
-    def split_slots(self, weights):
+    def split_seeds(self, weights):
         return weights, jax.tree.map(lambda weight: (), weights)
 
-    def merge_slots(self, slots, values):
+    def merge_seeds(self, slots, values):
         return slots

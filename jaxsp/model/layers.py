@@ -93,15 +93,15 @@ class Gather(Protocol):
     def has_gradient(self, shard: Any) -> bool:
         """False for the shard of a frozen weight: a backward pass returns None for it."""
 
-    def split_slots(self, shards: Any) -> tuple[Any, Any]:
-        """Splits shards into slots and values.
+    def split_seeds(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into seeds and values.
 
         Slots are what is differentiated: they have the shapes, dtypes and memory of gradients, and
-        are None for frozen weights. `merge_slots` is the inverse.
+        are None for frozen weights. `merge_seeds` is the inverse.
         """
 
-    def merge_slots(self, slots: Any, values: Any) -> Any:
-        """Shards from slots and values, of all layers or of one."""
+    def merge_seeds(self, seeds: Any, values: Any) -> Any:
+        """Shards from seeds and values, of all layers or of one."""
 
 
 def _declare_param(param: Parameter) -> nnx.Param:

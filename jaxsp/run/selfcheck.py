@@ -426,8 +426,8 @@ def compile_offload_gradients(
         post_attention=lambda _, x, out, *__: x + jnp.sin(out),
     )
 
-    def loss(x_lD: Array, slots_NdD: Array, weights_NdD: Array) -> Array:
-        shards = {"pre_attention": Shard(value=weights_NdD, grad_slot=slots_NdD)}
+    def loss(x_lD: Array, seeds_NdD: Array, weights_NdD: Array) -> Array:
+        shards = {"pre_attention": Shard(value=weights_NdD, grad_seed=seeds_NdD)}
         out_lD = layer_stack.run_layers(
             parts,
             x_lD,

@@ -58,13 +58,13 @@ def _local_gradients(
     values = master
     if not spec.has_offloaded_gradients:
         values = gather.make_working_copy(table, master)
-    grad_slots = gather.make_grad_slots(table, values)
-    slots, structure = jax.tree.flatten(grad_slots)
+    grad_seeds = gather.make_grad_seeds(table, values)
+    seeds, structure = jax.tree.flatten(grad_seeds)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    returned_slots = _select_returned(spec, params, slots)
+    returned_seeds = _select_returned(spec, params, seeds)
     targets = [
-        _RETURN_GRADIENT() if number in returned_slots else jax.new_ref(slot)
-        for number, slot in enumerate(slots)
+        _RETURN_GRADIENT() if number in returned_seeds else jax.new_ref(seed)
+        for number, seed in enumerate(seeds)
     ]
 
     def run_microbatch(
@@ -73,12 +73,12 @@ def _local_gradients(
         """Sums over a microbatch, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(spec, batch, step, index)
         inputs = [
-            slot if host_memory.is_on_host(slot) else totals.get(number, slot)
-            for number, slot in enumerate(slots)
+            seed if host_memory.is_on_host(seed) else totals.get(number, seed)
+            for number, seed in enumerate(seeds)
         ]
 
-        def sum_loss(slots: list[Array]) -> tuple[Array, Sums]:
-            sums = _sum_microbatch(spec, values, jax.tree.unflatten(structure, slots), batch, keys)
+        def sum_loss(seeds: list[Array]) -> tuple[Array, Sums]:
+            sums = _sum_microbatch(spec, values, jax.tree.unflatten(structure, seeds), batch, keys)
             return sums["loss_sum"], sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -96,10 +96,10 @@ def _local_gradients(
         return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
-        sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_slots)
+        sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_seeds)
     else:
-        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_slots)
-        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_slots)
+        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_seeds)
+        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_seeds)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
         (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
     leaves = [
@@ -112,19 +112,19 @@ def _local_gradients(
 
 
 def _select_returned(
-    spec: StepSpec, params: Sequence[Parameter], slots: Sequence[Array]
+    spec: StepSpec, params: Sequence[Parameter], seeds: Sequence[Array]
 ) -> dict[int, Array]:
     """Slots, by number, whose gradients the backward pass returns. It adds others to references.
 
     Added after the backward pass, the gradients of all layers would be on the device twice (8B on 8
-    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its slots, and JAX's to
+    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its seeds, and JAX's to
     references, which host memory does not have.
     """
-    has_sums_in_slots = spec.remat_policy.has_own_backward_pass
+    has_sums_in_seeds = spec.remat_policy.has_own_backward_pass
     return {
-        number: slot
-        for number, (param, slot) in enumerate(zip(params, slots, strict=True))
-        if host_memory.is_on_host(slot) or (has_sums_in_slots and param.num_layers is not None)
+        number: seed
+        for number, (param, seed) in enumerate(zip(params, seeds, strict=True))
+        if host_memory.is_on_host(seed) or (has_sums_in_seeds and param.num_layers is not None)
     }
 
 
@@ -132,9 +132,9 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
     """Sums over a step's rows: those of the loss, and counts. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> Sums:
-        slots = spec.gather.make_grad_slots(spec.table, master)
+        seeds = spec.gather.make_grad_seeds(spec.table, master)
         sums, _ = metric_table.scan_sums(
-            lambda batch: (_sum_microbatch(spec, master, slots, batch), None), batch
+            lambda batch: (_sum_microbatch(spec, master, seeds, batch), None), batch
         )
         return _sum_over_mesh(sums, batch)
 
@@ -144,7 +144,7 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
 def _sum_microbatch(
     spec: StepSpec,
     values: layers.Weights,
-    slots: layers.Weights,
+    seeds: layers.Weights,
     batch: Batch,
     token_keys: Keys | None = None,
 ) -> Sums:
@@ -153,7 +153,7 @@ def _sum_microbatch(
     Args: token_keys: see `decoder.hidden_states`.
     """
     shards = jax.tree.map(
-        lambda _, value, slot: Shard(value=value, grad_slot=slot), spec.table, values, slots
+        lambda _, value, seed: Shard(value=value, grad_seed=seed), spec.table, values, seeds
     )
     hidden_BlD = decoder.hidden_states(
         shards,

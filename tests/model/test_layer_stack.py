@@ -58,7 +58,7 @@ def run_plain(x, slots, indices, batch):
     return jnp.sum(x**2)
 
 
-def merge_slots(slots, values):
+def merge_seeds(slots, values):
     """Weights whose gradients are those of their slots, and which do not depend on them."""
     return jax.tree.map(lambda s, v: v + (s - jax.lax.stop_gradient(s)), slots, values)
 
@@ -69,7 +69,7 @@ def run_stack(x, slots, values, indices, batch, *, group_size, during_attention,
         num_layers=NUM_LAYERS,
         group_size=group_size,
         offloads_during_attention=during_attention,
-        merge_slots=merge_slots,
+        merge_seeds=merge_seeds,
     )
     return jnp.sum(stack(x, slots, values, indices, batch) ** 2)
 

@@ -133,7 +133,7 @@ def test_all_gather_raises_when_it_is_differentiated_and_gather_has_a_gradient()
     value = jnp.arange(6.0).reshape(2, 3)
 
     def loss(slot, join):
-        return (join(row, Shard(value=value, grad_slot=slot)) ** 2).sum()
+        return (join(row, Shard(value=value, grad_seed=slot)) ** 2).sum()
 
     slot = jnp.zeros((2, 3))
     assert float(jax.jit(loss, static_argnums=1)(slot, gather.all_gather)) == 55
