@@ -53,13 +53,12 @@ def _local_gradients(
 ) -> tuple[layers.Weights, Sums]:
     """Gradients and sums from this device's shards and rows, inside shard_map."""
     gather = program.gather
-    table = program.table
     values = master
     if not program.has_offloaded_gradients:
-        values = gather.make_working_copy(table, master)
-    grad_slots = gather.make_grad_slots(table, values)
+        values = gather.make_working_copy(program.table, master)
+    grad_slots = gather.make_grad_slots(program.table, values)
     slots, structure = jax.tree.flatten(grad_slots)
-    params = [param for param in jax.tree.leaves(table) if param.is_trainable]
+    params = [param for param in jax.tree.leaves(program.table) if param.is_trainable]
     returned_slots = _select_returned(program, params, slots)
     targets = [
         _RETURN_GRADIENT() if number in returned_slots else jax.new_ref(slot)
@@ -77,7 +76,8 @@ def _local_gradients(
         ]
 
         def sum_loss(slots: list[Array]) -> tuple[Array, Sums]:
-            sums = _sum_microbatch(program, values, structure.unflatten(slots), batch, keys)
+            tree = jax.tree.unflatten(structure, slots)
+            sums = _sum_microbatch(program, values, tree, batch, keys)
             return sums["loss_sum"], sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -107,7 +107,7 @@ def _local_gradients(
     ]
     sums = _sum_over_mesh(sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
-    return gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
+    return gather.reduce(program.table, jax.tree.unflatten(structure, leaves), divisor), sums
 
 
 def _select_returned(
