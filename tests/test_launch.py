@@ -29,7 +29,7 @@ ENDS_WITHIN_S = 30
 THREE_PROCESSES = """
 import sys
 from jaxsp import cli
-from jaxsp.runtime import child_processes, cluster, stderr_mux
+from jaxsp.processes import child_processes, cluster, stderr_mux
 fields = {"num_processes": 3, "coordinator": "127.0.0.1:1", "num_local_processes": 3}
 processes = [cluster.Process(index=i, local_index=i, **fields) for i in range(3)]
 def main(_):
@@ -147,7 +147,7 @@ def check_two_processes_against_one(tmp_path, meshes):
 
 TORCHRUN_JOB = """
 import os, pathlib, sys, jax
-from jaxsp.runtime import cluster, distributed
+from jaxsp.processes import cluster, distributed
 distributed.initialize(cluster.detect_process(os.environ))
 pathlib.Path(sys.argv[1], f"{jax.process_index()} of {jax.process_count()}").touch()
 distributed.shutdown()
@@ -268,7 +268,7 @@ def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediate
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.runtime import cluster, distributed
+from jaxsp.processes import cluster, distributed
 distributed._this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)
@@ -323,7 +323,7 @@ log("\\rat 10 %\\rat 100 % of " + rank, "warned")
 
 def test_a_launched_process_detects_its_place_in_the_job():
     _, stdout, _, _ = run_three("""
-from jaxsp.runtime import cluster
+from jaxsp.processes import cluster
 print(cluster.detect_process(os.environ))
 """)
     process = Process(

@@ -173,7 +173,7 @@ def _read_used_bytes() -> int:
 
 _PIN = """
 import sys, time, jax
-from jaxsp.training import host_offload
+from jaxsp.sharding import host_offload
 device = jax.devices()[0]
 began = time.perf_counter()
 host_offload.reserve_pool([device], int(sys.argv[1]))

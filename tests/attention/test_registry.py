@@ -91,7 +91,7 @@ def toys(monkeypatch):
 
 def settings(**attention_fields):
     """A config of 2 devices per group. `construct` skips the config's list of names."""
-    config = runs.program({}, sizes=(1, 1, SEQ)).config
+    config = runs.make_spec({}, sizes=(1, 1, SEQ)).config
     return config.model_copy(
         update={"attention": AttentionConfig.model_construct(**attention_fields)}
     )

@@ -15,8 +15,10 @@ import jax
 from jaxsp.checkpoint import files, reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
-from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
-from jaxsp.training import sharding, train_state
+from jaxsp.processes import cluster, distributed
+from jaxsp.runtime import device_mesh, jax_platform, run_paths
+from jaxsp.sharding import sharding
+from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from tests import batches
 

@@ -15,7 +15,7 @@ from jaxsp.processes.local_peers import LocalPeers
 from tests.messages import assert_names
 
 JOIN = (
-    "import os; from jaxsp.runtime import cluster, distributed; "
+    "import os; from jaxsp.processes import cluster, distributed; "
     "distributed.initialize(cluster.detect_process(os.environ), timeout_s={})"
 )
 
@@ -183,7 +183,7 @@ def test_output_that_cannot_be_written_does_not_end_a_process():
     """For example to a terminal that is gone, or to a log on a full disk."""
     result = run_program("""
 import os
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 os.close(2)
 os.open("/dev/full", os.O_WRONLY)
 distributed.log("a")
@@ -195,7 +195,7 @@ print("continued")
 def test_output_of_gloo_is_discarded_and_that_of_jaxsp_is_printed():
     result = run_program("""
 import os
-from jaxsp.runtime import distributed
+from jaxsp.processes import distributed
 print("before")
 distributed._discard_gloo_output()
 os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")

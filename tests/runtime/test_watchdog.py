@@ -99,7 +99,8 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
 BLOCK = """
 import time
 from jaxsp.core import files
-from jaxsp.runtime import distributed, watchdog
+from jaxsp.processes import distributed
+from jaxsp.runtime import watchdog
 watchdog.MESSAGE_TIMEOUT_S = 0.5
 {} = lambda *_: time.sleep(100)
 """

@@ -100,7 +100,7 @@ def order(tmp_path, monkeypatch):
         monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: is_gpu)
         monkeypatch.setattr(train_step, "compile", lambda spec: events.append("compile") or EMPTY)
         monkeypatch.setattr(
-            memory_fit, "read_memory_use", lambda run, **_: MemoryUse(0, next(needs))
+            memory_fit, "read_memory_use", lambda *_, **__: MemoryUse(0, next(needs))
         )
         monkeypatch.setattr(
             host_offload,

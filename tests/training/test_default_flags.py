@@ -14,7 +14,7 @@ from tests import commands
 PROGRAM = """
 import sys
 from jaxsp import cli, train
-from jaxsp.training import sharding
+from jaxsp.sharding import sharding
 sharding.MIN_SHARDED_SIZE = 64
 cli.run_command(train.main)
 """

@@ -207,7 +207,7 @@ def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: in
     if is_full or num_limited <= num_empty / 2:
         return None
     needed = _SPREAD * max_segments * row_tokens / filled[is_limited].mean()
-    return math.ceil(needed / 16) * 16
+    return math.ceil(min(needed, len(plan.length)) / 16) * 16
 
 
 def describe_documents(data: PackedDataset) -> str:

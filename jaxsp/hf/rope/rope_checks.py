@@ -133,8 +133,10 @@ def _find_conflict(field: str, value: Any, inner: str, group: dict[str, Any]) ->
 
 
 def _comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with its type in `rope_type`, without ignored fields."""
+    """A group with its type in `rope_type`, without ignored fields and rotation of whole heads."""
     kept = {name: value for name, value in group.items() if name not in _IGNORED}
+    if kept.get("partial_rotary_factor") == 1:
+        del kept["partial_rotary_factor"]
     return {"rope_type": _find_types(group)[0], **kept}
 
 
