@@ -175,7 +175,7 @@ def pack_once(
         name: name of the eval set in the result.
     """
     spec = run_spec.longest
-    return _pack_documents(name, documents, spec.config, spec.model, labels, weights=None)
+    return _pack_documents(name, documents, spec.config, spec.model, labels, loss_weights=None)
 
 
 def _pack_documents(
@@ -184,16 +184,18 @@ def _pack_documents(
     config: Config,
     model: ModelConfig,
     labels: NumberLists | None,
-    weights: NumberLists | None,
+    loss_weights: NumberLists | None,
 ) -> PackedDataset:
+    """Checks documents and plans their rows. Args: name: of the data set, in results of evals."""
     data = config.data
     packed = Documents(
-        [_make_dataset(documents, labels, weights, vocab_size=model.vocab_size)],
+        [_make_dataset(documents, labels, loss_weights, vocab_size=model.vocab_size)],
         source_names=["documents"],
         longest_row=data.max_row_tokens,
         long_documents=data.long_documents,
         field="documents",
     )
+    # Digests are for comparisons with checkpoints and other processes, which `library` does not do
     return dataset.pack_documents(name, packed, config, digests=[""])
 
 
@@ -322,7 +324,7 @@ _UNSUPPORTED_FIELDS = (
 def _make_dataset(
     documents: NumberLists,
     labels: NumberLists | None,
-    weights: NumberLists | None,
+    loss_weights: NumberLists | None,
     *,
     vocab_size: int,
 ) -> "datasets.Dataset":
@@ -349,8 +351,8 @@ def _make_dataset(
         arrays = _convert_arrays("labels", labels)
         rule = f"{ids}, or {NO_LABEL}"
         columns["labels"] = _make_column("labels", arrays, lengths, np.int32, is_label, rule)
-    if weights is not None:
-        arrays = _convert_arrays("weights", weights)
+    if loss_weights is not None:
+        arrays = _convert_arrays("weights", loss_weights)
         rule = "finite and at least 0"
         columns["weights"] = _make_column("weights", arrays, lengths, np.float32, is_weight, rule)
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])

@@ -24,8 +24,8 @@ class UnshardedGather:
     def has_gradient(self, weight):
         return True
 
-    def split_seeds(self, weights):
+    def split_holders(self, weights):
         return weights, jax.tree.map(lambda weight: (), weights)
 
-    def merge_seeds(self, slots, values):
-        return slots
+    def merge_holders(self, holders, values):
+        return holders

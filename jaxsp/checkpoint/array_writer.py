@@ -53,18 +53,22 @@ class ArrayWriter:
     def copy(
         self, folder: pathlib.Path, items: dict[str, Any]
     ) -> tuple[list[Any], list[Exception]]:
-        """Copies the arrays, whose memory the next step reuses, and starts to write the copies.
+        """Copies the arrays to the host, and starts to write the copies.
 
-        Returns: commits to wait for, and the error if some could not be started.
+        The next step may reuse the arrays' memory after that.
+
+        Returns: the writes that were started ("commits"), and the error that prevented the others,
+            if any: both for `wait_for_commits`.
         """
         commits: list[Any] = []
         try:
             asyncio.run(self._copy(folder, items, commits))
-        except Exception as error:  # raised after all started commits have ended
+        except Exception as error:  # wait_for_commits raises it, after the started ones have ended
             return commits, [error]
         return commits, []
 
     async def _copy(self, folder: pathlib.Path, items: dict[str, Any], commits: list[Any]) -> None:
+        """Adds the commits of one item after another, so that an error leaves those before it."""
         for name, item in items.items():
             args = ocp.args.PyTreeSave(item)
             futures = await self._handlers[name].async_save(epath.Path(folder / name), args=args)
@@ -77,6 +81,7 @@ class ArrayWriter:
                 handler.finalize(epath.Path(folder / name))
 
     def close(self) -> None:
+        """Closes orbax's handlers."""
         for handler in self._handlers.values():
             handler.close()
 

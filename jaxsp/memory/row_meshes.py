@@ -31,7 +31,7 @@ def choose_attention(
     problems = ProblemCollector()
     choices = {}
     for row_tokens, row_config in config.row_configs.items():
-        with _collect(problems, config, row_tokens):
+        with _collect_problems(problems, config, row_tokens):
             choices[row_tokens] = attention.choose(row_config, model, devices=devices)
     problems.raise_if_any()
     return choices
@@ -55,7 +55,7 @@ def find_division_problems(
     for row_tokens, row_config in config.row_configs.items():
         # with equal degrees, a step of any length divides if one of the longest rows does
         is_divided_alike = row_tokens != longest and isinstance(config.mesh.seq, int)
-        with _collect(problems, config, row_tokens):
+        with _collect_problems(problems, config, row_tokens):
             found = device_mesh.find_division_problems(
                 row_config,
                 device_mesh.resolve_axis_sizes(row_config.mesh, num_devices),
@@ -69,13 +69,21 @@ def find_division_problems(
 
 
 @contextlib.contextmanager
-def _collect(problems: ProblemCollector, config: Config, row_tokens: int) -> Iterator[None]:
-    """Adds the problems of the block, with the length of the rows if degrees differ."""
-    found = ProblemCollector()
-    with found.collect():
+def _collect_problems(
+    problems: ProblemCollector, config: Config, row_tokens: int
+) -> Iterator[None]:
+    """Adds the problems of the block, with the length of the rows if mesh.seq depends on it.
+
+    Example: `mesh.seq = 6: must divide ...` becomes `mesh.seq = 6 (rows of 4,096 tokens): ...`.
+    """
+    row_problems = ProblemCollector()
+    with row_problems.collect():
         yield
-    rows = f" (rows of {row_tokens:,} tokens):" if isinstance(config.mesh.seq, tuple) else ":"
-    problems += [problem.replace(":", rows, 1) for problem in found]
+    if isinstance(config.mesh.seq, tuple):
+        rows = f" (rows of {row_tokens:,} tokens):"
+        problems += [problem.replace(":", rows, 1) for problem in row_problems]
+    else:
+        problems += row_problems
 
 
 def make_run_spec(

@@ -62,9 +62,9 @@ def run_layers(
             num_layers=num_layers,
             group_size=policy.offload_every,
             offloads_during_attention=policy.offloads_during_attention,
-            merge_seeds=gather.merge_seeds,
+            merge_holders=gather.merge_holders,
         )
-        return stack(x, *gather.split_seeds(shards), indices, batch)
+        return stack(x, *gather.split_holders(shards), indices, batch)
 
     def layer(x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, None]:
         shards, indices = inputs
@@ -84,24 +84,23 @@ class OffloadedStack:
     offloads_during_attention: bool
     """True if a layer's input and its gradient are in host memory during attention's backward
     pass."""
-    merge_seeds: Callable[[Any, Any], Any]
-    """(seeds, values) -> shards: see `layers.Gather`."""
+    merge_holders: Callable[[Any, Any], Any]
+    """(holders, values) -> shards: see `layers.Gather`."""
 
-    def __call__(self, x: Array, seeds: Any, values: Any, indices: Any, batch: Any) -> Array:
+    def __call__(self, x: Array, holders: Any, values: Any, indices: Any, batch: Any) -> Array:
         """Output of the last layer.
 
-        Shapes: arrays of `seeds`, `values` and `indices` are [N, ...].
+        Shapes: arrays of `holders`, `values` and `indices` are [N, ...].
 
         Args:
-            seeds: arrays that the layers are differentiated with respect to, in the shape, dtype
-                and memory of their gradients. Values on the device are the gradients of earlier
-                microbatches: the backward pass adds to them in place, and returns the sums. Values
-                in host memory are replaced.
+            holders: arrays shaped like the shards' gradients: see `layers.Gather.split_holders`.
+                Values on the device are the gradients of earlier microbatches: the backward pass
+                adds to them in place, and returns the sums. Values in host memory are replaced.
             values: the rest of the layers' shards, without gradients.
         """
         run = jax.custom_vjp(self._run_without_gradient)
         run.defvjp(self._run_forward, self._run_backward)
-        return run(x, seeds, values, indices, batch)
+        return run(x, holders, values, indices, batch)
 
     @property
     def _groups(self) -> tuple[int, int]:
@@ -109,16 +108,16 @@ class OffloadedStack:
         return divmod(self.num_layers, self.group_size)
 
     def _run_without_gradient(
-        self, x: Array, seeds: Any, values: Any, indices: Any, batch: Any
+        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
     ) -> Array:
-        stacked = seeds, values, indices
+        stacked = holders, values, indices
         apply = lambda layer, x: self._apply_layer(_read(stacked, layer), x, batch)
         return jax.lax.fori_loop(0, self.num_layers, apply, x)
 
     def _run_forward(
-        self, x: Array, seeds: Any, values: Any, indices: Any, batch: Any
+        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
     ) -> tuple[Array, tuple[Any, ...]]:
-        stacked = seeds, values, indices
+        stacked = holders, values, indices
         num_groups, num_remaining = self._groups
 
         def run_layer(layer: Array, x: Array) -> Array:
@@ -137,15 +136,15 @@ class OffloadedStack:
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
         x, kept = state
-        return x, (kept, seeds, values, indices, batch)
+        return x, (kept, holders, values, indices, batch)
 
     def _apply_layer(self, layer_inputs: Any, x: Array, batch: Any) -> Array:
-        seeds, values, indices = layer_inputs
-        return self.parts(self.merge_seeds(seeds, values), x, indices, batch)
+        holders, values, indices = layer_inputs
+        return self.parts(self.merge_holders(holders, values), x, indices, batch)
 
     def _run_backward(self, residuals: tuple[Any, ...], dx: Array) -> tuple[Any, ...]:
-        kept, seeds, values, indices, batch = residuals
-        stacked = seeds, values, indices
+        kept, holders, values, indices, batch = residuals
+        stacked = holders, values, indices
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
@@ -178,7 +177,7 @@ class OffloadedStack:
 
         # One array for all groups: XLA runs the last one after the loop, with an array of its own
         waiting = _empty_on_host(self.group_size, dx) if self.group_size > 1 else None
-        state = dx, seeds, waiting
+        state = dx, holders, waiting
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
         run_whole_group = functools.partial(run_group, size=self.group_size)
@@ -213,20 +212,20 @@ class OffloadedStack:
     def _differentiate_layer(
         self, layer_inputs: Any, batch: Any, dx: Array, waiting: tuple[Array, Array]
     ) -> tuple[Array, Any]:
-        """Gradients of a layer's input and of its seeds.
+        """Gradients of a layer's input and of its holders.
 
         Args:
             dx: gradient of its output.
             waiting: inputs of several layers, in host memory, and the index of this one's.
         """
         kept, index = waiting
-        seeds, values, indices = layer_inputs
+        holders, values, indices = layer_inputs
 
         def bind(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-            """Part of the layer as a function of its seeds and inputs."""
+            """Part of the layer as a function of its holders and inputs."""
 
-            def run(seeds: Any, *inputs: Any) -> Any:
-                shards = self.merge_seeds(seeds, values[name]) if name in values else None
+            def run(holders: Any, *inputs: Any) -> Any:
+                shards = self.merge_holders(holders, values[name]) if name in values else None
                 return function(shards, *inputs, indices, batch)
 
             return run
@@ -235,33 +234,37 @@ class OffloadedStack:
         attend = bind(self.parts.attend, "sinks")
         post_attention = bind(self.parts.post_attention, "post_attention")
         read_input = lambda index: host_memory.to_device(_read(kept, index))
+        # Recompute q, k, v and the output of attention
         x = read_input(index)
-        *qkv, mlp_input = pre_attention(seeds["pre_attention"], x)
+        *qkv, mlp_input = pre_attention(holders["pre_attention"], x)
         if self.offloads_during_attention:
             dx, qkv = jax.lax.optimization_barrier((host_memory.to_host(dx), qkv))
-        out, pull_attend = jax.vjp(attend, seeds.get("sinks"), *qkv)
+        out, pull_attend = jax.vjp(attend, holders.get("sinks"), *qkv)
+        # Gradients of post-attention
         if self.offloads_during_attention:
             # The input is read again once attention has ended
             dx, out, index = jax.lax.optimization_barrier((dx, out, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
-        _, pull_post = jax.vjp(post_attention, seeds["post_attention"], x, out, mlp_input)
+        _, pull_post = jax.vjp(post_attention, holders["post_attention"], x, out, mlp_input)
         post_gradients, dx, dout, dmlp_input = pull_post(dx)
+        # Gradients of attention
         if self.offloads_during_attention:
             dx, dout = jax.lax.optimization_barrier((host_memory.to_host(dx), dout))
         sink_gradients, *dqkv = pull_attend(dout)
+        # Gradients of pre-attention
         if self.offloads_during_attention:
             dx, dqkv, index = jax.lax.optimization_barrier((dx, dqkv, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
-        _, pull_pre = jax.vjp(pre_attention, seeds["pre_attention"], x)
+        _, pull_pre = jax.vjp(pre_attention, holders["pre_attention"], x)
         pre_gradients, dx_of_attention = pull_pre((*dqkv, dmlp_input))
         gradients = {
             "pre_attention": pre_gradients,
             "sinks": sink_gradients,
             "post_attention": post_gradients,
         }
-        return dx + dx_of_attention, {name: gradients[name] for name in seeds}
+        return dx + dx_of_attention, {name: gradients[name] for name in holders}
 
 
 def _empty_on_host(count: int, x: Array) -> Array:

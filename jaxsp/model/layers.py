@@ -93,15 +93,15 @@ class Gather(Protocol):
     def has_gradient(self, shard: Any) -> bool:
         """False for the shard of a frozen weight: a backward pass returns None for it."""
 
-    def split_seeds(self, shards: Any) -> tuple[Any, Any]:
-        """Splits shards into seeds and values.
+    def split_holders(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into holders of gradients and values; `merge_holders` is the inverse.
 
-        Slots are what is differentiated: they have the shapes, dtypes and memory of gradients, and
-        are None for frozen weights. `merge_seeds` is the inverse.
+        Holders are arrays in the shapes, dtypes and memory of the gradients, None for frozen
+        weights. Differentiating with respect to them gives the gradients of the shards.
         """
 
-    def merge_seeds(self, seeds: Any, values: Any) -> Any:
-        """Shards from seeds and values, of all layers or of one."""
+    def merge_holders(self, holders: Any, values: Any) -> Any:
+        """Shards from holders and values, of all layers or of one."""
 
 
 def _declare_param(param: Parameter) -> nnx.Param:

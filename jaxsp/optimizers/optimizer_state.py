@@ -39,19 +39,19 @@ def describe(param: Parameter, x: jax.ShapeDtypeStruct, mesh: Mesh, *, is_on_hos
     """
     num_shards = device_mesh.num_shards(mesh)
     layer = _layer_shape(param, x.shape)
-    if layer == param.shape:
-        place = sharding.named_sharding(param, mesh, is_on_host=is_on_host)
+    if layer == param.shape:  # such as moments
+        placement = sharding.named_sharding(param, mesh, is_on_host=is_on_host)
         shape = sharding.stored_shape(param, num_shards)
-    elif is_sharded(param, layer, num_shards):
-        place = sharding.named_sharding(param, mesh)
+    elif is_sharded(param, layer, num_shards):  # such as scales of 8-bit moments: [rows, blocks]
+        placement = sharding.named_sharding(param, mesh)
         stored = sharding.choose_placement(param, num_shards).stored_shape
         shape = _replace_sizes(layer, param.shape, stored)
         if param.num_layers is not None:
             shape = (param.num_layers, *shape)
-    else:
-        place = NamedSharding(mesh, PartitionSpec())
+    else:  # such as counts
+        placement = NamedSharding(mesh, PartitionSpec())
         shape = x.shape
-    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=placement)
 
 
 def unpadded_shape(

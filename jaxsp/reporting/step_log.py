@@ -201,10 +201,13 @@ class StepLog:
             )
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last step from the time of the next one."""
+        """Excludes the time since the last step from the time of the next one.
+
+        Does nothing if a step is running: the next one then follows it without a break.
+        """
         if self._previous_step is None:
             self._ended = time.perf_counter()
-            if not self.first_line:
+            if not self.first_line:  # the first evaluation is not part of the training time
                 self._began = self._ended
             self._status.waiting_for_step(self._num_finished)
 

@@ -166,10 +166,12 @@ class AttentionCheck:
         segment_BL = np.asarray(segments.segment_ids(starts_BM, lengths_BM, _ROW_TOKENS))
         return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
 
-    def _compute(self, device: jax.Device, qkv_dout: Any, slots: Any) -> dict[str, np.ndarray]:
+    def _compute(
+        self, device: jax.Device, qkv_dout: Any, starts_and_lengths: Any
+    ) -> dict[str, np.ndarray]:
         compiled = self.compile(device)
         fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
-        results = map(np.asarray, compiled(qkv_dout, slots))
+        results = map(np.asarray, compiled(qkv_dout, starts_and_lengths))
         return dict(zip(("out", "dq", "dk", "dv"), results, strict=True))
 
     def _make_inputs(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -214,9 +216,9 @@ class AttentionCheck:
             ),
         )
 
-        def run(qkv_dout: list[Array], slots: list[Array]) -> list[Array]:
+        def run(qkv_dout: list[Array], starts_and_lengths: list[Array]) -> list[Array]:
             *qkv, dout = (x.astype(self.dtype) for x in qkv_dout)
-            out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, *starts_and_lengths), *qkv)
             return [x.astype(jnp.float32) for x in (out, *pull(dout))]
 
         place = jax.sharding.SingleDeviceSharding(device)
@@ -426,8 +428,8 @@ def compile_offload_gradients(
         post_attention=lambda _, x, out, *__: x + jnp.sin(out),
     )
 
-    def loss(x_lD: Array, seeds_NdD: Array, weights_NdD: Array) -> Array:
-        shards = {"pre_attention": Shard(value=weights_NdD, grad_seed=seeds_NdD)}
+    def loss(x_lD: Array, holders_NdD: Array, weights_NdD: Array) -> Array:
+        shards = {"pre_attention": Shard(value=weights_NdD, grad_holder=holders_NdD)}
         out_lD = layer_stack.run_layers(
             parts,
             x_lD,

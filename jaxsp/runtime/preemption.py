@@ -42,8 +42,9 @@ class ProcessProgress:
     """Expected seconds per step, for the steps that only other processes have dispatched."""
     checkpoint_s: float
     """Expected seconds of a checkpoint; 0 if none was written yet."""
-    is_signal: bool
-    """True for a signal, whose sender kills the process after a while; False for run.stop_after."""
+    is_kill_expected: bool
+    """True for SIGTERM and SIGINT, because a scheduler kills the process a while after its signal.
+    False for run.stop_after, and for SIGHUP: a terminal that closes sends no SIGKILL."""
 
 
 class Preemption:
@@ -108,6 +109,7 @@ class Preemption:
         self._is_done = True
 
     def _run(self, signal_fd: int) -> None:
+        """Thread: polls for events, also after process 0 did not answer."""
         while not self._closed.is_set():
             try:
                 self._poll_events(signal_fd)
@@ -116,9 +118,14 @@ class Preemption:
                 time.sleep(distributed.poll_interval_s())
 
     def _poll_events(self, signal_fd: int) -> None:
+        """Reads signals, run.stop_after and requests of other processes; decides the stop step.
+
+        Raises: jax.errors.JaxRuntimeError if process 0 does not answer.
+        """
         while not self._closed.is_set():
             interval_s = distributed.POLL_INTERVAL_S
-            if self.reason is not None:  # reads what all processes publish
+            if self.reason is not None:
+                # _decide_stop_step asks process 0, which answers a limited number of reads
                 interval_s = distributed.poll_interval_s()
             ready, _, _ = select.select([signal_fd], [], [], interval_s)
             for number in os.read(signal_fd, 64) if ready else b"":
@@ -133,11 +140,12 @@ class Preemption:
                 index, reason = min(requests.items())
                 if not reason.startswith(_STOP_AFTER):
                     reason = f"{reason} to process {index}"
-                self._hold_dispatch(reason)
+                self._hold_dispatch(reason)  # published already: no _request_stop
             if self.reason is not None and self._stop_step is None and not self._closed.is_set():
                 self._decide_stop_step()
 
     def _handle_signal(self, number: signal.Signals) -> None:
+        """Requests a stop; ends all processes immediately if it is a second signal."""
         if self._is_done:
             return
         if self._signal_time is None:
@@ -160,7 +168,7 @@ class Preemption:
         """Prevents the next dispatch, and publishes the progress of this process."""
         with self._condition:
             self.reason = reason
-            # should_dispatch has allowed these steps, but they are not dispatched yet
+            # Allowed steps count as dispatched: the loop dispatches them without asking again
             num_undispatched = max(0, (self._num_allowed or 0) - self.status.num_dispatched)
             step_s = self.status.step_s
             self._progress = ProcessProgress(
@@ -168,8 +176,7 @@ class Preemption:
                 remaining_s=self.status.remaining_s() + num_undispatched * step_s,
                 step_s=step_s,
                 checkpoint_s=self.status.checkpoint_s or 0.0,
-                # after a terminal has closed, no other signal follows
-                is_signal=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
+                is_kill_expected=not reason.startswith((_STOP_AFTER, signal.SIGHUP.name)),
             )
         self._publish_progress(self._progress)
 
@@ -186,9 +193,8 @@ class Preemption:
         if distributed.is_connected():
             process = distributed.this_process()
             published = distributed.read_published(_PROGRESS_KEY)
-            if (
-                process.index not in published
-            ):  # the stop request came before the processes were connected
+            if process.index not in published:
+                # The stop request came before the processes were connected
                 self._publish_progress(self._progress)
                 return
             if len(published) < process.num_processes:
@@ -206,8 +212,8 @@ class Preemption:
             if progress.num_dispatched is not None
         )
         grace = self._config.shutdown_grace
-        is_signal = any(progress.is_signal for progress in all_progress)
-        if is_signal and remaining_s > grace.total_seconds():
+        is_kill_expected = any(progress.is_kill_expected for progress in all_progress)
+        if is_kill_expected and remaining_s > grace.total_seconds():
             self._exit(
                 f"immediately: the dispatched steps and a checkpoint would take about "
                 f"{remaining_s:.0f} s, and run.shutdown_grace is {durations.to_text(grace)}. "
@@ -232,12 +238,14 @@ class Preemption:
         return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
 
     def _exit(self, text: str) -> NoReturn:
+        """Ends this process without a checkpoint. Args: text: when, and what is lost."""
         if distributed.this_process().index == 0:
             distributed.log(f"stopped by {self.reason} {text}")
         distributed.exit_now(0)
 
 
 def _count_steps(count: int, where: str) -> str:
+    """Formats the subject of a sentence: `1 step since the start is`."""
     return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
 
 

@@ -236,14 +236,17 @@ def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
-    """Removes files and empty folders that were created for a run that never started."""
+    """Removes files and empty folders that were created for a run that never started.
+
+    Args: created: result of `_create_dirs`: files, then folders, the deepest first.
+    """
     if (folder / CONFIG_FILE).exists():
         return
     for path in created:
         if path.name in BOOKKEEPING_FILES and path.parent == folder:
             path.unlink(missing_ok=True)
         elif any(path.iterdir()):
-            break
+            break  # nor are the folders above it empty
         else:
             path.rmdir()
 

@@ -92,16 +92,18 @@ class Watchdog:
 
     def timeout_s(self, activity: Activity) -> float:
         """Seconds without progress that count as a hang."""
-        if activity.is_watched and self._config.step_timeout is not None:
-            return self._config.step_timeout.total_seconds()
         if not activity.is_watched:
             return math.inf
-        expected_s = activity.expected_s
-        if expected_s is None:
-            expected_s = 0.0 if self._has_cpu_devices else activity.estimated_s
-        if expected_s is None:
+        if self._config.step_timeout is not None:
+            return self._config.step_timeout.total_seconds()
+        normal_s = activity.expected_s  # from measured durations
+        if normal_s is None and self._has_cpu_devices:
+            return MIN_TIMEOUT_S  # enough, because CPU use is progress too: see _is_computing
+        if normal_s is None:
+            normal_s = activity.estimated_s  # from the number of operations
+        if normal_s is None:
             return MAX_TIMEOUT_S
-        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected_s)
+        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * normal_s)
 
     def _watch(self) -> None:
         last_check = time.monotonic()

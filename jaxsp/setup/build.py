@@ -75,6 +75,7 @@ def build_training(
     problems = ProblemCollector()
     checkpoint = _find_checkpoint(config, skip, problems)
     model_dir = checkpoint.model_dir if checkpoint else None
+    # Raises the problems collected so far together with its own
     resolved = resolve_config(
         _with_saved_adapter(config, checkpoint),
         devices=devices,
@@ -97,6 +98,7 @@ def build_training(
         )
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
+    # A checkpoint has all weights except the frozen ones, which come from the model again
     weights = initial_weights.open_sources(
         run_spec.longest,
         resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,

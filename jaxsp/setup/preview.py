@@ -39,7 +39,8 @@ def print_preview(
 
     Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
-    Args: num_records: the first ones; None: the first one, and one of each kind of chat.
+    Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
+        example with tool calls), see `examples.list_kinds`.
     Raises: UserError with the problems of all sources.
     """
     problems = ProblemCollector()
@@ -62,7 +63,7 @@ def print_preview(
                 num_records=num_records,
             )
         if number + 1 < len(config.data.train):
-            # here too: at the end, other sources would stand between
+            # Also printed here, next to their source; all are raised again at the end
             for problem in problems[num_problems:]:
                 console.print(f"{problem}\n", highlight=False, soft_wrap=True)
     problems.raise_if_any()
@@ -77,6 +78,7 @@ def _print_source(
     field: str,
     num_records: int | None,
 ) -> None:
+    """Prints records of one source, and first the names of its fields that are not read."""
     records = sources.read(source, data=data, field=field)
     unread = sources.list_unread_fields(source, field=field)
     encoded = examples.encode_examples(
@@ -99,6 +101,7 @@ def _print_source(
 def _print_example(
     example: Example, name: str, tokenizer: Any, console: rich.console.Console, *, max_tokens: int
 ) -> None:
+    """Prints a title, the numbers of tokens, and the text with its loss spans highlighted."""
     _, tokens, labels, _ = example
     has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
     has_loss[:1] = False  # the first token is never a target

@@ -105,14 +105,14 @@ def remove_padding(param: Parameter, stored: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A device's shard of a weight, and the seed of its gradient.
+    """A device's shard of a weight, and the holder of its gradient: see `layers.Gather`.
 
     Value and gradient may differ in dtype and memory.
     """
 
     value: Any
     """Shard of the weight, in any float dtype or quantized."""
-    grad_seed: Any
+    grad_holder: Any
     """Float32 array that the loss is differentiated with respect to, but does not depend on.
 
     The gradient has its shape, dtype and memory. Zeros, or sums of gradients to which
@@ -128,7 +128,7 @@ def _is_shard(x: Any) -> bool:
 def _forbid_gradient(whole: Array, shard: Shard) -> Array:
     """The weight, unchanged; its differentiation raises a TypeError.
 
-    The shard is an argument because its seed is what is differentiated. Without it, a gathered
+    The shard is an argument because its holder is what is differentiated. Without it, a gathered
     weight would count as a constant, and its gradient would be zero.
     """
     return whole
@@ -157,15 +157,15 @@ class Gather:
     reduce_dtype: jnp.dtype
     gradients_on_host: bool = False
 
-    def make_grad_seeds(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
+    def make_grad_holders(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
         """Zeros in the shape and memory of the gradients of these values; None if frozen."""
 
-        def make_seed(param: Parameter, value: Any) -> Array | None:
+        def make_holder(param: Parameter, value: Any) -> Array | None:
             if not param.is_trainable:
                 return None
             return self._move_gradient(param, jnp.zeros(value.shape, jnp.float32))
 
-        return jax.tree.map(make_seed, table, values)
+        return jax.tree.map(make_holder, table, values)
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Replaces shards in host memory by copies in the compute dtype on the device.
@@ -221,27 +221,27 @@ class Gather:
                 summed = jax.lax.psum_scatter(
                     stored, axes.SHARDS, scatter_dimension=dim, tiled=True
                 ).astype(jnp.float32)
-        return Shard(value=None, grad_seed=self._move_gradient(param, summed))
+        return Shard(value=None, grad_holder=self._move_gradient(param, summed))
 
     def has_gradient(self, shard: Shard) -> bool:
         """False for the shard of a frozen weight."""
-        return shard.grad_seed is not None
+        return shard.grad_holder is not None
 
-    def split_seeds(self, shards: Any) -> tuple[Any, Any]:
-        """Splits shards into seeds and values: see `layers.Gather`."""
-        seeds = jax.tree.map(lambda shard: shard.grad_seed, shards, is_leaf=_is_shard)
-        return seeds, self.merge_seeds(jax.tree.map(lambda _: None, seeds), shards)
+    def split_holders(self, shards: Any) -> tuple[Any, Any]:
+        """Splits shards into holders and values: see `layers.Gather`."""
+        holders = jax.tree.map(lambda shard: shard.grad_holder, shards, is_leaf=_is_shard)
+        return holders, self.merge_holders(jax.tree.map(lambda _: None, holders), shards)
 
-    def merge_seeds(self, seeds: Any, values: Any) -> Any:
-        """Shards from seeds and values: see `layers.Gather`."""
+    def merge_holders(self, holders: Any, values: Any) -> Any:
+        """Shards from holders and values: see `layers.Gather`."""
 
-        def merge(shard: Shard, seed: Any) -> Shard:
-            return dataclasses.replace(shard, grad_seed=seed)
+        def merge(shard: Shard, holder: Any) -> Shard:
+            return dataclasses.replace(shard, grad_holder=holder)
 
-        return jax.tree.map(merge, values, seeds, is_leaf=_is_shard)
+        return jax.tree.map(merge, values, holders, is_leaf=_is_shard)
 
     def __call__(self, params: Any, shards: Any) -> Any:
-        """Whole weights of a tree, or of one parameter. Gradients are returned in the seeds."""
+        """Whole weights of a tree, or of one parameter. Gradients are returned in the holders."""
         return jax.tree.map(self._gather_param, params, shards)
 
     def _gather_param(self, param: Parameter, shard: Shard) -> Array:

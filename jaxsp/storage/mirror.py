@@ -177,10 +177,11 @@ class Mirror:
         return is_done
 
     def _sync(self, *, everything: bool) -> bool:
+        """Uploads what has changed. Returns: False if it waits for other processes' shards."""
         config = self._folder / run_paths.CONFIG_FILE
         if self._part == 0 and config.exists():
             # the file that marks a run first: without it, others would be a stranger's
-            self._upload_file(config, everything=everything)
+            self._upload_if_changed(config, everything=everything)
         checkpoints = self._folder / run_paths.CHECKPOINTS_DIR
         local = run_paths.list_steps(checkpoints)
         # one of which only the metadata was downloaded has no arrays
@@ -190,17 +191,18 @@ class Mirror:
             if not self._upload_checkpoint(step):
                 return False
         if self._part == 0:
-            self._upload_files(everything=everything)
+            self._upload_changed_files(everything=everything)
         self._delete_superseded(local)
         return True
 
-    def _upload_files(self, *, everything: bool) -> None:
+    def _upload_changed_files(self, *, everything: bool) -> None:
         """Uploads files that have changed. Args: everything: also those that changed recently."""
         for path in _walk(self._folder):
             with contextlib.suppress(FileNotFoundError):
-                self._upload_file(path, everything=everything)
+                self._upload_if_changed(path, everything=everything)
 
-    def _upload_file(self, path: pathlib.Path, *, everything: bool) -> None:
+    def _upload_if_changed(self, path: pathlib.Path, *, everything: bool) -> None:
+        """Uploads a file if it has changed, a large one rarely unless `everything`: _MAX_RATE."""
         stat = path.stat()
         state = (stat.st_size, stat.st_mtime_ns)
         before, uploaded_at = self._uploaded.get(path, (None, -float("inf")))
@@ -239,11 +241,13 @@ class Mirror:
                 self._failure = f"the shards of checkpoint {step} from other nodes are missing"
                 return False
             # the metrics of its steps must be there before it can be resumed from
-            self._upload_files(everything=True)
+            self._upload_changed_files(everything=True)
             self._ensure_lock(is_final=True)
             self._store.write(f"{prefix}{checkpoint_names.META}", meta)
             with contextlib.suppress(FileNotFoundError):
-                self._upload_file(self._folder / run_paths.LAST_CHECKPOINT_FILE, everything=True)
+                self._upload_if_changed(
+                    self._folder / run_paths.LAST_CHECKPOINT_FILE, everything=True
+                )
         self._complete[step] = meta
         shutil.rmtree(self._links, ignore_errors=True)
         return True
@@ -307,6 +311,7 @@ class Mirror:
                 self._delete_checkpoint(step)
 
     def _delete_checkpoint(self, step: int) -> None:
+        """Deletes a checkpoint in the store, if this is process 0, and what is recorded of it."""
         if self._part == 0:
             # also what other sessions have written of it, the metadata first: from then on it is
             # incomplete

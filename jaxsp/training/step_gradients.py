@@ -53,18 +53,17 @@ def _local_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array
 ) -> tuple[layers.Weights, Sums]:
     """Gradients and sums from this device's shards and rows, inside shard_map."""
-    gather = spec.gather
     table = spec.table
     values = master
     if not spec.has_offloaded_gradients:
-        values = gather.make_working_copy(table, master)
-    grad_seeds = gather.make_grad_seeds(table, values)
-    seeds, structure = jax.tree.flatten(grad_seeds)
+        values = spec.gather.make_working_copy(table, master)
+    grad_holders = spec.gather.make_grad_holders(table, values)
+    holders, structure = jax.tree.flatten(grad_holders)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    returned_seeds = _select_returned(spec, params, seeds)
+    returned_holders = _select_returned(spec, params, holders)
     targets = [
-        _RETURN_GRADIENT() if number in returned_seeds else jax.new_ref(seed)
-        for number, seed in enumerate(seeds)
+        _RETURN_GRADIENT() if number in returned_holders else jax.new_ref(holder)
+        for number, holder in enumerate(holders)
     ]
 
     def run_microbatch(
@@ -73,12 +72,13 @@ def _local_gradients(
         """Sums over a microbatch, and `totals` with the gradients that are returned."""
         keys = _make_token_keys(spec, batch, step, index)
         inputs = [
-            seed if host_memory.is_on_host(seed) else totals.get(number, seed)
-            for number, seed in enumerate(seeds)
+            holder if host_memory.is_on_host(holder) else totals.get(number, holder)
+            for number, holder in enumerate(holders)
         ]
 
-        def sum_loss(seeds: list[Array]) -> tuple[Array, Sums]:
-            sums = _sum_microbatch(spec, values, jax.tree.unflatten(structure, seeds), batch, keys)
+        def sum_loss(holders: list[Array]) -> tuple[Array, Sums]:
+            tree = jax.tree.unflatten(structure, holders)
+            sums = _sum_microbatch(spec, values, tree, batch, keys)
             return sums["loss_sum"], sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -96,10 +96,10 @@ def _local_gradients(
         return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
-        sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_seeds)
+        sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_seeds)
-        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_seeds)
+        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_holders)
+        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_holders)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
         (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
     leaves = [
@@ -108,23 +108,23 @@ def _local_gradients(
     ]
     sums = _sum_over_mesh(sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
-    return gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
+    return spec.gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
 
 
 def _select_returned(
-    spec: StepSpec, params: Sequence[Parameter], seeds: Sequence[Array]
+    spec: StepSpec, params: Sequence[Parameter], holders: Sequence[Array]
 ) -> dict[int, Array]:
-    """Slots, by number, whose gradients the backward pass returns. It adds others to references.
+    """Holders, by number, whose gradients the backward pass returns. It adds others to references.
 
     Added after the backward pass, the gradients of all layers would be on the device twice (8B on 8
-    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its seeds, and JAX's to
-    references, which host memory does not have.
+    GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its holders, and JAX's
+    to references, which host memory does not have.
     """
-    has_sums_in_seeds = spec.remat_policy.has_own_backward_pass
+    has_sums_in_holders = spec.remat_policy.has_own_backward_pass
     return {
-        number: seed
-        for number, (param, seed) in enumerate(zip(params, seeds, strict=True))
-        if host_memory.is_on_host(seed) or (has_sums_in_seeds and param.num_layers is not None)
+        number: holder
+        for number, (param, holder) in enumerate(zip(params, holders, strict=True))
+        if host_memory.is_on_host(holder) or (has_sums_in_holders and param.num_layers is not None)
     }
 
 
@@ -132,9 +132,9 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
     """Sums over a step's rows: those of the loss, and counts. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> Sums:
-        seeds = spec.gather.make_grad_seeds(spec.table, master)
+        holders = spec.gather.make_grad_holders(spec.table, master)
         sums, _ = metric_table.scan_sums(
-            lambda batch: (_sum_microbatch(spec, master, seeds, batch), None), batch
+            lambda batch: (_sum_microbatch(spec, master, holders, batch), None), batch
         )
         return _sum_over_mesh(sums, batch)
 
@@ -144,7 +144,7 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
 def _sum_microbatch(
     spec: StepSpec,
     values: layers.Weights,
-    seeds: layers.Weights,
+    holders: layers.Weights,
     batch: Batch,
     token_keys: Keys | None = None,
 ) -> Sums:
@@ -153,7 +153,7 @@ def _sum_microbatch(
     Args: token_keys: see `decoder.hidden_states`.
     """
     shards = jax.tree.map(
-        lambda _, value, seed: Shard(value=value, grad_seed=seed), spec.table, values, seeds
+        lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
     )
     hidden_BlD = decoder.hidden_states(
         shards,

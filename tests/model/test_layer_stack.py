@@ -42,40 +42,40 @@ def make_parts(on_attend=lambda: None):
 def draw(seed=0):
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
-    slots = {
+    weights = {
         "pre_attention": {"w": normal(NUM_LAYERS, 6, 6)},
         "sinks": normal(NUM_LAYERS, 6),
         "post_attention": {"w": normal(NUM_LAYERS, 6, 6)},
     }
-    return normal(5, 6), slots, jnp.arange(NUM_LAYERS) / 10, normal(5, 6)
+    return normal(5, 6), weights, jnp.arange(NUM_LAYERS) / 10, normal(5, 6)
 
 
-def run_plain(x, slots, indices, batch):
+def run_plain(x, weights, indices, batch):
     """The layers in a Python loop."""
     parts = make_parts()
     for layer in range(NUM_LAYERS):
-        x = parts(jax.tree.map(lambda w, i=layer: w[i], slots), x, indices[layer], batch)
+        x = parts(jax.tree.map(lambda w, i=layer: w[i], weights), x, indices[layer], batch)
     return jnp.sum(x**2)
 
 
-def merge_seeds(slots, values):
-    """Weights whose gradients are those of their slots, and which do not depend on them."""
-    return jax.tree.map(lambda s, v: v + (s - jax.lax.stop_gradient(s)), slots, values)
+def merge_holders(holders, values):
+    """Weights whose gradients are those of their holders, and which do not depend on them."""
+    return jax.tree.map(lambda h, v: v + (h - jax.lax.stop_gradient(h)), holders, values)
 
 
-def run_stack(x, slots, values, indices, batch, *, group_size, during_attention, parts):
+def run_stack(x, holders, values, indices, batch, *, group_size, during_attention, parts):
     stack = OffloadedStack(
         parts=parts,
         num_layers=NUM_LAYERS,
         group_size=group_size,
         offloads_during_attention=during_attention,
-        merge_seeds=merge_seeds,
+        merge_holders=merge_holders,
     )
-    return jnp.sum(stack(x, slots, values, indices, batch) ** 2)
+    return jnp.sum(stack(x, holders, values, indices, batch) ** 2)
 
 
 def differentiate(group_size, during_attention, on_attend=lambda: None):
-    """The loss and its gradients, which the backward pass adds to the values of the slots."""
+    """The loss and its gradients, which the backward pass adds to the values of the holders."""
     run = functools.partial(
         run_stack,
         group_size=group_size,
@@ -83,10 +83,10 @@ def differentiate(group_size, during_attention, on_attend=lambda: None):
         parts=make_parts(on_attend),
     )
     x, weights, indices, batch = draw()
-    slots = jax.tree.map(lambda w: 2 * w, weights)
+    holders = jax.tree.map(lambda w: 2 * w, weights)
     differentiate = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
-    loss, (dx, sums) = differentiate(x, slots, weights, indices, batch)
-    return loss, (dx, jax.tree.map(jnp.subtract, sums, slots))
+    loss, (dx, sums) = differentiate(x, holders, weights, indices, batch)
+    return loss, (dx, jax.tree.map(jnp.subtract, sums, holders))
 
 
 @pytest.mark.parametrize(("group_size", "during_attention"), GROUPS)

@@ -125,19 +125,19 @@ def test_another_seed_gives_other_weights():
 
 
 def test_all_gather_raises_when_it_is_differentiated_and_gather_has_a_gradient():
-    """Slots are differentiated: otherwise the gradient of a gathered weight would be zero."""
+    """Holders are differentiated: otherwise the gradient of a gathered weight would be zero."""
     row = Parameter(shape=(2, 3), hf_name="a")
     gather = Gather(
         num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
     )
     value = jnp.arange(6.0).reshape(2, 3)
 
-    def loss(slot, join):
-        return (join(row, Shard(value=value, grad_seed=slot)) ** 2).sum()
+    def loss(holder, join):
+        return (join(row, Shard(value=value, grad_holder=holder)) ** 2).sum()
 
-    slot = jnp.zeros((2, 3))
-    assert float(jax.jit(loss, static_argnums=1)(slot, gather.all_gather)) == 55
-    assert (jax.grad(loss)(slot, gather) == 2 * value).all()
+    holder = jnp.zeros((2, 3))
+    assert float(jax.jit(loss, static_argnums=1)(holder, gather.all_gather)) == 55
+    assert (jax.grad(loss)(holder, gather) == 2 * value).all()
     for differentiate in (jax.grad(loss), jax.grad(jax.checkpoint(loss, static_argnums=1))):
         with pytest.raises(TypeError, match=r"gather\(param, shard\)"):
-            differentiate(slot, gather.all_gather)
+            differentiate(holder, gather.all_gather)

@@ -60,7 +60,13 @@ class ChunkTokens:
 
 @dataclasses.dataclass(frozen=True)
 class SquareCall:
-    """Squares of one size: n for each row. Queries are second halves, and keys first halves."""
+    """Squares of one size: n for each row.
+
+    The chunks of the queries, and those of the keys, are divided into n equal parts. A square has
+    the queries of a part's second half and the keys of its first half.
+
+    Shapes: x_Bl are all tokens, [B, l, ...]; x_R are the rows of one call, [B n, l / (2 n), ...].
+    """
 
     num_squares: int
     blocks: OffDiagonalBlock
@@ -98,8 +104,11 @@ class SquareCall:
 class PairCall:
     """Squares of single chunks, with another device's keys: two for each pair of chunks.
 
-    Rows 2 p have the queries of the pair's second chunk and the keys of the first. Rows 2 p + 1
-    ("either") have the first chunks of both devices if `is_earlier`, or else the second chunks.
+    Row 2 i has the queries of pair i's second chunk and the keys of the first. Row 2 i + 1
+    ("either") has the first chunks of both devices if `is_earlier`, or else the second chunks.
+
+    Shapes: x_Bl are all tokens, [B, l, ...]; x_R are the rows of one call, [2 B P, l / (2 P), ...]
+        with P = num_pairs.
     """
 
     num_pairs: int
@@ -130,6 +139,7 @@ class PairCall:
         return self._take(x_Bl, 0)
 
     def _take(self, x_Bl: Array, half: int) -> Array:
+        """Selects a half of each pair for rows 2 i, and the "either" half for rows 2 i + 1."""
         x_P2 = _split_halves(x_Bl, self.num_pairs)
         either_P = jnp.where(self.is_earlier, x_P2[:, 0], x_P2[:, 1])
         x_P2 = jnp.stack([x_P2[:, half], either_P], axis=1)
@@ -152,7 +162,7 @@ class PairCall:
         return _join_halves(always + first, second, self.num_pairs)
 
     def _split(self, x_R: Array, fill: float) -> tuple[Array, Array, Array]:
-        """Rows 2 p, and rows 2 p + 1 as those of first and of second chunks."""
+        """Rows 2 i, and rows 2 i + 1 as those of first and of second chunks."""
         always = x_R[0::2]
         either = x_R[1::2]
         first = jnp.where(self.is_earlier, either, fill)
@@ -165,6 +175,10 @@ class HalfCall:
     """Single chunks, with the keys of all devices in two rounds: one row for each pair of chunks.
 
     Rows have the queries of the pair's first or second chunk.
+
+    Shapes: x_Bl are all tokens of this device, [B, l, ...], and x_BL those of all devices. x_R are
+        the rows of one call, with P = num_pairs: [B P, l / (2 P), ...] for queries and
+        [B P, L / P, ...] for keys.
     """
 
     num_pairs: int
@@ -244,6 +258,7 @@ def find_gathered_calls(tokens: ChunkTokens, queries_k: Array, *, num_devices: i
 
 
 def _powers_below(number: int) -> list[int]:
+    """Powers of 2 below a power of 2. Example: 8 gives [1, 2, 4]."""
     return [2**exponent for exponent in range(number.bit_length() - 1)]
 
 

@@ -55,9 +55,13 @@ class Halo:
 
 
 def receive_halos(group: ChunkGroup, halo: Halo, chunks: Sequence[Array]) -> list[Array]:
-    """k and v of the tokens before each chunk. Shapes: [2, B, C, G, K] to [2, B, num_tokens, G,
-    K]."""
+    """k and v of the tokens before each chunk.
+
+    Shapes: one array for each of this device's chunks, [2, B, C, G, K] to [2, B, num_tokens, G, K]:
+        k and v, B rows, C tokens of a chunk, G K/V heads, head_dim K.
+    """
     received = list(chunks)
+    # Parts of 0 tokens: with a window of 1 token, a halo has no others
     parts = [[x[:, :, :0] for x in received]]
     for tokens in halo.hop_tokens:
         received = _send_to_next(group, [x[:, :, -tokens:] for x in received])
@@ -72,7 +76,8 @@ def return_halos(
 
     The hops are those of `receive_halos` in reverse. The first hop to run uses `dtype`, because its
     gradients are not sums yet, and so does the last one; the hops between them use float32.
-    Shapes: [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G, K].
+    Shapes: one array for each chunk, [2, B, num_tokens, G, K] to [2, B, tokens of the first hop, G,
+        K], as in `receive_halos`.
     """
     returned = [x[:, :, :0] for x in dkv]
     begin = 0
@@ -134,7 +139,7 @@ def _find_pairs(group: ChunkGroup) -> tuple[list[tuple[int, int]], list[tuple[in
 
 
 def add_to_last(x: Array, term: Array, *, axis: int = 1) -> Array:
-    """Adds an array to the last tokens of a float32 array."""
+    """Adds an array, which may be shorter along `axis`, to the last tokens of a float32 array."""
     begin = x.shape[axis] - term.shape[axis]
     kept, changed = jnp.split(x, [begin], axis)
     return jnp.concatenate([kept, changed + term.astype(x.dtype)], axis)

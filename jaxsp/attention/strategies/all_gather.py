@@ -70,6 +70,8 @@ class AllGather(Zigzag):
         return {"kv_heads_per_gather": self.kv_heads_per_gather}
 
     def chunk_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        """The workload of one gather's heads in layers without a window: a chunk's queries with the
+        keys of the whole row."""
         heads_per_kv_head = workload.num_heads // workload.num_kv_heads
         return dataclasses.replace(
             super().chunk_workload(workload),
@@ -195,7 +197,7 @@ def _scan_gathers(
 
 
 def _split_heads(x_BlXK: Array, num_gathers: int) -> Array:
-    """Splits the heads by gather: [S, B, l, X / S, K]."""
+    """Splits X heads among S gathers: [S, B, l, X / S, K]."""
     B, l, X, K = x_BlXK.shape
     return x_BlXK.reshape(B, l, num_gathers, X // num_gathers, K).transpose(2, 0, 1, 3, 4)
 
@@ -207,8 +209,11 @@ def _join_heads(x_SBlxK: Array) -> Array:
 
 
 def _all_gather_kv(group: AllGather, kv_BlgK: list[Array]) -> list[Float[Array, "B L g K"]]:
-    """Whole rows, in token order, of all devices' chunks. Keys and values travel in one message, as
-    in `Ring.shift`."""
+    """Keys and values of whole rows, in token order, from all devices' chunks.
+
+    They travel in one message, as in `Ring.shift`. Dims: P devices of a group, k chunks of a
+    device, C tokens of a chunk, g K/V heads of one gather.
+    """
     kv_2BlgK = jnp.stack(kv_BlgK)
     B, l, g, K = kv_2BlgK.shape[1:]
     kv_2BkCgK = kv_2BlgK.reshape(2, B, group.chunks_per_device, -1, g, K)

@@ -174,13 +174,20 @@ class Ring(Zigzag):
         visit_near: Callable[[Any, Array], Any],
         start: Any,
     ) -> Any:
-        """Visits the devices whose keys are needed. Args: hops: None: visits all."""
+        """Visits the devices whose keys are needed.
+
+        Args:
+            hops: None: visits all devices.
+            visit_all: visits them one after another, around the ring.
+            visit_near: visits the device after the hop with this index in `ring_hops.near_hops`:
+                one at a distance of 1 or 2, in either direction.
+        """
         if self.degree == 1:
             return start
         if hops is None:
             return visit_all(start)
 
-        def visit_needed(carry: Any) -> Any:
+        def visit_near_hops(carry: Any) -> Any:
             if self.degree == 2:
                 return carry  # the only hop is all hops
 
@@ -195,7 +202,8 @@ class Ring(Zigzag):
         # Every device of the mesh takes the same branch: otherwise devices would wait for transfers
         # that never begin
         with jax.named_scope(ring_hops.SCOPE):
-            branches = [lambda carry: carry, visit_needed, visit_all]
+            # In the order NO_HOPS, NEAR_HOPS, ALL_HOPS of `ring_hops`
+            branches = [lambda carry: carry, visit_near_hops, visit_all]
             return jax.lax.switch(hops.extent, branches, start)
 
     def _shifts(self, *, back: bool = False) -> list[Callable[[list[Array]], list[Array]]]:

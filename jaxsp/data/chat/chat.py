@@ -61,7 +61,8 @@ class RenderedRecord:
     has_exact_spans: bool = True
     """Refuse the record if a token lies only partly in a span; if False, train on that token."""
     is_plain: bool = False
-    """Add the tokenizer's special tokens around the text, and its end token after it."""
+    """True for a text without a chat template: the tokenizer's special tokens are added around it,
+    and its end token after it."""
     num_bare_answers: int = 0
     """Number of messages whose thinking the template dropped, and that would have a loss."""
 

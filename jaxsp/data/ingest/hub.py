@@ -56,9 +56,9 @@ def open_saved_dataset(
     import datasets
 
     try:
-        _check_inside(path)
+        _check_names_own_files(path)
         loaded = datasets.load_from_disk(str(path))
-    except UserError:
+    except UserError:  # a ValueError, which the next branch would describe once more
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = errors.first_line(error)
@@ -68,14 +68,13 @@ def open_saved_dataset(
     return _choose_split(loaded, source, field=field)
 
 
-def _check_inside(path: pathlib.Path) -> None:
+def _check_names_own_files(folder: pathlib.Path) -> None:
     """Raises: UserError if a data set names files outside its folder; `datasets` opens them."""
-    splits = _read_json(path / "dataset_dict.json").get("splits", [])
+    splits = _read_json(folder / "dataset_dict.json").get("splits", [])
     names = [*splits]
-    for folder in [path, *(path / str(split) for split in splits)]:
-        names += [
-            file["filename"] for file in _read_json(folder / "state.json").get("_data_files", [])
-        ]
+    for split_folder in [folder, *(folder / str(split) for split in splits)]:
+        state = _read_json(split_folder / "state.json")
+        names += [file["filename"] for file in state.get("_data_files", [])]
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise UserError(
@@ -85,6 +84,7 @@ def _check_inside(path: pathlib.Path) -> None:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Content of a file; empty if there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
@@ -108,7 +108,7 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
             )
         builder.download_and_prepare()
         splits = builder.as_dataset()
-    except UserError:
+    except UserError:  # a ValueError, which the next branch would describe once more
         raise
     except (
         datasets.exceptions.DatasetsError,
@@ -126,6 +126,7 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
 def read_records(
     dataset: "datasets.Dataset", columns: RecordColumns, *, place: str
 ) -> Iterator[columnar.LocatedRecord]:
+    """Yields records with the selected columns: see `columnar.read_batches`."""
     names = dataset.column_names
     selected = dataset.select_columns(columns.select_from(names) or names[:1])
     tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
@@ -136,6 +137,7 @@ def read_records(
 def _choose_split(
     splits: "datasets.DatasetDict", source: SourceConfig, *, field: str
 ) -> "datasets.Dataset":
+    """Split or part `source.split`; without it, the only split, or `train`. Raises: UserError."""
     names = list(splits)
     if not names:
         raise UserError("has no splits, so no records. Save it again, or use another data set.")
@@ -197,6 +199,7 @@ def resolve_ranges(
 
 
 def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> str:
+    """Problem and suggestion for an error of `datasets` or of the hub."""
     import datasets
 
     name = source.source
@@ -241,4 +244,5 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
 
 
 def _sibling_field(field: str, name: str) -> str:
+    """Example: `data.train.0.source` and `split` give `data.train.0.split`."""
     return f"{field.rpartition('.')[0]}.{name}"

@@ -58,6 +58,7 @@ def encode_texts(
 def _encode_without_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any
 ) -> Iterator[EncodedRecord]:
+    """Yields the tokens of texts in which every token has loss, or a RecordError for a text."""
     texts = [record.text for record in rendered]
     encode: Callable[[list[str]], list[Any]]
     if _is_fast(tokenizer):
@@ -69,20 +70,21 @@ def _encode_without_labels(
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         encode = lambda texts: tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
-    frame = _TextFrame(tokenizer)
+    special_tokens = _SpecialTokens(tokenizer)
     for record, result in zip(rendered, _encode_each(encode, texts), strict=True):
         if isinstance(result, RecordError):
             yield result
             continue
         ids = result if isinstance(result, list) else result.ids
-        if record.is_plain:
-            frame.add(ids, record.text)
+        if record.is_plain:  # a rendered chat has its special tokens
+            special_tokens.add_around(ids, record.text)
         yield np.fromiter(ids, np.int32, len(ids)), None
 
 
 def _encode_with_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any
 ) -> Iterator[EncodedRecord]:
+    """Yields the tokens and labels of texts with loss spans, or a RecordError for a text."""
     if not _is_fast(tokenizer):
         problem = (
             f"{type(tokenizer).__name__} does not report the offsets of its tokens: use "
@@ -91,7 +93,7 @@ def _encode_with_labels(
         yield from [RecordError(problem)] * len(rendered)
         return
     tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
-    frame = _TextFrame(tokenizer)
+    special_tokens = _SpecialTokens(tokenizer)
     with _without_post_processor(tokenizer.backend_tokenizer) as backend:
         texts = [record.text for record in rendered]
         encode = functools.partial(backend.encode_batch, add_special_tokens=False)
@@ -103,7 +105,7 @@ def _encode_with_labels(
         ids = encoding.ids
         num_before = 0
         if record.is_plain:
-            num_before = frame.add(ids, record.text)
+            num_before = special_tokens.add_around(ids, record.text)
         tokens = np.fromiter(ids, np.int32, len(ids))
         try:
             yield tokens, _make_labels(tokens, encoding, record, offset=num_before)
@@ -125,8 +127,8 @@ def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> 
         return [RecordError(f"the tokenizer fails: {errors.first_line(error)}")]
 
 
-class _TextFrame:
-    """Special tokens around a plain text: those that the tokenizer writes, and one end."""
+class _SpecialTokens:
+    """Special tokens around a plain text: those that the tokenizer writes, and one end token."""
 
     def __init__(self, tokenizer: Any):
         self._before, after = _surrounding_tokens(tokenizer)
@@ -134,7 +136,7 @@ class _TextFrame:
         self._after = after if end is None or after[-1:] == [end] else [end]
         self._end_text: str | None = tokenizer.eos_token
 
-    def add(self, ids: list[int], text: str) -> int:
+    def add_around(self, ids: list[int], text: str) -> int:
         """Adds tokens around the ids of a text; returns the number of those before it."""
         if not ids:
             return 0
@@ -147,6 +149,7 @@ class _TextFrame:
         return num_before
 
     def _is_ended(self, ids: list[int], text: str) -> bool:
+        """True if the text ends with an end token, and at most white space after it."""
         if ids[len(ids) - len(self._after) :] == self._after:
             return True
         if self._end_text is None:

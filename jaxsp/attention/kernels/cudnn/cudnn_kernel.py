@@ -161,7 +161,8 @@ def off_diagonal_backward(
 def _roll_tokens(x_RDgK: Array, shift_R: Array) -> Array:
     """Moves each row's token number `shift` to the front.
 
-    cuDNN counts keys from the first. Without a mask, keys may be in any order.
+    In a call with lengths, cuDNN attends to the first n keys of each row. So the block's keys are
+    moved there. Their order does not matter, because every query attends to all of them.
     """
     return jax.vmap(lambda x, shift: jnp.roll(x, -shift, axis=0))(x_RDgK, shift_R)
 

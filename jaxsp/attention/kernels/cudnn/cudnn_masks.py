@@ -22,11 +22,13 @@ class MaskedCall(Protocol):
 
     def forward(
         self, q: Array, k: Array, v: Array
-    ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
+    ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+        """Output and log-sum-exp."""
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
-    ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]: ...
+    ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
+        """dq, dk and dv."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,17 @@ class OffDiagonalCall:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRowCall:
-    """Rows of one segment, with padding only after it."""
+    """Rows of one segment, with padding only after it; the output is NaN if there is some before.
+
+    cuDNN computes them without a mask: causal attention of the whole row (`call_mask=None`).
+    """
 
     inside_BL: Array
     starts_at_0_B: Array
     score: ScoreConfig
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse_BhL = cudnn_calls.forward(None, self.score, q, k, v)
+        out, lse_BhL = cudnn_calls.forward(call_mask=None, score=self.score, q=q, k=k, v=v)
         starts_at_0_B111 = self.starts_at_0_B[:, None, None, None]
         nan_B111 = jnp.where(starts_at_0_B111, 0.0, jnp.nan).astype(out.dtype)
         return jnp.where(starts_at_0_B111, out, nan_B111), lse_BhL
@@ -63,9 +68,12 @@ class WholeRowCall:
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
-        # Queries at padding attend to the segment before them, and must add 0 to its gradients.
+        # Queries at padding attend to the segment before them, and must add 0 to its gradients:
+        # with MASKED_LSE, their probabilities exp(score - LSE) are 0
         lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_bins.MASKED_LSE)
-        return cudnn_calls.backward(None, self.score, lse_BhL, q, k, v, out, dout)
+        return cudnn_calls.backward(
+            call_mask=None, score=self.score, lse=lse_BhL, q=q, k=k, v=v, out=out, dout=dout
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +138,12 @@ class CopiedCall:
         return self._copy_back(dq, q), self._copy_back(dk, k), self._copy_back(dv, v)
 
     def _copy(self, x_BLXK: Array) -> Float[Array, "S T X K"]:
+        """Copies each of S segments to a row of T tokens, the length of a bin; X heads."""
         x_NXK = x_BLXK.reshape(-1, *x_BLXK.shape[2:])
         return x_NXK[self.bins.tokens_ST(self.call.bin_tokens)]
 
     def _copy_back(self, x_STXK: Array, like: Array) -> Array:
+        """Undoes `_copy`; values at tokens of no bin are undefined."""
         return x_STXK[self.bins.bin_N, self.bins.position_N].reshape(like.shape)
 
 
