@@ -143,5 +143,5 @@ def test_a_recipe_fits_its_gpus_and_states_its_memory(name):
     assert int(least or most) - 0.5 < plan.device_gib < int(most) + 0.5, "with jax 0.10.1 to 0.12"
     # per layer and microbatch, as in the test of all-to-alls above
     microbatches = config.batch.rows_per_step // (groups * config.batch.rows_per_microbatch)
-    all_to_alls = sum(sent["num_runs"] for sent in plan.collectives if sent["kind"] == "all-to-all")
+    all_to_alls = sum(sent.num_runs for sent in plan.collectives if sent.kind == "all-to-all")
     assert all_to_alls == (6 * model.num_layers * microbatches if config.mesh.seq > 1 else 0)

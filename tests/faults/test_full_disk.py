@@ -113,9 +113,9 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     latest_when_full = []
 
     def write_to_full_disk(self, line):
-        if 3 <= line.step < 11:  # repeatedly, since a save that fails frees its space
+        if 3 <= line["step"] < 11:  # repeatedly, since a save that fails frees its space
             fill(small_disk)
-        if line.step == 11:
+        if line["step"] == 11:
             latest_when_full.append(run_paths.find_latest(directory).name)
             (small_disk / "ballast").unlink()
         write_step(self, line)
@@ -151,7 +151,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
     write_step = MetricsWriter.write_step
 
     def write_to_full_disk(self, line):
-        if line.step == 3:
+        if line["step"] == 3:
             fill(small_disk)
         write_step(self, line)
 

@@ -154,13 +154,13 @@ def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releas
     cudnn_contract.on_cpu()
     passed = differences("cudnn")
     assert max(passed.values()) < selfcheck.ATTENTION_TOLERANCE / 2
-    expected = cudnn_calls._slot_offsets
+    expected = cudnn_calls._bin_offsets
 
     def as_in_0_11_0(slots, x):
         """jax PR 39521: offsets of K and V were computed with the heads of q."""
         return expected(slots, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
-    monkeypatch.setattr(cudnn_calls, "_slot_offsets", as_in_0_11_0)
+    monkeypatch.setattr(cudnn_calls, "_bin_offsets", as_in_0_11_0)
     message = messages.containing("attention.kernel = cudnn", jax.__version__)
     with pytest.raises(UserError, match=message):
         selfcheck.raise_on_attention_error(differences("cudnn"), jax.devices()[0])

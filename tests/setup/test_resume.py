@@ -149,7 +149,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
 
 def prepare_table(folder):
     chosen = settings(folder, f"run.directory={folder}/elsewhere")
-    return build.build_training(chosen, devices=jax.devices())[0].table
+    return build.build_training(chosen, devices=jax.devices())[0].longest.table
 
 
 @pytest.mark.e2e
