@@ -28,12 +28,15 @@ NEAR = ScoreConfig(window=13, softcap=2.0)
 PLAIN = ScoreConfig()
 
 
-QUICK = {
-    "28 and 4 heads: Ulysses of 4 x ring of 2",
-    "8 and 2 heads: Ulysses of 4",
-    "5 and 1 heads: all_gather of 8 by 1",
-}
+QUICK = {"8 and 2 heads: Ulysses of 4"}
 """Strategies in the default tier; `test_strategies.CASES` has all."""
+
+E2E = {"28 and 4 heads: Ulysses of 4 x ring of 2", "5 and 1 heads: all_gather of 8 by 1"}
+
+
+def mark(name):
+    """Marks of a case: others are slow."""
+    return [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,11 +84,7 @@ def expected(H, G, score):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in test_strategies.CASES
-    ],
+    "name", [pytest.param(name, marks=mark(name)) for name in test_strategies.CASES]
 )
 def test_kinds_softcap_scale_and_sinks_equal_one_device(name, record_property):
     """The kind is traced, as in a scan over layers."""

@@ -64,10 +64,10 @@ EXTENTS = {
 }
 """Devices along data and seq, chunks per device, a row of each group, and the hops of all."""
 
-QUICK = {"none", "one, in one group", "two of seven"}
+QUICK = {"two of seven"}
 """Those in the default tier."""
 
-E2E = {"a far one", "one of one"}
+E2E = {"none", "one, in one group", "a far one", "one of one"}
 
 
 def mark(name):

@@ -63,8 +63,8 @@ STACK = {"remat": "full", "offload_every": 2, "offload_during_attention": "alway
 CASES["own backward pass"] = Case((1, 2, 4), DORA, memory=HOST | TILES | STACK, adapter=SAVED)
 for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
     CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
-QUICK = ("ulysses",)
-E2E = ("nf4", "tied", "fused", "tiles", "ring", "all offloaded")
+QUICK = ("data parallel",)
+E2E = ("ulysses", "nf4", "tied", "fused", "tiles", "ring", "all offloaded")
 
 
 def marks(name):
