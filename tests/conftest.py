@@ -40,7 +40,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax  # noqa: E402 - reads the environment that is set above
-import jaxtyping  # noqa: E402
+import jaxtyping  # noqa: E402 - after jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -262,7 +262,7 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
             return handler.restore(epath.Path(checkpoint / item), args=args)
     except jax.errors.JaxRuntimeError:
         raise
-    except Exception as error:
+    except Exception as error:  # orbax and TensorStore have no common class of errors
         if not files.is_damage(error) or any(code in str(error) for code in _MACHINE_ERRORS):
             raise
         raise DamagedCheckpointError(checkpoint, f"{item}: {describe_error(error)}") from error

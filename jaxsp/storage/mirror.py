@@ -162,6 +162,7 @@ class Mirror:
         try:
             self._ensure_lock()
             is_done = self._sync(everything=everything)
+        # the libraries of stores have no common class of errors, and a run goes on without a store
         except Exception as error:
             self._failure = object_store.describe(error)
             if not self._is_broken:

@@ -69,7 +69,7 @@ def open_run(run: RunConfig) -> Iterator[None]:
             uploads.start()
         try:
             yield
-        except Exception:
+        except Exception:  # whatever ended the run is raised again after the uploads
             with contextlib.suppress(NeedsAttentionError):  # the error of the run is raised
                 _finish(uploads, patience_s=0.0)
             raise

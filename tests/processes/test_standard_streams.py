@@ -43,7 +43,7 @@ def test_output_that_cannot_be_written_is_lost(make, is_unbuffered, monkeypatch)
     """Also in the thread of rich that draws the bar."""
     failures = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    like = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    like = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - kept open
     if is_unbuffered:
         like.reconfigure(write_through=True)
     fd = make()

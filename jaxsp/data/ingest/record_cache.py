@@ -95,7 +95,7 @@ def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> 
     try:
         dataset = datasets.Dataset.from_file(str(path))
         dataset.data.table.validate()
-    except Exception as error:
+    except Exception as error:  # Arrow and datasets raise errors of many kinds for damaged files
         if not files.is_damage(error):
             raise
         paths = (path,) if stats_file is None else (path, stats_file)
