@@ -356,7 +356,12 @@ def wait_until(condition):
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGHUP, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_the_launcher_reaches_the_processes(tmp_path, number, code):
     program = f"""
@@ -426,9 +431,9 @@ os.abort()
     [
         ('sys.exit(75 if rank == "1" else 1)', True),
         (LOST_PEER, False),
-        ("os.abort()", False),
-        ("sys.exit(1)", False),
-        ("", False),
+        pytest.param("os.abort()", False, marks=pytest.mark.slow),
+        pytest.param("sys.exit(1)", False, marks=pytest.mark.slow),
+        pytest.param("", False, marks=pytest.mark.slow),
     ],
 )
 def test_only_a_job_that_hangs_is_to_be_started_again(program, is_hung):

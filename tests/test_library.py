@@ -231,7 +231,7 @@ def test_the_example_trains_and_saves(tmp_path, module):
     assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # run/test_lengths.py trains them
 def test_batches_of_two_row_lengths_train_alike_whatever_devices_share_rows_of_each(base):
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, FIELDS["vocab_size"], n) for n in [*[30] * 40, 100, 120]]

@@ -141,7 +141,7 @@ def test_every_gpu_can_be_planned_for(run_plan, device):
     assert f"2 x {device}" in printed
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "words",

@@ -114,9 +114,7 @@ CASES = [
 TIERS = {
     ("Ulysses of 8", "full"): (),
     ("Ulysses of 6", "none"): (),
-    ("ring of 4", "none"): pytest.mark.e2e,
     ("Ulysses of 3 x ring of 2", "none"): pytest.mark.e2e,
-    ("Ulysses of 2 x all_gather of 2 by 1", "none"): pytest.mark.e2e,
 }
 """Marks by strategy and policy; other combinations are slow."""
 
@@ -134,7 +132,6 @@ WINDOWED_TIERS = {("ring of 4", "full"): ()}
 MIXED_TIERS = {
     ("all_gather of 4 by 1", "none"): pytest.mark.e2e,
     ("Ulysses of 3 x ring of 2", "save_attention"): pytest.mark.e2e,
-    ("Ulysses of 2 x all_gather of 2 by 1", "save_attention"): pytest.mark.e2e,
 }
 
 

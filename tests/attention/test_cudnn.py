@@ -93,10 +93,10 @@ CASES = [
 ]
 """Segments, rows, query heads, K/V heads, head size, head chunks, window."""
 
-QUICK = (0, 2, 3, 4, 5, 8)
+QUICK = (2, 3, 4, 5)
 """Indices of the cases in the default tier."""
 
-COPIED_CASES = [CASES[index] for index in (0, 3, 5)]
+COPIED_CASES = [CASES[index] for index in (3, 5)]
 """Cases for GPUs without packed calls."""
 
 
@@ -104,7 +104,7 @@ COPIED_CASES = [CASES[index] for index in (0, 3, 5)]
     ("kind", "which", "h", "g", "K", "head_chunks", "window", "copies_segments"),
     [
         *(
-            pytest.param(*case, False, marks=[] if index in QUICK else [pytest.mark.e2e])
+            pytest.param(*case, False, marks=[] if index in QUICK else [pytest.mark.slow])
             for index, case in enumerate(CASES)
         ),
         *((*case, True) for case in COPIED_CASES),
@@ -155,7 +155,7 @@ def test_whole_rows_of_a_group_go_through_cudnn():
 STRATEGIES = [
     pytest.param("many", make_strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
     ("two", make_strategy(seq=2, ulysses_degree=1), 4, 1, 1),
-    pytest.param("one", make_strategy(seq=2, ulysses_degree=1), 3, 3, 1, marks=pytest.mark.e2e),
+    pytest.param("one", make_strategy(seq=2, ulysses_degree=1), 3, 3, 1, marks=pytest.mark.slow),
     pytest.param(
         "many",
         make_strategy(seq=2, ulysses_degree=1, tokens="all_gather"),

@@ -43,7 +43,6 @@ WINDOWS = {
 """Tokens of a window, by the tokens of a chunk."""
 
 QUICK = {
-    ("ring of 3", "shorter than a chunk"),
     ("ring of 4 (4 chunks each)", "several chunks"),
     ("Ulysses of 3 x ring of 2", "longer than a chunk"),
     ("all_gather of 1 by 1", "a chunk"),

@@ -69,10 +69,10 @@ class Case:
 CASES = {
     "llama": Case("llama"),
     "qwen3 dora": Case("qwen3", type="dora"),
-    "phi3 rslora": Case("phi3", use_rslora=True),
-    "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
 }
 SLOW_CASES = {
+    "phi3 rslora": Case("phi3", use_rslora=True),
+    "tied": Case("llama tied", targets=["q_proj", "v_proj"], modules_to_save=ALL[:1]),
     "phi3 dora": Case("phi3", type="dora"),
     "untied": Case("llama3", use_rslora=True, modules_to_save=ALL),
     "embedding": Case("qwen2", rank=1, modules_to_save=ALL[:1]),

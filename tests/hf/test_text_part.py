@@ -111,7 +111,13 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
 
 
-@pytest.mark.parametrize("name", multimodal.MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "gemma3" else [pytest.mark.slow])
+        for name in multimodal.MODELS
+    ],
+)
 def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, name):
     model = multimodal.torch_model(multimodal.MODELS[name])
     save(model, tmp_path, "hub")

@@ -239,6 +239,7 @@ def test_mlflow_and_wandb_show_every_number_of_metrics_and_eval(folder, server):
     assert config["data"]["row_tokens"] == 64
 
 
+@pytest.mark.slow
 def test_a_run_whose_mlflow_server_is_killed_ends_well(folder, server):
     directory = folder / "run"
     _, first = read_mlflow(server.uri)

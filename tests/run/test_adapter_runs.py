@@ -206,6 +206,7 @@ def check_merged_by_peft(base: pathlib.Path, folder: pathlib.Path) -> None:
         assert max(errors.values()) < tolerances.MERGE, errors
 
 
+@pytest.mark.slow  # test_library.py saves models
 def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, tmp_path):
     fields = settings(straight).model_dump(exclude_unset=True)
     adapter = {"type": "dora", "rank": 4, "modules_to_save": ["lm_head"]}

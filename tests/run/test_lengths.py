@@ -164,7 +164,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
     check_lines(train(go_on), straight[4:], is_exact=True)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_rows_of_each_length_on_a_mesh_of_their_own_are_trained_and_resumed_alike(
     folder, tmp_path, straight
 ):

@@ -135,7 +135,7 @@ def test_it_is_a_user_error_if_no_mesh_can_run(monkeypatch):
         benchmarks(monkeypatch, "because", "no", "no")
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("requested", "strategies"),
     [

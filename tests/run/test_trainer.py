@@ -266,6 +266,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
         train_once("data.eval_fraction=0.5")
 
 
+@pytest.mark.e2e
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
     with pytest.raises(NeedsAttentionError, match=messages.containing("run.on_nonfinite=skip")):
@@ -462,6 +463,7 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
     train(settings(folder, "run.steps=2"))
 
 
+@pytest.mark.e2e
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
     compile_ = preflight.compile_steps

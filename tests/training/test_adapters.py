@@ -63,12 +63,11 @@ STACK = {"remat": "full", "offload_every": 2, "offload_during_attention": "alway
 CASES["own backward pass"] = Case((1, 2, 4), DORA, memory=HOST | TILES | STACK, adapter=SAVED)
 for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
     CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
-QUICK = ("data parallel",)
-E2E = ("ulysses", "nf4", "tied", "fused", "tiles", "ring", "all offloaded")
+E2E = ("data parallel", "nf4", "all offloaded")
 
 
 def marks(name):
-    found = [] if name in QUICK else [pytest.mark.e2e if name in E2E else pytest.mark.slow]
+    found = [pytest.mark.e2e if name in E2E else pytest.mark.slow]
     return found + ([] if works_here(CASES[name].memory) else [NEEDS_HOST])
 
 
@@ -138,7 +137,7 @@ DROPOUT_MESHES = {
 }
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(small_waits):
     """On three meshes, with 1, 2 and 8 microbatches, with and without tiles."""
     model = dataclasses.replace(batches.model(), lora=dataclasses.replace(LORA, dropout=0.3))

@@ -32,7 +32,7 @@ MODEL = {
 }
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_independent_collectives_do_not_wait_for_each_other(tmp_path):
     commands.write_documents(tmp_path / "documents.jsonl", [40, 70, 110, 200, 16, 90] * 4)
     config = {

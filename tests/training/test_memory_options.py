@@ -94,8 +94,8 @@ CASES = {
 }
 
 
-QUICK = ("all", "attention and MLP kept", "five layers, inputs offloaded during attention")
-"""The first has the parts of the others, except for the second and third."""
+QUICK = ("all", "five layers, inputs offloaded during attention")
+"""The first has the parts of the others, except for the second."""
 
 
 def model_of(name):
@@ -298,9 +298,10 @@ def whole_shapes():
     "memory",
     [
         *(
-            {"remat": remat}
-            for remat in ("none", "save_attention_and_mlp", "save_attention", "full")
+            pytest.param({"remat": remat}, marks=pytest.mark.slow)
+            for remat in ("none", "save_attention_and_mlp", "save_attention")
         ),
+        {"remat": "full"},
         TILES | {"remat": "none"},
     ],
     ids=str,

@@ -128,7 +128,9 @@ def dtypes_of(primitive, grad_reduce_dtype):
     return {str(variable.aval.dtype) for e in equations for variable in e.invars}, len(equations)
 
 
-@pytest.mark.parametrize("grad_reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "grad_reduce_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_weights_are_sent_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(grad_reduce_dtype):
     # 7 matrices and 2 biases of 100 elements or more; embedding and head
     sharded_in_a_layer = 9

@@ -51,7 +51,7 @@ def is_matrix(name):
     return not name.endswith("bias") and "norm" not in name
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # test_optimizers.py tests the others
 def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     """Clipping, schedule and decay included. Optax gets each stacked weight as one array."""
     state = adamw.state(weights)

@@ -63,7 +63,7 @@ def check(step, *, dtype, remat="save_attention"):
 @pytest.mark.parametrize(
     ("data", "seq", "num_heads", "microbatches", "is_tied"),
     [
-        (2, 4, 32, 3, False),
+        pytest.param(2, 4, 32, 3, False, marks=pytest.mark.slow),
         (1, 8, 32, 2, True),
         *(
             pytest.param(1, *sizes, 1, False, marks=pytest.mark.slow)
@@ -455,7 +455,7 @@ def test_chains_of_a_collective_permute_are_rings_if_they_close(pairs, is_ring):
     assert sent.is_ring is is_ring
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_bytes_between_nodes_are_those_of_the_ring_of_a_hybrid():
     """On 16 devices: Ulysses stays inside nodes of 4, and its ring leaves them."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
