@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks format, lint and types, and runs the default and e2e tests. Stops at the first failure.
 # `--fix` formats and repairs first, `--no-tests` skips the tests, and `--all` adds the slow tests
-# (about an hour on 2 cores).
+# (about an hour and a half on 2 cores).
 #
 # `--releases` checks each supported release of JAX in a fresh environment instead
 # (scripts/check_release.py). It needs Python 3.11 and 3.12, a package index, and about 4 GB in the

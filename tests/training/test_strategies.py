@@ -65,8 +65,8 @@ CASES = {
 """Query and K/V heads, replica x data, kind."""
 
 E2E = {"Ulysses, 6 and 2 heads on 6"}
-"""Others are slow: each compiles for 15 s, and `attention/test_strategies.py` tests attention in more
-cases."""
+"""The others are slow: each compiles for 15 s. `attention/test_strategies.py` tests attention in
+more cases."""
 
 
 STEEP = batches.make_config(learning_rate=1e3)
