@@ -14,6 +14,7 @@ import jax
 import rich.console
 
 from jaxsp import cli
+from jaxsp.blocks import rope
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -23,7 +24,6 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
-from jaxsp.model import rope
 from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.reporting import metrics

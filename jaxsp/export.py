@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import rich.console
 
 from jaxsp import cli
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -16,7 +17,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.model import adapters
-from jaxsp.model.config import ModelConfig
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import merging, resume, stop_tokens

@@ -32,6 +32,8 @@ import jax
 import numpy as np
 import pyarrow as pa
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.core import host_memory
@@ -43,8 +45,6 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import row_meshes
-from jaxsp.model import layers
-from jaxsp.model.config import ModelConfig
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache

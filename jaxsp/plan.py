@@ -15,6 +15,7 @@ import jax
 import rich.console
 
 from jaxsp import cli, plan_modes
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -23,7 +24,6 @@ from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
 from jaxsp.hf import folder, peft, published
 from jaxsp.hf.rope import context_range
-from jaxsp.model.config import ModelConfig
 from jaxsp.planner import plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster

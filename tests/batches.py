@@ -10,13 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
+from jaxsp.blocks.config import LayerConfig, ModelConfig, Rope
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf.rope import rope_types
-from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 from jaxsp.runtime import device_mesh
 
 Arrays = dict[str, np.ndarray]

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.core.errors import UserError
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.sharding import quantization
 from jaxsp.training import trainable
 
@@ -37,10 +37,10 @@ def check_readable(
 
     def compute(param: Parameter) -> Any:
         read = open_weight(param)
-        if param.num_layers is None:
+        if param.layers is None:
             array = read(None)
         else:
-            array = np.stack([read(layer) for layer in range(param.num_layers)])
+            array = np.stack([read(layer) for layer in param.layers])
         return jax.tree.map(checksums.compute_on_host, quantization.encode(param, array))
 
     frozen = trainable.select_frozen(table, table)

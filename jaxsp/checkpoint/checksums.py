@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import optimizer_state
 from jaxsp.sharding import quantization
 

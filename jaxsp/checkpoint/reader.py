@@ -17,10 +17,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxsp.blocks import layers
 from jaxsp.checkpoint import checksums
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
-from jaxsp.model import layers
 from jaxsp.runtime import run_paths
 from jaxsp.sharding import sharding
 from jaxsp.training import trainable

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsp.blocks import layers
 from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.reader import CheckpointMeta
@@ -21,7 +22,6 @@ from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files as core_files
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
-from jaxsp.model import layers
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written

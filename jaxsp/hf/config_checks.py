@@ -13,7 +13,6 @@ from jaxsp.config.json_values import POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
-    LAYER_TYPES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
@@ -95,6 +94,7 @@ _IGNORED_FIELDS = frozenset(
 _MULTIMODAL_FIELDS = frozenset(
     """
     text_config tie_word_embeddings initializer_range vision_config image_token_index image_token_id
+    video_token_id vision_start_token_id vision_end_token_id
     boi_token_index boi_token_id eoi_token_index eoi_token_id mm_tokens_per_image
     vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
     """.split()
@@ -228,8 +228,8 @@ def _feature_problems(
             problem = _value_problem(name, value, *_SUPPORTED_VALUES[name])
         elif name == "layer_types":
             # whether they agree with the window is checked when the window is read
-            if not isinstance(value, list) or not {*map(str, value)} <= {*LAYER_TYPES}:
-                types = errors.format_choices(LAYER_TYPES)
+            if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
+                types = errors.format_choices(family.layer_types)
                 problem = f"is not implemented: layers must have {types}. Leave it out."
         elif name == "architectures" and value != [family.architecture]:
             problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."

@@ -8,11 +8,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp.blocks.config import ATTENTION, DELTA_NET, DeltaNetConfig, NormNames, QueryScale
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
-from jaxsp.model.config import NormNames, QueryScale
 
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
+
+LINEAR_ATTENTION = "linear_attention"
 
 QWEN_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 TYPED_WINDOW_FIELDS = ("sliding_window", "sliding_window_pattern", "layer_types")
@@ -49,6 +51,14 @@ class Family:
     If `layer_types` is one of them, it selects the layers with a window; transformers derives a
     missing `layer_types` from the other fields. Otherwise every layer has the window.
     """
+
+    mixers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Values that `layer_types` may have."""
+        return tuple(self.mixers) or LAYER_TYPES
 
     @property
     def own_fields(self) -> tuple[str, ...]:
@@ -266,6 +276,53 @@ FAMILIES = {
     ),
 }
 
+_DELTA_NET_FIELDS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def _read_delta_net(given: dict[str, Any]) -> dict[str, Any]:
+    num_key_heads, num_heads, key_size, value_size, filter_size = (
+        given[name] for name in _DELTA_NET_FIELDS
+    )
+    return {
+        "delta_net": DeltaNetConfig(
+            num_key_heads=num_key_heads,
+            num_heads=num_heads,
+            key_size=key_size,
+            value_size=value_size,
+            filter_size=filter_size,
+        )
+    }
+
+
+FAMILIES["qwen3_5_text"] = Family(
+    architecture="Qwen3_5ForCausalLM",
+    bias_fields=("attention_bias",),
+    required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
+    model={"norm": "rms_plus_one", "qk_norm": "head", "has_attention_gate": True},
+    mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
+    fields=(*_DELTA_NET_FIELDS, "full_attention_interval"),
+    read=_read_delta_net,
+    rope=RopeSupport(
+        outside_fields=("rope_theta", "partial_rotary_factor"),
+        # In text, the three positions of a token are the same
+        extra_fields=("mrope_section", "mrope_interleaved"),
+    ),
+    values={
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([],),
+        # Layers that predict further tokens are left out, as in transformers
+        "mtp_num_hidden_layers": (0, 1),
+        "mtp_use_dedicated_embeddings": (False,),
+    },
+)
+
 MULTIMODAL_FAMILIES = {
     "gemma3": MultimodalFamily(
         architecture="Gemma3ForConditionalGeneration",
@@ -274,5 +331,8 @@ MULTIMODAL_FAMILIES = {
     ),
     "mistral3": MultimodalFamily(
         architecture="Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3")
+    ),
+    "qwen3_5": MultimodalFamily(
+        architecture="Qwen3_5ForConditionalGeneration", text_types=("qwen3_5_text",)
     ),
 }

@@ -4,6 +4,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from jaxsp.blocks.config import ATTENTION, LayerConfig, ModelConfig, Rope
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
@@ -12,7 +13,6 @@ from jaxsp.hf import config_checks, folder, text_part
 from jaxsp.hf.families import FAMILIES, LAYER_TYPES, MULTIMODAL_FAMILIES, Family
 from jaxsp.hf.rope import rope_forms, rope_override, rope_types
 from jaxsp.hf.rope.rope_types import RopeInputs
-from jaxsp.model.config import LayerConfig, ModelConfig, Rope
 
 if TYPE_CHECKING:
     import transformers
@@ -228,6 +228,10 @@ def _parse_layers(
 
     layers = []
     for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
+        mixer = family.mixers.get(layer_type, ATTENTION)
+        if mixer != ATTENTION:
+            layers.append(LayerConfig(mixer=mixer, rope=None))
+            continue
         layer_rope = parse_rope(layer_type)
         if not family.has_rope(given, layer):
             frequencies = (0.0,) * len(layer_rope.frequencies)
@@ -246,6 +250,8 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
             f"{path}.layer_types: has {len(types)} entries, but there are {num_layers} layers. "
             "Give one for each layer, or leave it out."
         )
+    if family.mixers:
+        return [None] * num_layers
     if "layer_types" in family.window_fields:
         is_used = window is not None and given.get("use_sliding_window") is not False
         if not is_used and LAYER_TYPES[1] in types:

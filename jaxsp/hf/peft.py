@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import json_values
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
@@ -24,8 +26,7 @@ from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError
 from jaxsp.hf.weights import WeightReader, is_same_tensor
-from jaxsp.model import adapters, decoder, layers
-from jaxsp.model.config import ModelConfig
+from jaxsp.model import adapters, decoder
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -23,7 +23,7 @@ _PREFIXES = {
 }
 """Prefixes of the text model's tensors, and those of the text model without the other parts."""
 
-_OTHER_PARTS = ("vision_tower", "multi_modal_projector")
+_OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual", "mtp")
 
 
 def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError, StoredTensor
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -222,7 +222,7 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
     params = jax.tree.leaves(table)
     shapes = {param.hf_name: param.hf_shape for param in params if param.num_layers is None}
     for param in params:
-        for layer in range(param.num_layers or 0):
+        for layer in param.layers or ():
             shapes[param.hf_name.format(layer=layer)] = param.hf_shape
     return shapes
 

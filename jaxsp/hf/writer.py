@@ -15,10 +15,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 
 if TYPE_CHECKING:
     import transformers
@@ -129,7 +129,7 @@ class ExportTensor(NamedTuple):
         if callable(array):
             stored = array(self.layer)
         else:
-            stored = array if self.layer is None else array[self.layer]
+            stored = array if self.layer is None else array[param.find(self.layer)]
         unpadded = tuple(slice(size) for size in param.shape)
         part = np.asarray(stored.astype(dtype))[unpadded]
         assert part.shape == param.shape, (param.hf_name, part.shape)
@@ -142,13 +142,13 @@ def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, Exp
     parts = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
     parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
     for param, array in parts:
-        if param.num_layers is None:
+        if param.layers is None:
             tensors[param.hf_name] = ExportTensor([(param, array)], None)
-    stacked = [part for part in parts if part[0].num_layers is not None]
-    for layer in range(stacked[0][0].num_layers if stacked else 0):
-        for param, array in stacked:
-            name = param.hf_name.format(layer=layer)
-            tensors.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
+    for layer in sorted({layer for param, _ in parts for layer in param.layers or ()}):
+        for param, array in parts:
+            if layer in (param.layers or ()):
+                name = param.hf_name.format(layer=layer)
+                tensors.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
     return tensors
 
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxsp import attention
+from jaxsp.blocks import layers, registry
+from jaxsp.blocks.config import LayerKind, ModelConfig
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.schema import Config
 from jaxsp.core.units import GIB
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.optimizers import optimizer
 from jaxsp.runtime import device_mesh
@@ -49,8 +49,10 @@ def find_phases(spec: StepSpec) -> dict[str, int]:
     if spec.table["embedding"].is_trainable:
         embedding = 4 * model.vocab_size * model.hidden_size
     return {
-        "the backward pass of an MLP": in_layer + _mlp_bytes(spec),
-        "the backward pass of attention": in_layer + _attention_bytes(spec),
+        "the backward pass of an MLP": in_layer
+        + max(_feed_forward_bytes(spec, kind) for kind in model.kinds),
+        "the backward pass of attention": in_layer
+        + max(_mixer_bytes(spec, kind) for kind in model.kinds),
         "the loss": saved + loss_gradients + _loss_bytes(spec),
         "the gradient of the embedding": gradients + embedding + 2 * stream,
     }
@@ -83,7 +85,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
         weights=weights,
         moments=_device_state_bytes(spec),
         gradients=gradients,
-        activations=spec.model.num_layers * _saved_bytes(spec),
+        activations=sum(_saved_bytes(spec, layer.kind) for layer in spec.model.layers),
     )
 
 
@@ -92,77 +94,67 @@ def _stream_bytes(spec: StepSpec) -> int:
     return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
 
 
-def _saved_bytes(spec: StepSpec) -> int:
+def _saved_bytes(spec: StepSpec, kind: LayerKind) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = spec.model
     policy = spec.remat_policy
     itemsize = spec.dtype.itemsize
-    per_token = itemsize * sum(saved_product_widths(spec))
+    per_token = itemsize * sum(saved_product_widths(spec, kind))
     if not policy.is_input_offloaded:
         per_token += model.hidden_size * itemsize
     if policy.is_attention_saved and not policy.is_attention_offloaded:
-        per_token += _attention_output_bytes(model, itemsize)
+        per_token += registry.MIXERS[kind.mixer].output_bytes(model, itemsize)
     return spec.tokens_per_device * per_token
 
 
-def saved_product_widths(spec: StepSpec) -> list[int]:
+def saved_product_widths(spec: StepSpec, kind: LayerKind) -> list[int]:
     """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
     saves for the backward pass."""
-    model = spec.model
     policy = spec.remat_policy
-    widths = []
+    widths: list[int] = []
     # Activations of tiles are not saved
     has_tiles = spec.mlp_tile < spec.tokens_per_device
     if (policy.is_mlp_saved or policy.are_products_saved) and not has_tiles:
-        widths += 2 * [model.intermediate_size]
+        widths += registry.FEED_FORWARDS[kind.feed_forward].saved_widths(spec.model)
     if policy.are_products_saved:
-        heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
-        strategy = spec.attention.strategy
-        if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
-            _, local_kv_heads = strategy.heads.local_heads(model.num_heads, model.num_kv_heads)
-            kv_heads = local_kv_heads * strategy.heads.degree
-            heads = [model.num_heads + 2 * kv_heads, model.num_heads]
-        widths += [count * model.head_dim for count in heads]
-        widths.append(model.hidden_size)
+        widths += registry.MIXERS[kind.mixer].product_widths(spec.model, spec.workload)
     return widths
 
 
-def _attention_output_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of attention's output and log-sum-exp, for each token of a layer."""
-    return model.num_heads * (model.head_dim * itemsize + 4)
-
-
-def _mlp_bytes(spec: StepSpec) -> int:
-    """Bytes of the backward pass of a layer's MLP."""
+def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
+    """Bytes of the backward pass of a layer's feed-forward."""
     model = spec.model
     itemsize = spec.dtype.itemsize
-    D = model.hidden_size
-    F = model.intermediate_size
     tokens = spec.tokens_per_device
     tile = min(spec.mlp_tile, tokens)
     stream = _stream_bytes(spec)
-    weights = 3 * D * F + D * model.num_heads * model.head_dim
+    params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
+    weights = _matrix_elements(params)
+    live = tile * itemsize * registry.FEED_FORWARDS[kind.feed_forward].backward_width(model)
     has_gradients = model.lora is None
     if tile < tokens:
-        activations = 4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize
+        activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
         return activations + (itemsize + 4 * has_gradients) * weights
-    gradients = 5 * D * F * has_gradients
-    return 4 * tile * F * itemsize + 6 * stream + itemsize * weights + gradients
+    gradients = 5 * _matrix_elements(params["mlp"]) // 3 * has_gradients
+    return live + 6 * stream + itemsize * weights + gradients
 
 
-def _attention_bytes(spec: StepSpec) -> int:
-    """Bytes of the backward pass of a layer's attention: the maximum of all layers."""
-    weights = sum(param.size for param in jax.tree.leaves(spec.table["layers"]))
-    choice = spec.attention
-    backward = max(
-        choice.strategy.backward_bytes(layer, choice.settings)
-        for layer in attention.count_workloads(spec.config, spec.model)
-    )
+def _matrix_elements(params: layers.Weights) -> int:
+    """Elements of the matrices of a layer, without adapters."""
+    matrices = (p for p in jax.tree.leaves(params) if p.is_matrix and not p.is_adapter)
+    return sum(param.size for param in matrices)
+
+
+def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
+    """Bytes of the backward pass of a layer's mixer: the maximum of the layers of a kind."""
+    params = decoder.split_kinds(spec.model, spec.table["layers"])[kind]
+    weights = sum(param.size for param in jax.tree.leaves(params))
+    backward = registry.MIXERS[kind.mixer].backward_bytes(spec.model, spec.workload)
     # The layer's input and its gradient, or a copy of a gradient for the all-to-all
     num_streams = 1 if spec.remat_policy.offloads_during_attention else 2
     streams = num_streams * _stream_bytes(spec)
     gathered = spec.dtype.itemsize * weights
-    return backward + streams + gathered + choice.settings.workspace_bytes
+    return backward + streams + gathered
 
 
 def _loss_bytes(spec: StepSpec) -> int:
@@ -272,11 +264,12 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     )
     itemsize = np.dtype(config.model.compute_dtype).itemsize
     rows_per_microbatch = config.batch.rows_per_microbatch
-    per_token = 0
-    if policy.is_input_offloaded:
-        per_token += model.hidden_size * itemsize
+    input_bytes = model.hidden_size * itemsize if policy.is_input_offloaded else 0
+    output_bytes = 0
     if policy.is_attention_offloaded:
-        per_token += _attention_output_bytes(model, itemsize)
+        output_bytes = sum(
+            registry.MIXERS[layer.mixer].output_bytes(model, itemsize) for layer in model.layers
+        )
     num_inputs = policy.num_offloaded_inputs(model.num_layers)
     tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.degree
     table = trainable.build_table(model, config)
@@ -297,7 +290,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     if config.batch.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
-        activations=num_inputs * tokens * per_token,
+        activations=tokens * (num_inputs * input_bytes + output_bytes),
         weights=4 * num_weights,
         moments=moments,
         gradients=4 * num_gradients,

@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 
 from jaxsp import attention
 from jaxsp.attention import AttentionChoice, HasHeads
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.memory import available_memory, memory_fit, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training.specs import RunSpec, StepSpec
 

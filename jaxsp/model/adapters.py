@@ -5,10 +5,10 @@ import math
 
 import jax
 
+from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
-from jaxsp.model.config import Lora, ModelConfig
 
 DEFAULT_RANK = 16
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,16 +11,43 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import Attend
+from jaxsp.blocks import dropout, layers, registry
+from jaxsp.blocks.block import LayerOutput, RowInputs, TokenInputs
+from jaxsp.blocks.config import ATTENTION, LayerKind, ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
 from jaxsp.core.batch import Batch
-from jaxsp.model import dropout, layer_stack, layers, tiling
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.dropout import Keys
+from jaxsp.model import layer_stack, tiling
 from jaxsp.model.layer_stack import LayerParts
-from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
 
 LAYER_PREFIX = "model.layers.{layer}."
 """Beginning of the names of a layer's tensors in Hugging Face's files."""
+
+
+class OutsideLayers(nnx.Module):
+    """All weights outside of the layers: embedding, last norm and head."""
+
+    def __init__(self, config: ModelConfig):
+        matrix = Parameter(
+            shape=(config.vocab_size, config.hidden_size),
+            hf_name="model.embed_tokens.weight",
+            std=config.initializer_range,
+        )
+        self.embedding = declare_param(matrix)
+        self.norm = Norm(config.hidden_size, hf_name="model.norm", config=config)
+        head = dataclasses.replace(matrix, hf_name="lm_head.weight")
+        self.head = None if config.tie_embeddings else declare_param(head)
+
+
+class DecoderLayer(nnx.Module):
+    """Weights of one layer, in three parts."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind):
+        mixer = registry.MIXERS[kind.mixer]
+        self.pre_attention = mixer.declare_input(config)
+        self.mix = mixer.declare_weights(config)
+        self.post_attention = LayerOutput(config, mixer, registry.FEED_FORWARDS[kind.feed_forward])
 
 
 @functools.lru_cache(maxsize=4)
@@ -27,18 +55,42 @@ def param_table(config: ModelConfig) -> layers.Weights:
     """The parameter table: a nested dict like that of the weights, with a `Parameter` per leaf.
 
     Example: {"embedding": ..., "head": ..., "norm": {"weight": ...},
-        "layers": {"pre_attention": {"q": {"weight": ...}, ...}, "post_attention": ...}}.
+        "layers": {"pre_attention": {"q": {"weight": ...}, ...}, "post_attention": ...}}. If there
+        are layers of several kinds, "layers" has such a table for each, by the kind's name.
     """
+    tables = {kind: _make_layer_table(config, kind) for kind in config.kinds}
+    return _make_table(OutsideLayers(config)) | {"layers": join_kinds(tables)}
+
+
+def split_kinds(config: ModelConfig, tree: Any) -> dict[LayerKind, Any]:
+    """Weights of each kind of layers, from those of all layers in the structure of the table."""
+    if len(config.kinds) == 1:
+        return {config.kinds[0]: tree}
+    return {kind: tree[kind.name] for kind in config.kinds}
+
+
+def join_kinds(trees: Mapping[LayerKind, Any]) -> Any:
+    """The inverse of `split_kinds`."""
+    if len(trees) == 1:
+        return next(iter(trees.values()))
+    return {kind.name: tree for kind, tree in trees.items()}
+
+
+def _make_layer_table(config: ModelConfig, kind: LayerKind) -> layers.Weights:
+    numbers = tuple(number for number, layer in enumerate(config.layers) if layer.kind == kind)
 
     def stack(param: Parameter) -> Parameter:
         hf_name = LAYER_PREFIX + param.hf_name
-        return dataclasses.replace(param, hf_name=hf_name, num_layers=config.num_layers)
+        return dataclasses.replace(param, hf_name=hf_name, layers=numbers)
 
-    state = nnx.split(Decoder(config))[1]
+    return jax.tree.map(stack, _make_table(DecoderLayer(config, kind)))
+
+
+def _make_table(module: nnx.Module) -> layers.Weights:
+    state = nnx.split(module)[1]
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
     params = jax.tree.map(lambda leaf: leaf.param, state, is_leaf=is_variable)
-    table = nnx.to_pure_dict(params)
-    return table | {"layers": jax.tree.map(stack, table["layers"])}
+    return nnx.to_pure_dict(params)
 
 
 def lm_head(weights: layers.Weights) -> Any:
@@ -87,23 +139,26 @@ def hidden_states(
         padding_id=config.padding_id,
     )
     x_BlD = layers.scale(x_BlD, config.embedding_scale)
-    parts = _layer_parts(config, attend=attend, gather=gather, tile_tokens=tile_tokens)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
-    arrays = LayerArrays(batch, tables, token_keys)
-    indices = _layer_indices(config, attend, has_dropout=token_keys is not None)
+    kinds = [
+        _KindOfLayers(
+            config=config, kind=kind, attend=attend, gather=gather, tile_tokens=tile_tokens
+        )
+        for kind in config.kinds
+    ]
     x_BlD = layer_stack.run_layers(
-        parts,
+        {of_kind.kind: of_kind.make_parts() for of_kind in kinds},
         x_BlD,
-        shards["layers"],
-        indices,
-        arrays,
-        num_layers=config.num_layers,
+        split_kinds(config, shards["layers"]),
+        _layer_indices(config, attend, has_dropout=token_keys is not None),
+        LayerArrays(batch, tables, token_keys),
+        segments=config.segments,
         policy=policy,
         gather=gather,
     )
-    last_norm = _graphdefs(config)[2]
+    last_norm = _graphdef_of_norm(config)
     return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
 
 
@@ -116,76 +171,112 @@ class LayerArrays(NamedTuple):
     token_keys: Keys | None
 
 
-def _layer_parts(
-    config: ModelConfig, *, attend: Attend, gather: Gather, tile_tokens: int
-) -> LayerParts:
-    """Functions of a layer's parts."""
-    params = param_table(config)["layers"]
-    apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
-    pre_attention, post_attention, _ = _graphdefs(config)
-
-    def run_pre_attention(
-        shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
-    ) -> tuple[Array | None, ...]:
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
-        results = apply(
-            lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
-            params["pre_attention"],
-            shards,
-            (x_BlD, arrays.batch.positions_BL, keys),
-            shared=() if indices.rope is None else (indices.rope,),
-        )
-        return tuple(results)
-
-    def run_attention(
-        sinks: Any,
-        q_BlHK: Array,
-        k_BlGK: Array,
-        v_BlGK: Array,
-        indices: LayerIndices,
-        arrays: LayerArrays,
-    ) -> Array:
-        sinks_H = None
-        if config.has_sinks:
-            sinks_H = gather(params["sinks"], sinks)
-        segments = (arrays.batch.starts_BM, arrays.batch.lengths_BM, arrays.tables)
-        kind = 0 if indices.attention is None else indices.attention
-        return attend(q_BlHK, k_BlGK, v_BlGK, *segments, kind=kind, sinks_H=sinks_H)
-
-    def run_post_attention(
-        shards: layers.Weights,
-        x_BlD: Array,
-        out_BlHK: Array,
-        mlp_input_BlD: Array | None,
-        indices: LayerIndices,
-        arrays: LayerArrays,
-    ) -> Array:
-        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
-        return apply(
-            lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
-            params["post_attention"],
-            shards,
-            (x_BlD, out_BlHK, mlp_input_BlD, keys),
-        )
-
-    return LayerParts(
-        pre_attention=run_pre_attention, attend=run_attention, post_attention=run_post_attention
-    )
-
-
 class LayerIndices(NamedTuple):
     """Indices of what differs between layers, one per layer; None if the layers are alike."""
 
     rope: Int32[Array, "N"] | None
-    """Index into `ModelConfig.ropes`."""
+    """Index into `ModelConfig.ropes`; 0 for a layer without."""
     attention: Int32[Array, "N"] | None
-    """Index into `Attend.kinds`."""
+    """Index into `Attend.kinds`; 0 for a layer without attention."""
     layer: Int32[Array, "N"] | None
     """Number of the layer, for dropout."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _KindOfLayers:
+    """The functions of `LayerParts` for the layers of a kind."""
+
+    config: ModelConfig
+    kind: LayerKind
+    attend: Attend
+    gather: Gather
+    tile_tokens: int
+
+    def make_parts(self) -> LayerParts:
+        return LayerParts(pre=self._run_input, mix=self._mix, post=self._run_output)
+
+    @property
+    def _params(self) -> layers.Weights:
+        return split_kinds(self.config, param_table(self.config)["layers"])[self.kind]
+
+    def _apply(self, function: Callable[..., Any], part: str, *inputs: Any, **shared: Any) -> Any:
+        """Applies a function of (weights, *arrays) in tiles of tokens."""
+        return tiling.apply_in_tiles(
+            function,
+            self._params[part],
+            *inputs,
+            gather=self.gather,
+            tile_tokens=self.tile_tokens,
+            **shared,
+        )
+
+    def _run_input(
+        self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
+    ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
+        graphdef, _ = _graphdefs(self.config, self.kind)
+
+        def compute(
+            weights: layers.Weights,
+            x_BlD: Array,
+            positions_Bl: Array,
+            keys: Keys | None,
+            rope_index: Array | int = 0,
+        ) -> Any:
+            tokens = TokenInputs(positions_Bl, keys, rope_index)
+            return nnx.merge(graphdef, weights)(x_BlD, tokens)
+
+        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        return self._apply(
+            compute,
+            "pre_attention",
+            shards,
+            (x_BlD, arrays.batch.positions_BL, keys),
+            shared=() if indices.rope is None else (indices.rope,),
+        )
+
+    def _mix(
+        self,
+        shards: layers.Weights | None,
+        inputs: Sequence[Array],
+        indices: LayerIndices,
+        arrays: LayerArrays,
+    ) -> Array:
+        params = self._params
+        weights = self.gather(params["mix"], shards) if "mix" in params else {}
+        kind = 0 if indices.attention is None else indices.attention
+        rows = RowInputs(arrays.batch, self.attend, arrays.tables, kind)
+        return registry.MIXERS[self.kind.mixer].mix(self.config, weights, inputs, rows)
+
+    def _run_output(
+        self,
+        shards: layers.Weights,
+        x_BlD: Array,
+        mixed: Array,
+        carried: Sequence[Array | None],
+        indices: LayerIndices,
+        arrays: LayerArrays,
+    ) -> Array:
+        _, graphdef = _graphdefs(self.config, self.kind)
+        mlp_input_BlD, *others = carried
+
+        def compute(
+            weights: layers.Weights,
+            x_BlD: Array,
+            mixed: Array,
+            mlp_input_BlD: Array | None,
+            keys: Keys | None,
+            *others: Array,
+        ) -> Array:
+            module = nnx.merge(graphdef, weights)
+            return module(x_BlD, mixed, mlp_input_BlD, *others, keys=keys)
+
+        keys = dropout.fold_layer(arrays.token_keys, indices.layer)
+        tokens = (x_BlD, mixed, mlp_input_BlD, keys, *others)
+        return self._apply(compute, "post_attention", shards, tokens)
+
+
 def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
-    ropes = [config.ropes.index(layer.rope) for layer in config.layers]
+    ropes = [0 if layer.rope is None else config.ropes.index(layer.rope) for layer in config.layers]
     indices = LayerIndices(
         rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,
         attention=None,
@@ -193,8 +284,10 @@ def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) ->
     )
     if len(attend.kinds) == 1:
         return indices
-    assert len(attend.layer_kinds) == config.num_layers, "attention was made for another model"
-    return indices._replace(attention=jnp.asarray(attend.layer_kinds, jnp.int32))
+    assert len(attend.layer_kinds) == len(config.attention_layers), "made for another model"
+    left = iter(attend.layer_kinds)
+    kinds = [next(left) if layer.mixer == ATTENTION else 0 for layer in config.layers]
+    return indices._replace(attention=jnp.asarray(kinds, jnp.int32))
 
 
 def embed_tokens(
@@ -231,9 +324,14 @@ def embed_tokens(
     return embed(shard)
 
 
+@functools.lru_cache(maxsize=16)
+def _graphdefs(config: ModelConfig, kind: LayerKind) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+    """Modules without weights: the parts of a layer before and after the mixing."""
+    layer = DecoderLayer(config, kind)
+    return nnx.graphdef(layer.pre_attention), nnx.graphdef(layer.post_attention)
+
+
 @functools.lru_cache(maxsize=4)
-def _graphdefs(config: ModelConfig) -> list[nnx.GraphDef]:
-    """Modules without weights: the parts of a layer before and after attention, the last norm."""
-    decoder = Decoder(config)
-    modules = (decoder.layers.pre_attention, decoder.layers.post_attention, decoder.norm)
-    return [nnx.graphdef(module) for module in modules]
+def _graphdef_of_norm(config: ModelConfig) -> nnx.GraphDef:
+    """The last norm without its weights."""
+    return nnx.graphdef(OutsideLayers(config).norm)

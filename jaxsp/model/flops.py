@@ -5,9 +5,10 @@ from collections import Counter
 import jax
 import numpy as np
 
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.blocks import layers, registry
+from jaxsp.blocks.config import ATTENTION, ModelConfig
+from jaxsp.blocks.layers import Parameter
+from jaxsp.model import decoder
 
 PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
@@ -29,31 +30,42 @@ def step_flops(
 ) -> float:
     """Floating-point operations of a step over segments of these lengths, forward and backward.
 
-    A matrix costs 2 per element and token. Attention costs 4 per head element and pair of a query
-    and a key. A segment of n tokens has n (n + 1) / 2 pairs; with a window of w, each token from
-    number w on has w. The backward pass costs twice the forward pass, and once for a frozen matrix.
+    A matrix costs 2 per element that a token is multiplied with, and each mixer costs what it says
+    itself. The backward pass costs twice the forward pass, and once for a frozen matrix.
 
     Args: table: parameter table of the run; None: all weights are trained.
     """
     table = table or decoder.param_table(model)
-    matrices = [param for param in jax.tree.leaves(table["layers"]) if param.is_matrix]
-    matrices.append(decoder.lm_head(table))
-    per_token = sum(
-        2 * param.size * (param.num_layers or 1) * (3 if param.is_trainable else 2)
-        for param in matrices
-    )
-    attention = 3 * attention_flops(model, segment_lengths)
-    return per_token * float(segment_lengths.sum()) + attention
+    per_token = _matrix_flops(decoder.lm_head(table))
+    for kind, params in decoder.split_kinds(model, table["layers"]).items():
+        feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
+        of_feed_forward = jax.tree.leaves(params["post_attention"]["mlp"])
+        for param in filter(lambda param: param.is_matrix, jax.tree.leaves(params)):
+            fraction = 1.0
+            if any(param is part for part in of_feed_forward):
+                fraction = feed_forward.active_fraction(model, param)
+            per_token += fraction * _matrix_flops(param)
+    mixing = 3 * sum(_count_mixer_flops(model, segment_lengths).values())
+    return per_token * float(segment_lengths.sum()) + mixing
+
+
+def _matrix_flops(param: Parameter) -> float:
+    """Operations of a matrix for a token, forward and backward."""
+    return 2 * param.size * (param.num_layers or 1) * (3 if param.is_trainable else 2)
 
 
 def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     """Floating-point operations of attention in the forward pass."""
-    lengths = segment_lengths.astype(np.float64)
-    pairs = 0.0
-    for window, num_layers in Counter(layer.window for layer in model.layers).items():
-        near = lengths if window is None else np.minimum(lengths, window)
-        pairs += num_layers * float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
-    return 4 * model.num_heads * model.head_dim * pairs
+    return _count_mixer_flops(model, segment_lengths)[ATTENTION]
+
+
+def _count_mixer_flops(model: ModelConfig, segment_lengths: np.ndarray) -> dict[str, float]:
+    """Floating-point operations of the forward pass, by mixer."""
+    counts: dict[str, float] = dict.fromkeys((ATTENTION, *registry.MIXERS), 0.0)
+    for layer, num_layers in Counter(model.layers).items():
+        flops = registry.MIXERS[layer.mixer].forward_flops(model, layer, segment_lengths)
+        counts[layer.mixer] += num_layers * flops
+    return counts
 
 
 def num_parameters(table: layers.Weights | list[Parameter]) -> int:

@@ -10,18 +10,20 @@ and its gradient are in host memory too. Each layer is recomputed as a whole (`r
                 backward pass, from last to first
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.blocks.config import LayerKind, LayerSegment
+from jaxsp.blocks.layers import Gather, Weights
 from jaxsp.core import host_memory
 from jaxsp.model import remat
-from jaxsp.model.layers import Gather, Weights
 from jaxsp.model.remat import RematPolicy
 
 
@@ -29,48 +31,100 @@ from jaxsp.model.remat import RematPolicy
 class LayerParts:
     """Functions of a layer's parts. `batch` is a tree of arrays without gradients."""
 
-    pre_attention: Callable[..., tuple[Array | None, ...]]
-    """(shards, x, indices, batch) -> (q, k, v, input of the MLP or None)."""
-    attend: Callable[..., Array]
-    """(shards, q, k, v, indices, batch) -> out."""
-    post_attention: Callable[..., Array]
-    """(shards, x, out, input of the MLP or None, indices, batch) -> x of the next layer."""
+    pre: Callable[..., tuple[Any, Any]]
+    """(shards, x, indices, batch) -> (arrays to mix, arrays that `post` gets too)."""
+    mix: Callable[..., Array]
+    """(shards or None, arrays to mix, indices, batch) -> mixed. The part that communicates."""
+    post: Callable[..., Array]
+    """(shards, x, mixed, carried arrays, indices, batch) -> x of the next layer."""
 
     def __call__(self, shards: Weights, x: Array, indices: Any, batch: Any) -> Array:
         """Output of a layer. Args: indices: see `decoder.LayerIndices`."""
-        q, k, v, mlp_input = self.pre_attention(shards["pre_attention"], x, indices, batch)
-        out = self.attend(shards.get("sinks"), q, k, v, indices, batch)
-        post_shards = shards["post_attention"]
-        return self.post_attention(post_shards, x, out, mlp_input, indices, batch)
+        inputs, carried = self.pre(shards["pre_attention"], x, indices, batch)
+        mixed = self.mix(shards.get("mix"), inputs, indices, batch)
+        return self.post(shards["post_attention"], x, mixed, carried, indices, batch)
 
 
 def run_layers(
-    parts: LayerParts,
+    parts: Mapping[LayerKind, LayerParts],
     x: Array,
-    shards: Weights,
+    shards: Mapping[LayerKind, Weights],
     indices: Any,
     batch: Any,
     *,
-    num_layers: int,
+    segments: Sequence[LayerSegment],
     policy: RematPolicy,
     gather: Gather,
 ) -> Array:
-    """Output of the last layer. Shapes: arrays of `shards` and `indices` are [N, ...]."""
+    """Output of the last layer.
+
+    Shapes: arrays of a kind's `shards` stack its layers, those of `indices` all layers.
+    """
     if policy.has_own_backward_pass:
+        ((kind, shards_of_kind),) = shards.items()
         stack = OffloadedStack(
-            parts=parts,
-            num_layers=num_layers,
+            parts=parts[kind],
+            num_layers=sum(segment.num_layers for segment in segments),
             group_size=policy.offload_every,
             offloads_during_attention=policy.offloads_during_attention,
             merge_holders=gather.merge_holders,
         )
-        return stack(x, *gather.split_holders(shards), indices, batch)
+        return stack(x, *gather.split_holders(shards_of_kind), indices, batch)
 
-    def layer(x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, None]:
-        shards, indices = inputs
-        return parts(shards, remat.name_layer_input(x), indices, batch), None
+    num_done: collections.Counter[LayerKind] = collections.Counter()
+    for segment in segments:
+        run = functools.partial(_run_period, parts, segment.period, batch, policy)
+        stacks = {}
+        for kind, count in collections.Counter(segment.period).items():
+            stack = _take_layers(shards[kind], num_done[kind], segment.repeats, count)
+            stacks[kind] = stack
+            num_done[kind] += segment.repeats * count
+        own = _take_layers(indices, segment.first, segment.repeats, len(segment.period))
+        x = jax.lax.scan(run, x, (stacks, own))[0]
+    return x
 
-    return jax.lax.scan(remat.checkpoint_layer(layer, policy), x, (shards, indices))[0]
+
+def _run_period(
+    parts: Mapping[LayerKind, LayerParts],
+    period: Sequence[LayerKind],
+    batch: Any,
+    policy: RematPolicy,
+    x: Array,
+    inputs: tuple[Mapping[LayerKind, Weights], Any],
+) -> tuple[Array, None]:
+    """Runs the layers of a period one after another, each with its own rematerialization."""
+    stacks, indices = inputs
+    places: collections.Counter[LayerKind] = collections.Counter()
+    counts = collections.Counter(period)
+    for number, kind in enumerate(period):
+
+        def layer(x: Array, inputs: tuple[Weights, Any], kind: LayerKind = kind) -> Array:
+            shards, indices = inputs
+            return parts[kind](shards, remat.name_layer_input(x), indices, batch)
+
+        layer_inputs = (
+            _take_place(stacks[kind], places[kind], counts[kind]),
+            _take_place(indices, number, len(period)),
+        )
+        x = remat.checkpoint_layer(layer, policy, kind)(x, layer_inputs)
+        places[kind] += 1
+    return x, None
+
+
+def _take_layers(stacked: Any, first: int, repeats: int, count: int) -> Any:
+    """A segment's part of stacked arrays: [repeats, count, ...], without `count` if it is 1."""
+
+    def take(x: Array) -> Array:
+        if x.shape[0] != repeats * count:
+            x = jax.lax.slice_in_dim(x, first, first + repeats * count)
+        return x if count == 1 else x.reshape(repeats, count, *x.shape[1:])
+
+    return jax.tree.map(take, stacked)
+
+
+def _take_place(arrays: Any, place: int, count: int) -> Any:
+    """Arrays of a layer of a period. `count` layers are stacked, unless it is 1."""
+    return arrays if count == 1 else jax.tree.map(lambda x: x[place], arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,41 +284,41 @@ class OffloadedStack:
 
             return run
 
-        pre_attention = bind(self.parts.pre_attention, "pre_attention")
-        attend = bind(self.parts.attend, "sinks")
-        post_attention = bind(self.parts.post_attention, "post_attention")
+        pre = bind(self.parts.pre, "pre_attention")
+        mix = bind(self.parts.mix, "mix")
+        post = bind(self.parts.post, "post_attention")
         read_input = lambda index: host_memory.to_device(_read(kept, index))
-        # Recompute q, k, v and the output of attention
+        # Recompute what is mixed, and the result
         x = read_input(index)
-        *qkv, mlp_input = pre_attention(holders["pre_attention"], x)
+        inputs, carried = pre(holders["pre_attention"], x)
         if self.offloads_during_attention:
-            dx, qkv = jax.lax.optimization_barrier((host_memory.to_host(dx), qkv))
-        out, pull_attend = jax.vjp(attend, holders.get("sinks"), *qkv)
-        # Gradients of post-attention
+            dx, inputs = jax.lax.optimization_barrier((host_memory.to_host(dx), inputs))
+        mixed, pull_mix = jax.vjp(mix, holders.get("mix"), inputs)
+        # Gradients of the part after the mixing
         if self.offloads_during_attention:
-            # The input is read again once attention has ended
-            dx, out, index = jax.lax.optimization_barrier((dx, out, index))
+            # The input is read again once the mixing has ended
+            dx, mixed, index = jax.lax.optimization_barrier((dx, mixed, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
-        _, pull_post = jax.vjp(post_attention, holders["post_attention"], x, out, mlp_input)
-        post_gradients, dx, dout, dmlp_input = pull_post(dx)
-        # Gradients of attention
+        _, pull_post = jax.vjp(post, holders["post_attention"], x, mixed, carried)
+        post_gradients, dx, dmixed, dcarried = pull_post(dx)
+        # Gradients of the mixing
         if self.offloads_during_attention:
-            dx, dout = jax.lax.optimization_barrier((host_memory.to_host(dx), dout))
-        sink_gradients, *dqkv = pull_attend(dout)
-        # Gradients of pre-attention
+            dx, dmixed = jax.lax.optimization_barrier((host_memory.to_host(dx), dmixed))
+        mix_gradients, dinputs = pull_mix(dmixed)
+        # Gradients of the part before it
         if self.offloads_during_attention:
-            dx, dqkv, index = jax.lax.optimization_barrier((dx, dqkv, index))
+            dx, dinputs, index = jax.lax.optimization_barrier((dx, dinputs, index))
             dx = host_memory.to_device(dx)
             x = read_input(index)
-        _, pull_pre = jax.vjp(pre_attention, holders["pre_attention"], x)
-        pre_gradients, dx_of_attention = pull_pre((*dqkv, dmlp_input))
+        _, pull_pre = jax.vjp(pre, holders["pre_attention"], x)
+        pre_gradients, dx_of_mixing = pull_pre((dinputs, dcarried))
         gradients = {
             "pre_attention": pre_gradients,
-            "sinks": sink_gradients,
+            "mix": mix_gradients,
             "post_attention": post_gradients,
         }
-        return dx + dx_of_attention, {name: gradients[name] for name in holders}
+        return dx + dx_of_mixing, {name: gradients[name] for name in holders}
 
 
 def _empty_on_host(count: int, x: Array) -> Array:

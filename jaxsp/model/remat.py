@@ -28,8 +28,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxsp import attention
-from jaxsp.model import layers
+from jaxsp.blocks import registry
+from jaxsp.blocks.config import LayerKind
 
 _LAYER_INPUT = "layer_input"
 
@@ -103,19 +103,22 @@ def name_layer_input(x: Array) -> Array:
     return checkpoint_name(x, _LAYER_INPUT)
 
 
-def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Callable[..., Any]:
-    """Applies the policy to a layer's function, (x, shards) -> (x, None), for jax.lax.scan."""
+def checkpoint_layer(
+    function: Callable[..., Any], policy: RematPolicy, kind: LayerKind
+) -> Callable[..., Any]:
+    """Applies the policy to the function of a layer of this kind."""
     assert policy.is_attention_saved or not policy.is_attention_offloaded, "a config refuses it"
+    mixer = registry.MIXERS[kind.mixer]
     kept: set[str] = set()
     offloaded: set[str] = set()
     if policy.is_attention_saved:
-        kept.update(attention.CHECKPOINT_NAMES)
+        kept.update(mixer.checkpoint_names)
     if policy.is_mlp_saved:
-        kept.update(layers.MLP_CHECKPOINT_NAMES)
+        kept.update(registry.FEED_FORWARDS[kind.feed_forward].checkpoint_names)
     if policy.is_input_offloaded:
         offloaded.add(_LAYER_INPUT)
     if policy.is_attention_offloaded:
-        offloaded.update(attention.CHECKPOINT_NAMES)
+        offloaded.update(mixer.checkpoint_names)
     named: Callable[..., Any] = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(kept - offloaded),
         names_which_can_be_offloaded=sorted(offloaded),

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Gather
 from jaxsp.core.units import GIB
-from jaxsp.model import layers
-from jaxsp.model.layers import Gather
 
 MLP_TILE_BYTES = (2 * GIB, GIB // 2)
 """Maximum bytes of a tile's activations inside a layer, tried in this order if all tokens together

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
-from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import sharding
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jaxsp.model.layers import Parameter
+from jaxsp.blocks.layers import Parameter
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of a, a^3 and a^5, for a singular value a; five iterations bring singular values

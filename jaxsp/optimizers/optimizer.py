@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.core import units
 from jaxsp.core.units import format_count
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups, registry, schedules
 from jaxsp.optimizers.optimizer_state import StateBytes
 from jaxsp.optimizers.registry import OPTIMIZERS

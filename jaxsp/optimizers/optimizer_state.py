@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxsp.model.layers import Parameter
+from jaxsp.blocks.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import sharding
 

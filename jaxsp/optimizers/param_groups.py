@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.optimizer_schema import OptimizerConfig, ParameterGroup
 from jaxsp.core import errors
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 
 DEFAULT = ParameterGroup(pattern="*")
 """Group of the weights that no pattern matches."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import optax
 from jaxtyping import Array
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.optimizer_schema import OptimizerConfig
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import adamw8bit, muon
 
 MakeTransform = Callable[[OptimizerConfig], optax.GradientTransformation]

@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxsp import attention
 from jaxsp.attention import HasHeads, StrategyOption
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan

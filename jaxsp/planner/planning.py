@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxsp import attention
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -26,7 +27,6 @@ from jaxsp.memory import (
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import CompiledStep, MemoryUse
 from jaxsp.model import decoder, flops
-from jaxsp.model.config import ModelConfig
 from jaxsp.optimizers import param_groups
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster

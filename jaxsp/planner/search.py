@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxsp import attention
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_causes
-from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster

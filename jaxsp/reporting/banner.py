@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxsp import attention
+from jaxsp.blocks import rope
 from jaxsp.data.packing import summary
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
-from jaxsp.model import rope
 from jaxsp.optimizers import optimizer
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun

@@ -7,12 +7,12 @@ import contextlib
 import os
 
 from jaxsp import attention
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
 from jaxsp.memory import available_memory, memory_formula, row_meshes
 from jaxsp.memory.available_memory import GroupLayout
-from jaxsp.model.config import ModelConfig
 from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.runtime import device_mesh, jax_platform, memory_limits

@@ -33,13 +33,14 @@ from jaxsp.attention import (
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.blocks.config import ATTENTION, LayerKind, LayerSegment
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.memory import memory_fit
 from jaxsp.model import layer_stack
 from jaxsp.model.layer_stack import LayerParts
-from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Shard
@@ -387,9 +388,9 @@ def _shard_small_layers(
     ]
 
 
-def _attend_in_small_layer(_: None, q_lD: Array, *__: Any) -> Array:
+def _mix_in_small_layer(_: None, inputs: tuple[Array], *__: Any) -> Array:
     """An elementwise operation, with the names of attention's results."""
-    out_lD = jnp.tanh(q_lD)
+    out_lD = jnp.tanh(inputs[0])
     for name in attention.CHECKPOINT_NAMES:
         out_lD = checkpoint_name(out_lD, name)
     return out_lD
@@ -419,24 +420,25 @@ def compile_offload_gradients(
     """
     num_layers = 6  # XLA unrolls shorter loops
     float32 = jnp.dtype(jnp.float32)
-    param = Parameter(shape=(width, width), hf_name="", num_layers=num_layers)
+    param = Parameter(shape=(width, width), hf_name="", layers=tuple(range(num_layers)))
     gather = Gather(num_shards=len(devices), compute_dtype=float32, reduce_dtype=float32)
 
     parts = LayerParts(
-        pre_attention=lambda shard, x, *_: (x @ gather(param, shard), x, x, None),
-        attend=_attend_in_small_layer,
-        post_attention=lambda _, x, out, *__: x + jnp.sin(out),
+        pre=lambda shard, x, *_: ((x @ gather(param, shard),), ()),
+        mix=_mix_in_small_layer,
+        post=lambda _, x, out, *__: x + jnp.sin(out),
     )
+    kind = LayerKind(ATTENTION, "mlp")
 
     def loss(x_lD: Array, holders_NdD: Array, weights_NdD: Array) -> Array:
         shards = {"pre_attention": Shard(value=weights_NdD, grad_holder=holders_NdD)}
         out_lD = layer_stack.run_layers(
-            parts,
+            {kind: parts},
             x_lD,
-            shards | {"post_attention": ()},
-            indices=(),
-            batch=(),
-            num_layers=num_layers,
+            {kind: shards | {"post_attention": ()}},
+            (),
+            (),
+            segments=[LayerSegment(0, (kind,), num_layers)],
             policy=policy,
             gather=gather,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxsp.attention import AttentionChoice
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -22,7 +23,6 @@ from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, row_meshes
 from jaxsp.model import decoder
-from jaxsp.model.config import ModelConfig
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_paths
 from jaxsp.setup import data_sets, initial_weights, model_files, resume, stop_tokens

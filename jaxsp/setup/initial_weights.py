@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.hf import peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader
-from jaxsp.model import decoder, layers
-from jaxsp.model.layers import Parameter
+from jaxsp.model import decoder
 from jaxsp.training import trainable, weight_init
 from jaxsp.training.specs import StepSpec
 
@@ -45,7 +46,9 @@ class InitialWeights:
         def is_in_adapter(param: Parameter) -> bool:
             if self.adapter_reader is None:
                 return param.is_adapter
-            return param.hf_name.format(layer=0) in self.adapter_reader.tensors
+            return (
+                param.hf_name.format(layer=(param.layers or [0])[0]) in self.adapter_reader.tensors
+            )
 
         def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
             if reader is None:

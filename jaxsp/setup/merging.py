@@ -10,21 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import Lora, ModelConfig
+from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import base
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
 from jaxsp.hf.weights import WeightReader
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import Lora, ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model import decoder
 from jaxsp.sharding import quantization, sharding
 from jaxsp.training import trainable
 
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
 
-_Key = tuple[str, tuple[int, int] | None]
+_Key = tuple[str, tuple[int, int] | None, tuple[int, ...] | None]
 """Name and rows of a parameter: see `Parameter.hf_rows`."""
 
 
@@ -56,7 +57,7 @@ def merge_base(
         if param.is_trainable:
             for key in path:
                 array = array[key.key]
-            read[_key(param)] = functools.partial(_select_layer, array)
+            read[_key(param)] = functools.partial(_select_layer, param, array)
         else:
             read[_key(param)] = functools.partial(_read_frozen, reader, param)
     base.check_readable(checkpoint, table, lambda param: read[_key(param)])
@@ -84,17 +85,17 @@ def merge_state(
 
 def _read_stored(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
     """A layer of a weight of a training state, float32 and without padding."""
-    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[layer]), stored)
+    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[param.find(layer)]), stored)
     whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
     return np.asarray(sharding.remove_padding(param, whole))
 
 
 def _key(param: Parameter) -> _Key:
-    return param.hf_name, param.hf_rows
+    return param.hf_name, param.hf_rows, param.layers
 
 
-def _select_layer(array: np.ndarray, layer: int | None) -> np.ndarray:
-    return array if layer is None else array[layer]
+def _select_layer(param: Parameter, array: np.ndarray, layer: int | None) -> np.ndarray:
+    return array if layer is None else array[param.find(layer)]
 
 
 def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:
@@ -107,9 +108,9 @@ def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> n
 def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:
     """Function that returns a layer of a weight with its adapter, if it has one."""
     stem = param.hf_name.removesuffix(".weight")
-    read_a = read.get((f"{stem}.lora_A.weight", None))
-    read_b = read.get((f"{stem}.lora_B.weight", param.hf_rows))
-    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", param.hf_rows))
+    read_a = read.get((f"{stem}.lora_A.weight", None, param.layers))
+    read_b = read.get((f"{stem}.lora_B.weight", param.hf_rows, param.layers))
+    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", param.hf_rows, param.layers))
     read_weight = read[_key(param)]
     if lora is None or read_a is None or read_b is None or not param.is_matrix:
         return read_weight

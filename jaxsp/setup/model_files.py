@@ -5,6 +5,7 @@ import pathlib
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizer_json, tokenizers
@@ -12,7 +13,6 @@ from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
-from jaxsp.model.config import ModelConfig
 from jaxsp.setup.data_sets import OpenedSources
 
 if TYPE_CHECKING:

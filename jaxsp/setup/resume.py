@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import config_file, yaml_io
@@ -19,7 +20,6 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
-from jaxsp.model.config import LayerConfig, ModelConfig
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import config_changes
@@ -278,14 +278,14 @@ def _layer_differences(
     if len(layers) != len(saved):
         return [("num_layers", len(layers), len(saved))]
     differences: list[tuple[str, object, object]] = []
-    for field in ("window", "rope"):
+    for field in ("mixer", "feed_forward", "window", "rope"):
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
         numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
         if not numbers:
             continue
         now, before = pairs[numbers[0]]
         if field == "rope":
-            now, before = now.description, before.description
+            now, before = (rope and rope.description for rope in (now, before))
         if now == before:
             before = "a RoPE with other frequencies or another scale"
         differences.append((f"{field} of {_name_layers(numbers, len(layers))}", now, before))

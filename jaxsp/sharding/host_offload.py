@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
 from jaxsp.core.units import MIB
-from jaxsp.model.layers import Parameter
 
 MIN_OFFLOAD_SIZE = 64 * 1024
 """Minimum elements per layer for a weight to be offloaded; smaller ones stay on the device."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.model.layers import Parameter
+from jaxsp.blocks.layers import Parameter
 
 
 class QuantizedFormat(Protocol):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.sharding.quantization import QuantizedMatrix
@@ -173,12 +173,10 @@ class Gather:
         Memory: the float32 values of one layer at a time are on the device.
         """
 
-        def cast(value: Array) -> Array:
-            return host_memory.to_device(value).astype(self.compute_dtype)
-
         def copy(param: Parameter, value: Any) -> Any:
             if not param.is_trainable or not host_memory.is_on_host(value):
                 return value
+            cast = lambda x: host_memory.to_device(x).astype(self._dtype(param))
             return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
         return jax.tree.map(copy, table, master)
@@ -193,7 +191,7 @@ class Gather:
         """
         stored = host_memory.to_device(shard.value)
         if not isinstance(stored, QuantizedMatrix):
-            stored = stored.astype(self.compute_dtype)
+            stored = stored.astype(self._dtype(param))
         else:  # `param` may be the model's, without the format
             param = dataclasses.replace(param, frozen_as=stored.name)
         dim = choose_placement(param, self.num_shards).dim
@@ -203,7 +201,7 @@ class Gather:
                     jax.lax.all_gather, axis_name=axes.SHARDS, axis=dim, tiled=True
                 )
                 stored = jax.tree.map(gather, stored)
-        whole = quantization.decode(param, stored, self.compute_dtype)
+        whole = quantization.decode(param, stored, self._dtype(param))
         return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
@@ -290,7 +288,11 @@ class Gather:
         shape = stored_shape(param, self.num_shards)
         if quantization.is_quantized(param):
             return quantization.stored_bytes(param, shape)
-        return math.prod(shape) * self.compute_dtype.itemsize
+        return math.prod(shape) * self._dtype(param).itemsize
+
+    def _dtype(self, param: Parameter) -> jnp.dtype:
+        """dtype that the model gets a weight in."""
+        return jnp.dtype(param.compute_dtype or self.compute_dtype)
 
     def sent_bytes(
         self,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
+from jaxsp.blocks import layers
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums

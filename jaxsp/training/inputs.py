@@ -5,11 +5,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxsp.blocks import layers
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.model import layers
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.specs import RunSpec

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxsp.blocks.layers import Gather, Parameter
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.model import tiling
-from jaxsp.model.layers import Gather, Parameter
 from jaxsp.training import metric_table
 from jaxsp.training.metric_table import Sums
 

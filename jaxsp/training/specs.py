@@ -9,13 +9,15 @@ from jax.sharding import Mesh
 
 from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice
+from jaxsp.blocks import layers, registry
+from jaxsp.blocks.block import Workload
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
-from jaxsp.model import layers, tiling
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model import tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
@@ -49,6 +51,15 @@ class StepSpec:
     def attend(self) -> Attend:
         """Attention as the model calls it."""
         return attention.make_chosen_attend(self.attention)
+
+    @property
+    def workload(self) -> Workload:
+        """Inputs of the cost of a layer's blocks."""
+        return Workload(
+            config=self.config,
+            attention=self.attention,
+            tokens_per_device=self.tokens_per_device,
+        )
 
     @property
     def placement(self) -> RowPlacement:
@@ -127,11 +138,13 @@ class StepSpec:
 
         In tokens of a device, the largest first.
         """
-
-        # About six numbers for each feed-forward dim, in the compute dtype, and five for each model
-        # dim in float32, in the backward pass
-        model = self.model
-        per_token = 6 * model.intermediate_size * self.dtype.itemsize + 20 * model.hidden_size
+        # About 1.5 times what the feed-forward's backward pass needs, and five float32 numbers for
+        # each model dim
+        width = max(
+            registry.FEED_FORWARDS[kind.feed_forward].backward_width(self.model)
+            for kind in self.model.kinds
+        )
+        per_token = 3 * width // 2 * self.dtype.itemsize + 20 * self.model.hidden_size
         requested = self.config.memory.mlp_tile_tokens
         return self._list_tiles(requested, per_token, tiling.MLP_TILE_BYTES)
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jaxsp.blocks import dropout, layers
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch, partition_specs, step_row_index
-from jaxsp.model import decoder, dropout, layers
-from jaxsp.model.dropout import Keys
-from jaxsp.model.layers import Parameter
+from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.sharding.sharding import Shard

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding

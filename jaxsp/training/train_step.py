@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsp import attention
+from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import Batch
-from jaxsp.model.layers import Parameter, Weights
 from jaxsp.optimizers import optimizer, schedules
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, step_gradients, train_state

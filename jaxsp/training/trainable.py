@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.adapter_schema import SAVED_MODULES
 from jaxsp.config.schema import Config
-from jaxsp.model import adapters, decoder, flops, layers
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model import adapters, decoder, flops
 from jaxsp.optimizers import param_groups
 from jaxsp.sharding import quantization
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding
 
@@ -46,6 +46,8 @@ def random_weights(
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(param.hf_name.encode()))
         if param.hf_rows is not None:  # gate and up of one tensor have the same name
             key = jax.random.fold_in(key, param.hf_rows[0])
+        if param.layers:  # layers of other kinds have weights of the same name
+            key = jax.random.fold_in(key, param.layers[0]) if param.layers[0] else key
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
         place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
@@ -64,6 +66,9 @@ def _build_draw(
 
     def draw(key: Array) -> Any:
         whole = jnp.full(param.stacked_shape, param.mean)
+        if param.log_uniform is not None:
+            low, high = param.log_uniform
+            whole = jnp.log(jax.random.uniform(key, whole.shape, minval=low, maxval=high))
         if param.std:
             whole += param.std * jax.random.normal(key, whole.shape)
         return quantization.encode(param, jnp.pad(whole, padding), jnp)
@@ -165,12 +170,12 @@ def _read_shard(param: Parameter, spans: _Spans, read_slice: ReadSlice) -> Any:
         whole[target] = read_slice(param, layer, source)
         return quantization.encode(param, whole)
 
-    if param.num_layers is None:
+    if param.layers is None:
         return read(None)
-    for layer in range(param.num_layers):
+    for index, layer in enumerate(param.layers):
 
-        def write(stack: np.ndarray, part: np.ndarray, layer: int = layer) -> None:
-            stack[layer] = part
+        def write(stack: np.ndarray, part: np.ndarray, index: int = index) -> None:
+            stack[index] = part
 
         jax.tree.map(write, shard, read(layer))
     return shard

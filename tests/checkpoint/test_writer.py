@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import checksums, files, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
-from jaxsp.model.layers import Parameter
 from jaxsp.runtime import run_paths
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState

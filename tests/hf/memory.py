@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import safetensors.numpy
 
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.core import axes
 from jaxsp.hf import folder, weights
 from jaxsp.model import decoder
-from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh
 from jaxsp.training import weight_init
 from tests import batches

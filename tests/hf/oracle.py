@@ -12,10 +12,11 @@ import pytest
 import transformers
 
 from jaxsp import attention
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
 from tests import batches, unsharded
@@ -44,6 +45,26 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **SIZES,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-3,  # with less, small outputs of a head make gradients ill-conditioned
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    },
     "llama": {**SIZES, "model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama3": {
         **SIZES,
@@ -208,9 +229,9 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
         return left[name][first : first + param.shape[0]]
 
     def take(param: Parameter) -> np.ndarray:
-        if param.num_layers is None:
+        if param.layers is None:
             return take_one(param, param.hf_name)
-        names = [param.hf_name.format(layer=layer) for layer in range(param.num_layers)]
+        names = [param.hf_name.format(layer=layer) for layer in param.layers]
         return np.stack([take_one(param, name) for name in names])
 
     weights = jax.tree.map(take, table)

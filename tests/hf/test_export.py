@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder
 from tests.hf import oracle
 from tests.messages import assert_names
 

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, weights, writer
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder
 from jaxsp.sharding import sharding
 from jaxsp.training import weight_init
 from tests import batches

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.model.config import LayerConfig, ModelConfig, QueryScale
 from scripts.bench import configs
 from tests import batches
 from tests.messages import assert_names

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft, text_part
 from jaxsp.hf.peft import ResolvedAdapter
-from jaxsp.model import layers
-from jaxsp.model.layers import Parameter
 from jaxsp.setup import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances

@@ -1,12 +1,10 @@
 """Published sizes, and when they are used in place of the hub's config.json."""
 
 import json
-import math
 import pathlib
 import time
 
 import huggingface_hub
-import jax
 import pytest
 import yaml
 
@@ -16,7 +14,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, published
 from jaxsp.hf.folder import HubError
 from jaxsp.hf.rope import context_range
-from jaxsp.model import decoder
+from jaxsp.model import decoder, flops
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
@@ -52,11 +50,7 @@ def test_sizes_give_the_published_number_of_parameters(model):
     """This finds wrong sizes, and embeddings that should be tied."""
     read = model_config.parse_model_config(model.fields, field=model.name)
     table = decoder.param_table(read)
-
-    def size(params):
-        return sum(math.prod(param.shape) for param in jax.tree.leaves(params))
-
-    count = size(table) + (read.num_layers - 1) * size(table["layers"])
+    count = flops.num_parameters(table)
     assert count / 1e9 == pytest.approx(model.billion_params, rel=0.01)
 
 

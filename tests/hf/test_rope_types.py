@@ -10,10 +10,10 @@ import pytest
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from jaxsp.blocks import rope as model_rope
 from jaxsp.core.errors import UserError
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.rope import rope_checks, rope_forms, rope_types
-from jaxsp.model import rope as model_rope
 from tests import tolerances
 from tests.messages import assert_names
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, published, weights, writer
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import ModelConfig
+from jaxsp.model import decoder
 from jaxsp.training import weight_init
 from tests import batches, tolerances
 from tests.hf import multimodal, oracle

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxsp.model import layers
-from jaxsp.model.config import Lora
+from jaxsp.blocks import layers
+from jaxsp.blocks.config import Lora
 from jaxsp.setup import merging
 from tests import batches
 

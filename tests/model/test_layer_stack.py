@@ -25,18 +25,19 @@ def device_memory(monkeypatch):
 
 
 def make_parts(on_attend=lambda: None):
-    def pre_attention(shards, x, index, batch):
+    def pre(shards, x, index, batch):
         y = jnp.tanh(x @ shards["w"]) * (1 + index)
-        return y, y + batch, 2 * y, jnp.sin(x)
+        return (y, y + batch, 2 * y), (jnp.sin(x),)
 
-    def attend(sinks, q, k, v, index, batch):
+    def mix(shards, inputs, index, batch):
         jax.debug.callback(on_attend)
-        return jnp.cumsum(q * k, 0) / 8 + v * sinks[None]
+        q, k, v = inputs
+        return jnp.cumsum(q * k, 0) / 8 + v * shards["w"][None]
 
-    def post_attention(shards, x, out, mlp_input, index, batch):
-        return x + jnp.cos(out @ shards["w"]) + mlp_input
+    def post(shards, x, mixed, carried, index, batch):
+        return x + jnp.cos(mixed @ shards["w"]) + carried[0]
 
-    return LayerParts(pre_attention=pre_attention, attend=attend, post_attention=post_attention)
+    return LayerParts(pre=pre, mix=mix, post=post)
 
 
 def draw(seed=0):
@@ -44,7 +45,7 @@ def draw(seed=0):
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
     weights = {
         "pre_attention": {"w": normal(NUM_LAYERS, 6, 6)},
-        "sinks": normal(NUM_LAYERS, 6),
+        "mix": {"w": normal(NUM_LAYERS, 6)},
         "post_attention": {"w": normal(NUM_LAYERS, 6, 6)},
     }
     return normal(5, 6), weights, jnp.arange(NUM_LAYERS) / 10, normal(5, 6)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks import rope
+from jaxsp.blocks.config import Rope
 from jaxsp.core.batch import POSITION_LIMIT
-from jaxsp.model import rope
-from jaxsp.model.config import Rope
 from tests import batches, tolerances
 
 POSITIONS = [0, 1, 4095, 4096, 4097, 131_071, 1_000_003, 5_242_879, POSITION_LIMIT - 1]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.model import tiling
-from jaxsp.model.layers import Parameter
 from tests.unsharded import UnshardedGather
 
 

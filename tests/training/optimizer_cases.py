@@ -10,8 +10,8 @@ import optax
 import optax.contrib
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.config.schema import Config
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import optimizer, optimizer_state, registry, schedules
 from jaxsp.sharding import host_offload
 from tests import batches
@@ -21,16 +21,14 @@ NUM_LAYERS = 3
 NUM_STEPS = 5
 
 
-def _param(name, *shape, num_layers=NUM_LAYERS, mean=0.0):
-    prefix = "model.layers.{layer}." if num_layers else "model."
-    return Parameter(
-        shape=shape, hf_name=f"{prefix}{name}", num_layers=num_layers, mean=mean, std=0.05
-    )
+def _param(name, *shape, layers=tuple(range(NUM_LAYERS)), mean=0.0):
+    prefix = "model.layers.{layer}." if layers else "model."
+    return Parameter(shape=shape, hf_name=f"{prefix}{name}", layers=layers, mean=mean, std=0.05)
 
 
 TABLE = {
-    "embedding": _param("embed_tokens.weight", 131, 129, num_layers=None),
-    "norm": _param("norm.weight", 129, num_layers=None, mean=1.0),
+    "embedding": _param("embed_tokens.weight", 131, 129, layers=None),
+    "norm": _param("norm.weight", 129, layers=None, mean=1.0),
     "layers": {
         "down": _param("mlp.down_proj.weight", 129, 136),
         "gate": _param("mlp.gate_proj.weight", 136, 129),

@@ -13,11 +13,11 @@ import numpy as np
 from jaxsp import attention
 from jaxsp.attention import Attend
 from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
-from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter, Weights
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding

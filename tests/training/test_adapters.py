@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.model import dropout
-from jaxsp.model.config import Lora
+from jaxsp.blocks import dropout
+from jaxsp.blocks.config import Lora
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.training import trainable
 from tests import batches, tolerances

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.model.layers import Parameter
 from jaxsp.training import loss
 from tests import batches, messages, tolerances, unsharded
 from tests.training import runs

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import host_memory
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import adamw8bit, matrix_exchange, muon, optimizer
 from jaxsp.planner.cost import comms
 from jaxsp.sharding import host_offload
@@ -117,7 +117,7 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
 
 
 def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
-    param = Parameter(shape=(64, 32), hf_name="", num_layers=10)
+    param = Parameter(shape=(64, 32), hf_name="", layers=tuple(range(10)))
     assert matrix_exchange.group_size(param, 4) == 4
     assert matrix_exchange.sent_bytes(param, 4, 2) == {
         "all-to-all": 2 * 2 * 12 * (64 * 32 / 4) * 3 / 4
@@ -132,7 +132,7 @@ def test_newton_schulz_brings_singular_values_near_one():
     right, _ = np.linalg.qr(rng.standard_normal((24, 24)))
     tall = (left * np.geomspace(1, 0.01, 24)) @ right.T
     for matrix in (tall, tall.T):
-        param = Parameter(shape=matrix.shape, hf_name="", num_layers=1)
+        param = Parameter(shape=matrix.shape, hf_name="", layers=(0,))
         actual = muon.orthogonalize(param, jnp.float32(matrix[None]))
         values = np.linalg.svd(np.asarray(actual[0]) / (0.2 * 40**0.5), compute_uv=False)
         assert 0.65 < values.min() < values.max() < 1.25
@@ -153,7 +153,7 @@ STATE_BYTES = {
 @pytest.mark.parametrize("name", STATE_BYTES)
 def test_bytes_of_state_for_each_weight_of_a_large_matrix(name):
     config = optimizer_cases.make_config(name).optimizer
-    param = Parameter(shape=(14336, 4096), hf_name="", num_layers=32)
+    param = Parameter(shape=(14336, 4096), hf_name="", layers=tuple(range(32)))
     size = param.size * param.num_layers
     one_device = optimizer.state_bytes(config, param, 1).total
     assert one_device / size == pytest.approx(STATE_BYTES[name], abs=1e-5)

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.model import decoder
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import param_groups
 from tests import batches
 from tests.messages import assert_names

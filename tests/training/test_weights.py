@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.model import decoder
-from jaxsp.model.layers import Parameter
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Placement, Shard
 from jaxsp.training import weight_init

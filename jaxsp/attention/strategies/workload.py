@@ -13,7 +13,7 @@ from jaxsp.config.schema import Config
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """The fields of a model that attention depends on; `model.config.ModelConfig` has them."""
+    """The fields of a model that attention depends on; `blocks.config.ModelConfig` has them."""
 
     @property
     def num_heads(self) -> int: ...

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxsp.blocks.config import Rope
 from jaxsp.core.errors import UserError
 from jaxsp.hf.rope.rope_fields import ORIGINAL
-from jaxsp.model.config import Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import jax
 import jaxlib
 from jaxlib.mlir import ir
 
+from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors, host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.model.layers import Parameter
 from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu

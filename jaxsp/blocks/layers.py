@@ -1,4 +1,4 @@
-"""Decoder modules in Flax NNX, which declare each weight once and compute one device's tokens.
+"""Modules in Flax NNX that all layers are made of. Each weight is declared once.
 
 Dims: B rows, l this device's tokens of a row, D model, H query heads, G K/V heads, K head size,
 F feed-forward, V vocabulary. Matrices are [out, in] as in Hugging Face's files, so that import and
@@ -8,17 +8,16 @@ export copy bytes.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
-from jaxsp.model import dropout, rope
-from jaxsp.model.config import Lora, ModelConfig
-from jaxsp.model.dropout import Keys
+from jaxsp.blocks import dropout
+from jaxsp.blocks.config import Lora, ModelConfig
+from jaxsp.blocks.dropout import Keys
 
 Weights = dict[str, Any]
 """Nested dict of arrays, with the structure that the modules declare."""
@@ -35,17 +34,34 @@ class Parameter:
     hf_rows: tuple[int, int] | None = None
     """First row of this parameter in that tensor, and number of rows of the tensor; None: this
     parameter is the whole tensor."""
-    num_layers: int | None = None
-    """Size of the layer dimension in front of `shape`; None for a tensor outside the layers."""
+    layers: tuple[int, ...] | None = None
+    """Numbers of the layers that have such a tensor, which the array stacks in front of `shape`;
+    None for a tensor outside the layers."""
     mean: float = 0.0
     """Mean of random weights, which are drawn from a normal distribution."""
     std: float = 0.0
     """Standard deviation of random weights."""
+    log_uniform: tuple[float, float] | None = None
+    """Range of uniform numbers whose logarithms random weights are; None: they are normal."""
+    compute_dtype: str | None = None
+    """dtype that the model gets this weight in; None: that of the run."""
+    is_filter: bool = False
+    """True for filters of a convolution, which are treated like vectors."""
     is_adapter: bool = False
     """True for a weight of an adapter (LoRA), which is not part of the model's own files."""
     frozen_as: str | None = None
     """Format in which a frozen weight is stored, for example `bfloat16`; None: the weight is
     trained, and stored in float32."""
+
+    @property
+    def num_layers(self) -> int | None:
+        """Size of the layer dimension; None for a tensor outside the layers."""
+        return None if self.layers is None else len(self.layers)
+
+    def find(self, layer: int) -> int:
+        """Index of a layer, by its number, in the stack."""
+        assert self.layers is not None, self.hf_name
+        return self.layers.index(layer)
 
     @property
     def is_trainable(self) -> bool:
@@ -54,8 +70,11 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """True for all weights except biases and norms. Weight decay applies to matrices only."""
-        return len(self.shape) > 1
+        """True for all weights except biases, norms and filters.
+
+        Weight decay applies to matrices only.
+        """
+        return len(self.shape) > 1 and not self.is_filter
 
     @property
     def size(self) -> int:
@@ -104,7 +123,7 @@ class Gather(Protocol):
         """Shards from holders and values, of all layers or of one."""
 
 
-def _declare_param(param: Parameter) -> nnx.Param:
+def declare_param(param: Parameter) -> nnx.Param:
     """Declares a weight without a value; the arrays are merged into the modules for each call."""
     return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), param=param)
 
@@ -130,9 +149,9 @@ class Linear(nnx.Module):
             hf_rows=hf_rows,
             std=config.initializer_range,
         )
-        self.weight = _declare_param(matrix)
+        self.weight = declare_param(matrix)
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
-        self.bias = _declare_param(vector) if bias else None
+        self.bias = declare_param(vector) if bias else None
         adapter: LoraAdapter | None = None
         if config.lora is not None and hf_name in config.lora.targets:
             shared = None if fused_with is None else fused_with.adapter
@@ -153,7 +172,7 @@ class Linear(nnx.Module):
 
 
 class LoraAdapter(nnx.Module):
-    """Adapter of a projection: see `model.config.Lora`. Names are those of PEFT.
+    """Adapter of a projection: see `blocks.config.Lora`. Names are those of PEFT.
 
     A has random weights of the variance that PEFT gives them, B is 0, and DoRA's magnitudes are the
     norms of the rows of W (`training.weight_init.init_magnitudes`).
@@ -175,15 +194,15 @@ class LoraAdapter(nnx.Module):
             hf_rows=weight.hf_rows,
             is_adapter=True,
         )
-        self.a: nnx.Param = _declare_param(a) if shared is None else shared.a
-        self.b = _declare_param(b)
+        self.a: nnx.Param = declare_param(a) if shared is None else shared.a
+        self.b = declare_param(b)
         magnitude = Parameter(
             shape=(dim_out,),
             hf_name=f"{name}.lora_magnitude_vector",
             hf_rows=weight.hf_rows,
             is_adapter=True,
         )
-        self.magnitude = _declare_param(magnitude) if lora.is_dora else None
+        self.magnitude = declare_param(magnitude) if lora.is_dora else None
         self.scale = lora.scale
         self.dropout = lora.dropout
         self.name = name
@@ -235,9 +254,7 @@ class Norm(nnx.Module):
 
     def __init__(self, dim: int, *, hf_name: str, config: ModelConfig):
         mean = 0.0 if config.norm == "rms_plus_one" else 1.0
-        self.weight = _declare_param(
-            Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=mean)
-        )
+        self.weight = declare_param(Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=mean))
         self.kind = config.norm
         self.eps = config.norm_eps
 
@@ -252,81 +269,15 @@ class Norm(nnx.Module):
         return (x32 * weight).astype(x.dtype)
 
 
-def _declare_norm(dim: int, hf_name: str | None, config: ModelConfig) -> Norm | None:
+def declare_norm(dim: int, hf_name: str | None, config: ModelConfig) -> Norm | None:
     return None if hf_name is None else Norm(dim, hf_name=hf_name, config=config)
 
 
-def _apply_norm(norm: Norm | None, x: Array) -> Array:
+def apply_norm(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
-class AttentionInputs(NamedTuple):
-    """Results of the part of a layer before attention."""
-
-    q: Float[Array, "B l H K"]
-    k: Float[Array, "B l G K"]
-    v: Float[Array, "B l G K"]
-    mlp_input: Float[Array, "B l D"] | None
-    """Input of the MLP, if it is that of attention (`ModelConfig.is_parallel`)."""
-
-
-class PreAttention(nnx.Module):
-    """Part of a layer before attention: norm, projections to q, k and v, and RoPE."""
-
-    def __init__(self, config: ModelConfig):
-        self.norm = _declare_norm(config.hidden_size, config.norm_names.pre_attention, config)
-        self.q, self.k, self.v = self._declare_projections(config)
-        self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
-        self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
-        self.config = config
-
-    def _declare_projections(self, config: ModelConfig) -> list[Linear]:
-        linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
-        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        rows = [heads * config.head_dim for heads in num_heads]
-        if config.has_fused_qkv:
-            return _declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
-        return [
-            linear(size, hf_name=f"self_attn.{name}_proj")
-            for name, size in zip("qkv", rows, strict=True)
-        ]
-
-    def _declare_qk_norm(self, name: str, num_heads: int, config: ModelConfig) -> Norm | None:
-        if config.qk_norm == "none":
-            return None
-        num_normalized = 1 if config.qk_norm == "head" else num_heads
-        dim = num_normalized * config.head_dim
-        return Norm(dim, hf_name=f"self_attn.{name}_norm", config=config)
-
-    def __call__(
-        self,
-        x_BlD: Float[Array, "B l D"],
-        positions_Bl: Int32[Array, "B l"],
-        keys: Keys | None = None,
-        rope_index: Int32[Array, ""] | int = 0,
-    ) -> AttentionInputs:
-        """Args: keys: as in `Linear`. rope_index: index into `ModelConfig.ropes`."""
-        config = self.config
-        x_BlD = _apply_norm(self.norm, x_BlD)
-        angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
-        q = self._split_heads(self.q(x_BlD, keys), self.q_norm)
-        k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
-        v = self._split_heads(self.v(x_BlD, keys), None)
-        q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
-        k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
-        if config.query_scale is not None:
-            q = rope.scale_queries(q, positions_Bl, config.query_scale)
-        return AttentionInputs(q, k, v, x_BlD if config.is_parallel else None)
-
-    def _split_heads(self, x_BlX: Array, norm: Norm | None) -> Float[Array, "B l heads K"]:
-        """Splits a projection into heads; applies the norm to all heads together or to each."""
-        heads = (*x_BlX.shape[:2], -1, self.config.head_dim)
-        if self.config.qk_norm == "projection":
-            return _apply_norm(norm, x_BlX).reshape(heads)
-        return _apply_norm(norm, x_BlX.reshape(heads))
-
-
-def _declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -> list[Linear]:
+def declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -> list[Linear]:
     """Matrices that are parts of one tensor in Hugging Face's files, below each other."""
     parts: list[Linear] = []
     for index, size in enumerate(rows):
@@ -340,100 +291,6 @@ def _declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) 
     return parts
 
 
-MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
-"""Names of the MLP's gate and up projections, for a remat policy."""
-
-
-class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig):
-        D = config.hidden_size
-        F = config.intermediate_size
-        linear = functools.partial(Linear, bias=config.mlp_bias, config=config)
-        if config.has_fused_gate_up:
-            fused = functools.partial(linear, D)
-            self.gate, self.up = _declare_fused(fused, [F, F], hf_name="mlp.gate_up_proj")
-        else:
-            self.gate = linear(D, F, hf_name="mlp.gate_proj")
-            self.up = linear(D, F, hf_name="mlp.up_proj")
-        self.down = linear(F, D, hf_name="mlp.down_proj")
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
-        """Args: keys: as in `Linear`."""
-        products = (self.gate(x, keys), self.up(x, keys))
-        gate, up = map(checkpoint_name, products, MLP_CHECKPOINT_NAMES)
-        return self.down(self._activate(gate) * up, keys)
-
-    def _activate(self, gate: Array) -> Array:
-        if self.activation == "silu":
-            return jax.nn.silu(gate)
-        return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
-
-
-class PostAttention(nnx.Module):
-    """Part of a layer after attention: output projection and MLP, each with a residual."""
-
-    def __init__(self, config: ModelConfig):
-        D = config.hidden_size
-        q_dim = config.num_heads * config.head_dim
-        names = config.norm_names
-        self.o = Linear(
-            q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias, config=config
-        )
-        self.output_norm = _declare_norm(D, names.post_attention, config)
-        self.norm = _declare_norm(D, names.pre_mlp, config)
-        self.mlp = MLP(config)
-        self.mlp_norm = _declare_norm(D, names.post_mlp, config)
-        self.residual_scale = config.residual_scale
-
-    def __call__(
-        self,
-        x_BlD: Float[Array, "B l D"],
-        out_BlHK: Float[Array, "B l H K"],
-        mlp_input: Float[Array, "B l D"] | None = None,
-        keys: Keys | None = None,
-    ) -> Float[Array, "B l D"]:
-        """Args: mlp_input: see `AttentionInputs`; None: the MLP follows attention. keys: as in
-        `Linear`."""
-        out_BlD = self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1), keys)
-        x_BlD = x_BlD + scale(_apply_norm(self.output_norm, out_BlD), self.residual_scale)
-        if mlp_input is None:
-            mlp_input = _apply_norm(self.norm, x_BlD)
-        mlp_out_BlD = _apply_norm(self.mlp_norm, self.mlp(mlp_input, keys))
-        return x_BlD + scale(mlp_out_BlD, self.residual_scale)
-
-
 def scale(x: Array, factor: float) -> Array:
     """x times a factor rounded to the dtype of x, as in torch; x itself if the factor is 1."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-
-class DecoderLayer(nnx.Module):
-    """Weights of one layer. model/decoder.py calls both parts, with attention between them."""
-
-    def __init__(self, config: ModelConfig):
-        self.pre_attention = PreAttention(config)
-        sinks = Parameter(shape=(config.num_heads,), hf_name="self_attn.sinks")
-        self.sinks = _declare_param(sinks) if config.has_sinks else None
-        self.post_attention = PostAttention(config)
-
-
-class Decoder(nnx.Module):
-    """All weights: embedding, layers, last norm and head.
-
-    `layers` declares one layer. The arrays stack all layers: see `Parameter.num_layers`.
-    """
-
-    def __init__(self, config: ModelConfig):
-        matrix = Parameter(
-            shape=(config.vocab_size, config.hidden_size),
-            hf_name="model.embed_tokens.weight",
-            std=config.initializer_range,
-        )
-        self.embedding = _declare_param(matrix)
-        self.layers = DecoderLayer(config)
-        self.norm = Norm(config.hidden_size, hf_name="model.norm", config=config)
-        head = dataclasses.replace(matrix, hf_name="lm_head.weight")
-        self.head = None if config.tie_embeddings else _declare_param(head)

@@ -1,7 +1,8 @@
 """Configuration of a decoder: the fields in which model families differ."""
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 from jaxsp.attention import ScoreConfig
 
@@ -19,14 +20,76 @@ class Rope:
     """For messages. Example: `yarn, theta 1,000,000, factor 4 over 32,768 positions`."""
 
 
+ATTENTION = "attention"
+"""Name of the mixer that computes softmax attention."""
+
+
+DELTA_NET = "delta_net"
+"""Name of the mixer that is a gated delta net."""
+
+
+class LayerKind(NamedTuple):
+    """Names of the blocks of a layer. Weights of layers of one kind are stacked."""
+
+    mixer: str
+    """Name of the part in which the tokens of a row meet: see `blocks.registry.MIXERS`."""
+    feed_forward: str
+    """Name in `blocks.registry.FEED_FORWARDS`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the kind's weights in the parameter table, if there are several kinds."""
+        return f"{self.mixer}_{self.feed_forward}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """The fields in which layers of one model differ."""
 
-    window: int | None
+    window: int | None = None
     """Number of tokens that a token attends to, including itself; None: all before it in its
     segment."""
-    rope: Rope
+    rope: Rope | None
+    """None for a layer without attention."""
+    mixer: str = "attention"
+    feed_forward: str = "mlp"
+
+    @property
+    def kind(self) -> LayerKind:
+        return LayerKind(self.mixer, self.feed_forward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+    """Sizes of gated delta nets."""
+
+    num_key_heads: int
+    num_heads: int
+    """Number of value heads, a multiple of the key heads: each key head serves several."""
+    key_size: int
+    """Elements of a key or query of a head."""
+    value_size: int
+    """Elements of a value of a head."""
+    filter_size: int
+    """Tokens that the convolution sees, including the token itself."""
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of all queries, keys and values of a token."""
+        keys = 2 * self.num_key_heads * self.key_size
+        return keys + self.num_heads * self.value_size
+
+
+class LayerSegment(NamedTuple):
+    """Layers whose kinds repeat: `first` to `first + repeats * len(period) - 1`."""
+
+    first: int
+    period: tuple[LayerKind, ...]
+    repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.repeats * len(self.period)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +144,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     layers: tuple[LayerConfig, ...]
-    """One entry for each layer. All layers have the same weights."""
+    """One entry for each layer."""
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     """Norm: x / rms(x) * w, the same with 1 + w (Gemma), or with the mean subtracted (Cohere)."""
     norm_eps: float
@@ -109,6 +172,9 @@ class ModelConfig:
     """Limit c of attention scores, c * tanh(score / c); None: no limit (Gemma 2: 50)."""
     has_sinks: bool = False
     """True if each head has a learned score of a key with value 0 (gpt-oss)."""
+    has_attention_gate: bool = False
+    """True if attention's output is multiplied by the sigmoid of a gate, which the query projection
+    has beside each head's query (Qwen3.5)."""
     embedding_scale: float = 1.0
     """Factor on embeddings, rounded to the compute dtype (Gemma: hidden_size ** 0.5)."""
     residual_scale: float = 1.0
@@ -124,6 +190,8 @@ class ModelConfig:
     """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float
     """Standard deviation of randomly initialized matrices."""
+    delta_net: DeltaNetConfig | None = None
+    """Sizes of the layers whose mixer is a gated delta net; None: there are none."""
     lora: Lora | None = None
 
     @property
@@ -131,16 +199,58 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The distinct kinds of the layers, in order of first use."""
+        return tuple(dict.fromkeys(layer.kind for layer in self.layers))
+
+    @functools.cached_property
+    def segments(self) -> tuple[LayerSegment, ...]:
+        """The layers in order, as few segments as a greedy search finds."""
+        kinds = [layer.kind for layer in self.layers]
+        segments: list[LayerSegment] = []
+        first = 0
+        while first < len(kinds):
+            segments.append(_find_segment(kinds, first))
+            first += segments[-1].num_layers
+        return tuple(segments)
+
+    @property
+    def attention_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers with attention."""
+        return tuple(layer for layer in self.layers if layer.mixer == ATTENTION)
+
+    @property
     def layer_scores(self) -> tuple[ScoreConfig, ...]:
-        """Computation of attention's scores, for each layer."""
+        """Computation of attention's scores, for each layer with attention."""
         return tuple(
             ScoreConfig(
                 scale=self.attention_scale, window=layer.window, softcap=self.attention_softcap
             )
-            for layer in self.layers
+            for layer in self.attention_layers
         )
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct RoPEs of the layers, in order of first use."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+
+def _find_segment(kinds: list[LayerKind], first: int) -> LayerSegment:
+    """The segment that covers most layers from `first` on, with the shortest period.
+
+    A period of several layers must occur at least twice.
+    """
+
+    def repeats(length: int) -> int:
+        period = kinds[first : first + length]
+        count = 1
+        while kinds[first + count * length : first + (count + 1) * length] == period:
+            count += 1
+        return count
+
+    best = 1
+    for length in range(2, (len(kinds) - first) // 2 + 1):
+        count = repeats(length)
+        if count > 1 and count * length > best * repeats(best):
+            best = length
+    return LayerSegment(first, tuple(kinds[first : first + best]), repeats(best))

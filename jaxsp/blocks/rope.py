@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxsp.blocks.config import ModelConfig, QueryScale, Rope
 from jaxsp.core.batch import POSITION_LIMIT
 from jaxsp.core.units import format_count
-from jaxsp.model.config import ModelConfig, QueryScale, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,9 @@ def describe(model: ModelConfig, *, is_changed: bool) -> str:
 
     Args: is_changed: True if the config changes them.
     """
-    ropes = collections.Counter(layer.rope.description for layer in model.layers)
+    ropes = collections.Counter(
+        layer.rope.description for layer in model.layers if layer.rope is not None
+    )
     has_choice = any(description.startswith("longrope") for description in ropes)
     if not is_changed and not has_choice:
         return ""

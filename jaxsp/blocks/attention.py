@@ -1,0 +1,171 @@
+"""Softmax attention as the mixer of a layer."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxsp import attention
+from jaxsp.blocks import rope
+from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
+from jaxsp.blocks.config import LayerConfig, ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import (
+    Linear,
+    Norm,
+    Parameter,
+    Weights,
+    apply_norm,
+    declare_fused,
+    declare_param,
+)
+
+
+class AttentionInput(MixerInput):
+    """Norm, projections to q, k and v, and RoPE."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.q, self.k, self.v = self._declare_projections(config)
+        self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
+        self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
+        self.config = config
+
+    def _declare_projections(self, config: ModelConfig) -> list[Linear]:
+        linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
+        num_heads = (
+            config.num_heads * (2 if config.has_attention_gate else 1),
+            config.num_kv_heads,
+            config.num_kv_heads,
+        )
+        rows = [heads * config.head_dim for heads in num_heads]
+        if config.has_fused_qkv:
+            return declare_fused(linear, rows, hf_name="self_attn.qkv_proj")
+        return [
+            linear(size, hf_name=f"self_attn.{name}_proj")
+            for name, size in zip("qkv", rows, strict=True)
+        ]
+
+    def _declare_qk_norm(self, name: str, num_heads: int, config: ModelConfig) -> Norm | None:
+        if config.qk_norm == "none":
+            return None
+        num_normalized = 1 if config.qk_norm == "head" else num_heads
+        dim = num_normalized * config.head_dim
+        return Norm(dim, hf_name=f"self_attn.{name}_norm", config=config)
+
+    def project(
+        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """q [B, l, H, K], k and v [B, l, G, K]; and the gate [B, l, H, K], if there is one."""
+        config = self.config
+        positions_Bl, keys, rope_index = tokens
+        angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
+        q = self.q(x_BlD, keys)
+        carried: tuple[Array, ...] = ()
+        if config.has_attention_gate:
+            # Each head's rows are those of its query, then those of its gate
+            q_BlHX = q.reshape(*q.shape[:2], config.num_heads, 2 * config.head_dim)
+            q, gate = jax.numpy.split(q_BlHX, 2, axis=-1)
+            carried = (gate,)
+        q = self._split_heads(q, self.q_norm)
+        k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
+        v = self._split_heads(self.v(x_BlD, keys), None)
+        q = rope.rotate(q, angles, is_interleaved=config.rope_interleaved)
+        k = rope.rotate(k, angles, is_interleaved=config.rope_interleaved)
+        if config.query_scale is not None:
+            q = rope.scale_queries(q, positions_Bl, config.query_scale)
+        return (q, k, v), carried
+
+    def _split_heads(self, x: Array, norm: Norm | None) -> Float[Array, "B l heads K"]:
+        """Splits a projection into heads; applies the norm to all heads together or to each."""
+        heads = (*x.shape[:2], -1, self.config.head_dim)
+        if self.config.qk_norm == "projection":
+            return apply_norm(norm, x).reshape(heads)
+        return apply_norm(norm, x.reshape(heads))
+
+
+class Sinks(nnx.Module):
+    """Scores of one more key for each head, whose value is 0."""
+
+    def __init__(self, config: ModelConfig):
+        self.sinks = declare_param(Parameter(shape=(config.num_heads,), hf_name="self_attn.sinks"))
+
+
+class AttentionOutput(Linear):
+    """Output projection, after the gate if there is one."""
+
+    def __call__(  # type: ignore[override]  # called as every mixer's output, not as a Linear
+        self, out_BlHK: Float[Array, "B l H K"], *gates: Array, keys: Keys | None = None
+    ) -> Float[Array, "B l D"]:
+        for gate in gates:
+            out_BlHK = out_BlHK * jax.nn.sigmoid(gate)
+        return super().__call__(out_BlHK.reshape(*out_BlHK.shape[:2], -1), keys)
+
+
+class Attention(Mixer):
+    """Causal softmax attention within each segment: see `attention.Attend`."""
+
+    checkpoint_names = attention.CHECKPOINT_NAMES
+
+    def declare_input(self, config: ModelConfig) -> AttentionInput:
+        return AttentionInput(config)
+
+    def declare_weights(self, config: ModelConfig) -> Sinks | None:
+        return Sinks(config) if config.has_sinks else None
+
+    def declare_output(self, config: ModelConfig) -> AttentionOutput:
+        return AttentionOutput(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            hf_name="self_attn.o_proj",
+            bias=config.output_bias,
+            config=config,
+        )
+
+    def mix(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> Float[Array, "B l H K"]:
+        q_BlHK, k_BlGK, v_BlGK = inputs
+        segments = (rows.batch.starts_BM, rows.batch.lengths_BM, rows.tables)
+        return rows.attend(
+            q_BlHK,
+            k_BlGK,
+            v_BlGK,
+            *segments,
+            kind=rows.attention_kind,
+            sinks_H=weights.get("sinks"),
+        )
+
+    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        strategy = workload.attention.strategy
+        if strategy.heads.degree > 1:  # queries, keys and values in one, and outputs
+            _, local_kv_heads = strategy.heads.local_heads(config.num_heads, config.num_kv_heads)
+            kv_heads = local_kv_heads * strategy.heads.degree
+            heads = [config.num_heads + 2 * kv_heads, config.num_heads]
+        gates = config.num_heads if config.has_attention_gate else 0
+        return [count * config.head_dim for count in (*heads, gates)] + [config.hidden_size]
+
+    def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
+        """Output and log-sum-exp."""
+        return config.num_heads * (config.head_dim * itemsize + 4)
+
+    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
+        choice = workload.attention
+        return choice.settings.workspace_bytes + max(
+            choice.strategy.backward_bytes(layer, choice.settings)
+            for layer in attention.count_workloads(workload.config, config)
+        )
+
+    def forward_flops(
+        self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray
+    ) -> float:
+        """4 operations per head element and pair of a query and a key. A segment of n tokens has
+        n (n + 1) / 2 pairs; with a window of w, each token from number w on has w."""
+        lengths = segment_lengths.astype(np.float64)
+        near = lengths if layer.window is None else np.minimum(lengths, layer.window)
+        pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
+        return 4 * config.num_heads * config.head_dim * pairs

@@ -1,0 +1,202 @@
+"""The two blocks of a layer: a mixer, in which the tokens of a row meet, and a feed-forward.
+
+Each is a file in mixers/ or feed_forwards/ and a line in registry.py. It declares its weights,
+computes, and tells its cost; nothing else in jaxsp knows its dims.
+
+    x -> norm -> mixer's input -> mix -> mixer's output -> + x -> norm -> feed-forward -> + x
+         |___ in tiles of tokens __|     |_____________ in tiles of tokens ___________|
+
+Only `mix` communicates. Everything else treats each token independently.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxsp.attention import Attend, AttentionChoice
+from jaxsp.blocks.config import LayerConfig, ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
+from jaxsp.config.schema import Config
+from jaxsp.core.batch import Batch
+
+
+class TokenInputs(NamedTuple):
+    """Inputs of a mixer's projections besides the activations of tokens."""
+
+    positions_Bl: Int32[Array, "B l"]
+    keys: Keys | None
+    """Random keys for dropout; None: no dropout."""
+    rope_index: Int32[Array, ""] | int
+    """Index of the layer's RoPE into `ModelConfig.ropes`."""
+
+
+class RowInputs(NamedTuple):
+    """Inputs of `Mixer.mix` besides the arrays that it mixes: the rows, and who shares them."""
+
+    batch: Batch
+    attend: Attend
+    """Attention of this mesh; its strategy tells other mixers how rows are divided."""
+    tables: Any
+    """Result of `Attend.make_segment_tables`."""
+    attention_kind: Int32[Array, ""] | int
+    """Index of the layer's scores into `Attend.kinds`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Inputs of a block's cost besides the model."""
+
+    config: Config
+    attention: AttentionChoice
+    tokens_per_device: int
+    """Tokens of a device in a microbatch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return np.dtype(self.config.model.compute_dtype).itemsize
+
+
+class MixerInput(nnx.Module):
+    """Part of a layer before the mixing: the norm, and the projections of a subclass."""
+
+    def __init__(self, config: ModelConfig):
+        self.norm = declare_norm(config.hidden_size, config.norm_names.pre_attention, config)
+        self.is_parallel = config.is_parallel
+
+    def __call__(
+        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
+    ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
+        """The arrays that are mixed, and those that the part after it gets too.
+
+        The first carried one is the feed-forward's input, if it is that of the mixer
+        (`ModelConfig.is_parallel`), else None.
+        """
+        x_BlD = apply_norm(self.norm, x_BlD)
+        mixed, carried = self.project(x_BlD, tokens)
+        return mixed, (x_BlD if self.is_parallel else None, *carried)
+
+    def project(
+        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """The arrays that are mixed, and those that `Mixer.declare_output`'s module also gets."""
+        raise NotImplementedError
+
+
+class FeedForward(nnx.Module):
+    """A function of each token, made for a `ModelConfig`."""
+
+    checkpoint_names: ClassVar[tuple[str, ...]]
+    """Names of the results that `remat: save_attention_and_mlp` keeps."""
+
+    def __init__(self, config: ModelConfig): ...
+
+    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None) -> Float[Array, "B l D"]:
+        """Args: keys: of the tokens, for dropout; None: no dropout."""
+        raise NotImplementedError
+
+    @staticmethod
+    def saved_widths(config: ModelConfig) -> list[int]:
+        """Elements for each token of the results in `checkpoint_names`, which are products."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward_width(config: ModelConfig) -> int:
+        """Elements for each token that are live at once in the backward pass."""
+        raise NotImplementedError
+
+    @staticmethod
+    def active_fraction(config: ModelConfig, param: Parameter) -> float:
+        """Fraction of the elements of a matrix of this block that one token is multiplied with."""
+        return 1.0
+
+
+class Mixer(abc.ABC):
+    """The part of a layer in which the tokens of a row meet."""
+
+    checkpoint_names: ClassVar[tuple[str, ...]]
+    """Names of the results that all policies but `remat: full` keep."""
+
+    @abc.abstractmethod
+    def declare_input(self, config: ModelConfig) -> MixerInput: ...
+
+    def declare_weights(self, config: ModelConfig) -> nnx.Module | None:
+        """Weights of `mix` itself; None: it has none."""
+        return None
+
+    @abc.abstractmethod
+    def declare_output(self, config: ModelConfig) -> nnx.Module:
+        """Module that is called with the mixed array, [B, l, ...], the carried arrays and the keys
+        of dropout, and returns [B, l, D]."""
+
+    @abc.abstractmethod
+    def mix(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> Array:
+        """Mixes this device's tokens with the other tokens of their rows. Shapes: [B, l, ...].
+
+        Args: weights: whole weights of `declare_weights`.
+        """
+
+    @abc.abstractmethod
+    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
+        """Elements for each token of the products, and results of all-to-alls, between the layer's
+        input and the feed-forward."""
+
+    @abc.abstractmethod
+    def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
+        """Bytes of the results in `checkpoint_names`, for each token."""
+
+    @abc.abstractmethod
+    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
+        """Memory of the backward pass of `mix` on a device: the maximum of the layers."""
+
+    def sent_bytes(self, config: ModelConfig, workload: Workload) -> dict[str, float]:
+        """Bytes that a device sends in `mix` per layer and microbatch, forward and backward, by
+        collective operation; those of `Attend` are not counted here."""
+        return {}
+
+    @abc.abstractmethod
+    def forward_flops(
+        self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray
+    ) -> float:
+        """Floating-point operations of `mix` in a layer, for segments of these lengths."""
+
+
+class LayerOutput(nnx.Module):
+    """Part of a layer after the mixing: output projection and feed-forward, each with a residual.
+
+    Names of norms are those of attention and MLP: see `NormNames`.
+    """
+
+    def __init__(self, config: ModelConfig, mixer: Mixer, feed_forward: type[FeedForward]):
+        D = config.hidden_size
+        names = config.norm_names
+        self.o = mixer.declare_output(config)
+        self.output_norm = declare_norm(D, names.post_attention, config)
+        self.norm = declare_norm(D, names.pre_mlp, config)
+        self.mlp = feed_forward(config)
+        self.mlp_norm = declare_norm(D, names.post_mlp, config)
+        self.residual_scale = config.residual_scale
+
+    def __call__(
+        self,
+        x_BlD: Float[Array, "B l D"],
+        mixed: Float[Array, "B l ..."],
+        mlp_input: Float[Array, "B l D"] | None,
+        *carried: Array,
+        keys: Keys | None = None,
+    ) -> Float[Array, "B l D"]:
+        """Args: mlp_input, carried: see `MixerInput`. keys: as in `FeedForward`."""
+        out_BlD = self.o(mixed, *carried, keys=keys)
+        x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
+        if mlp_input is None:
+            mlp_input = apply_norm(self.norm, x_BlD)
+        mlp_out_BlD = apply_norm(self.mlp_norm, self.mlp(mlp_input, keys))
+        return x_BlD + scale(mlp_out_BlD, self.residual_scale)

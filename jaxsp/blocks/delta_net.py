@@ -1,0 +1,233 @@
+"""Gated delta net as the mixer of a layer (Qwen3-Next, Qwen3.5).
+
+Each head has a state that decays, and in which a token replaces what its key finds:
+`delta_rule.chunk`. The tokens of a row stay where they are; devices exchange states.
+
+Source: Yang et al. 2024, arXiv:2412.06464.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Linear, Parameter, Weights, declare_param
+from jaxsp.delta_rule import convolution, delta_rule
+from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
+from jaxsp.delta_rule.spans import RowSpans, find_segments
+
+OUTPUT = "delta_net_out"
+
+_PREFIX = "linear_attn"
+
+
+def _sizes(config: ModelConfig) -> DeltaNetConfig:
+    assert config.delta_net is not None, "a layer is a delta net"
+    return config.delta_net
+
+
+class DeltaNetInput(MixerInput):
+    """Norm, and projections to q, k and v, to the output's gate, to decays and to strengths."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        sizes = _sizes(config)
+        D = config.hidden_size
+        H = sizes.num_heads
+        rows = {"qkv": sizes.num_channels, "z": H * sizes.value_size, "a": H, "b": H}
+        self.qkv, self.z, self.a, self.b = (
+            Linear(D, size, hf_name=f"{_PREFIX}.in_proj_{name}", bias=False, config=config)
+            for name, size in rows.items()
+        )
+        self.decay = declare_param(
+            Parameter(
+                shape=(H,),
+                hf_name=f"{_PREFIX}.A_log",
+                log_uniform=(0.01, 16.0),
+                compute_dtype="float32",
+            )
+        )
+        self.step = declare_param(
+            Parameter(shape=(H,), hf_name=f"{_PREFIX}.dt_bias", mean=1.0, compute_dtype="float32")
+        )
+
+    def project(
+        self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """q, k and v [B, l, X], decays' logarithms and strengths [B, l, H] in float32; the gate."""
+        keys = tokens.keys
+        strength = jax.nn.sigmoid(self.b(x_BlD, keys)).astype(jnp.float32)
+        a32 = self.a(x_BlD, keys).astype(jnp.float32)
+        step, decay = (jnp.broadcast_to(param[...], a32.shape) for param in (self.step, self.decay))
+        log_decay = -jnp.exp(decay) * jax.nn.softplus(a32 + step)
+        return (self.qkv(x_BlD, keys), log_decay, strength), (self.z(x_BlD, keys),)
+
+
+class Filters(nnx.Module):
+    """Filters of the convolution over q, k and v."""
+
+    def __init__(self, config: ModelConfig):
+        sizes = _sizes(config)
+        self.filters = declare_param(
+            Parameter(
+                shape=(sizes.num_channels, 1, sizes.filter_size),
+                hf_name=f"{_PREFIX}.conv1d.weight",
+                std=config.initializer_range,
+                is_filter=True,
+            )
+        )
+
+
+class DeltaNetOutput(nnx.Module):
+    """Norm of each head, gate and output projection."""
+
+    def __init__(self, config: ModelConfig):
+        sizes = _sizes(config)
+        # The weight w is a factor, also in models whose other norms have 1 + w
+        self.norm = declare_param(
+            Parameter(shape=(sizes.value_size,), hf_name=f"{_PREFIX}.norm.weight", mean=1.0)
+        )
+        self.out = Linear(
+            sizes.num_heads * sizes.value_size,
+            config.hidden_size,
+            hf_name=f"{_PREFIX}.out_proj",
+            bias=False,
+            config=config,
+        )
+        self.eps = config.norm_eps
+
+    def __call__(
+        self,
+        out_BlHV: Float[Array, "B l H V"],
+        gate: Float[Array, "B l X"],
+        *,
+        keys: Keys | None = None,
+    ) -> Float[Array, "B l D"]:
+        x32 = out_BlHV.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        weight = jnp.broadcast_to(self.norm[...].astype(jnp.float32), x32.shape)
+        # Rounded where transformers rounds
+        rounded = x32.astype(out_BlHV.dtype).astype(jnp.float32)
+        normed = (weight * rounded).astype(out_BlHV.dtype).astype(jnp.float32)
+        gated = normed * jax.nn.silu(gate.astype(jnp.float32).reshape(x32.shape))
+        x_BlX = gated.astype(out_BlHV.dtype).reshape(gate.shape)
+        return self.out(x_BlX, keys)
+
+
+class DeltaNet(Mixer):
+    """The gated delta rule within each segment, after a convolution."""
+
+    checkpoint_names = (OUTPUT,)
+
+    def declare_input(self, config: ModelConfig) -> DeltaNetInput:
+        return DeltaNetInput(config)
+
+    def declare_weights(self, config: ModelConfig) -> Filters:
+        return Filters(config)
+
+    def declare_output(self, config: ModelConfig) -> DeltaNetOutput:
+        return DeltaNetOutput(config)
+
+    def mix(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> Float[Array, "B l H V"]:
+        sizes = _sizes(config)
+        qkv_BlX, g_BlH, beta_BlH = inputs
+        B, l, _ = qkv_BlX.shape
+        spans = RowSpans(
+            seq=rows.attend.strategy.seq, layout=rows.attend.layout, tokens_per_device=l
+        )
+        segments = find_segments(rows.batch.starts_BM, rows.batch.lengths_BM, spans.own_tokens())
+        clear = lambda x: jnp.where(segments.inside_Bl[..., None], x, jnp.zeros((), x.dtype))
+        with jax.named_scope(SCOPE):
+            qkv_BlX = convolution.convolve(
+                clear(qkv_BlX), weights["filters"][:, 0], segments, spans
+            )
+            key_channels = sizes.num_key_heads * sizes.key_size
+            parts = jnp.split(qkv_BlX, [key_channels, 2 * key_channels], axis=-1)
+            q, k, v = (
+                x.reshape(B, l, heads, -1)
+                for x, heads in zip(
+                    parts, (*2 * [sizes.num_key_heads], sizes.num_heads), strict=True
+                )
+            )
+            out = delta_rule.compute(
+                q, k, v, clear(g_BlH), clear(beta_BlH), segments.is_first_Bl, spans=spans
+            )
+        return checkpoint_name(out, OUTPUT)
+
+    def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
+        sizes = _sizes(config)
+        values = sizes.num_heads * sizes.value_size
+        return [sizes.num_channels, values, 2 * sizes.num_heads, config.hidden_size]
+
+    def output_bytes(self, config: ModelConfig, itemsize: int) -> int:
+        sizes = _sizes(config)
+        return sizes.num_heads * sizes.value_size * itemsize
+
+    def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
+        """States of all chunks of the sections that are computed at a time, maps and incoming
+        states of all sections, inverses, and the inputs and their gradients."""
+        sizes = _sizes(config)
+        H = sizes.num_heads
+        K = sizes.key_size
+        V = sizes.value_size
+        choice = workload.attention
+        config_rows = workload.config.batch.rows_per_microbatch
+        spans = RowSpans(
+            seq=choice.strategy.seq,
+            layout=choice.strategy.layout,
+            tokens_per_device=workload.tokens_per_device // config_rows,
+        )
+        sections = Sections.divide(spans, num_heads=H)
+        chunk_states = 4 * sections.num_chunks * sections.together * H * K * V
+        section_states = 4 * 3 * sections.num_groups * sections.together * H * K * (K + V)
+        inverses = sections.padded_tokens * CHUNK_TOKENS * H * workload.itemsize
+        tokens = 4 * (sizes.num_channels + H * V) * sections.padded_tokens * workload.itemsize
+        filtered = 4 * sizes.num_channels * sections.padded_tokens
+        return config_rows * (chunk_states + section_states + inverses + tokens + filtered)
+
+    def forward_flops(
+        self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray
+    ) -> float:
+        """For each token and head: three products of the state, those of a chunk's tokens with each
+        other, and the convolution."""
+        sizes = _sizes(config)
+        K = sizes.key_size
+        V = sizes.value_size
+        per_head = 6 * K * V + 2 * CHUNK_TOKENS * (3 * K + 2 * V)
+        per_token = sizes.num_heads * per_head + 2 * sizes.filter_size * sizes.num_channels
+        return per_token * float(segment_lengths.sum())
+
+    def sent_bytes(self, config: ModelConfig, workload: Workload) -> dict[str, float]:
+        """Maps of states, and the tokens before each span, in the forward pass, its repetition
+        and the backward pass."""
+        sizes = _sizes(config)
+        seq = workload.attention.strategy.seq
+        if seq == 1:
+            return {}
+        rows = workload.config.batch.rows_per_microbatch
+        state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
+        whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
+        halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize
+        layout = workload.attention.strategy.layout
+        if layout.keeps_order:
+            sent = math.ceil(math.log2(seq)) * whole_map + state + halo
+            return {"collective-permute": 3.0 * rows * sent}
+        spans = RowSpans(
+            seq=seq, layout=layout, tokens_per_device=workload.tokens_per_device // rows
+        )
+        sent = spans.count * (seq - 1) * (whole_map + halo)
+        return {"all-gather": 3.0 * rows * sent}
+
+
+SCOPE = "delta_net"
+"""Scope of the operations of `DeltaNet.mix` in a compiled program."""

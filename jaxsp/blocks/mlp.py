@@ -1,0 +1,51 @@
+"""Gated multilayer perceptron as the feed-forward of a layer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxsp.blocks.block import FeedForward
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Linear, declare_fused
+
+
+class Mlp(FeedForward):
+    """down(activation(gate(x)) * up(x))."""
+
+    checkpoint_names = ("mlp_gate", "mlp_up")
+
+    def __init__(self, config: ModelConfig):
+        D = config.hidden_size
+        F = config.intermediate_size
+        linear = functools.partial(Linear, bias=config.mlp_bias, config=config)
+        if config.has_fused_gate_up:
+            fused = functools.partial(linear, D)
+            self.gate, self.up = declare_fused(fused, [F, F], hf_name="mlp.gate_up_proj")
+        else:
+            self.gate = linear(D, F, hf_name="mlp.gate_proj")
+            self.up = linear(D, F, hf_name="mlp.up_proj")
+        self.down = linear(F, D, hf_name="mlp.down_proj")
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
+        products = (self.gate(x, keys), self.up(x, keys))
+        gate, up = map(checkpoint_name, products, self.checkpoint_names)
+        return self.down(self._activate(gate) * up, keys)
+
+    def _activate(self, gate: Array) -> Array:
+        if self.activation == "silu":
+            return jax.nn.silu(gate)
+        return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
+
+    @staticmethod
+    def saved_widths(config: ModelConfig) -> list[int]:
+        return 2 * [config.intermediate_size]
+
+    @staticmethod
+    def backward_width(config: ModelConfig) -> int:
+        """Gate, up, and the gradients of both."""
+        return 4 * config.intermediate_size

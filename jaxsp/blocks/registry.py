@@ -1,0 +1,16 @@
+"""The blocks that layers are made of, by the names that a `LayerConfig` has."""
+
+from jaxsp.blocks.attention import Attention
+from jaxsp.blocks.block import FeedForward, Mixer
+from jaxsp.blocks.config import ATTENTION, DELTA_NET
+from jaxsp.blocks.delta_net import DeltaNet
+from jaxsp.blocks.mlp import Mlp
+
+MIXERS: dict[str, Mixer] = {
+    ATTENTION: Attention(),
+    DELTA_NET: DeltaNet(),
+}
+
+FEED_FORWARDS: dict[str, type[FeedForward]] = {
+    "mlp": Mlp,
+}

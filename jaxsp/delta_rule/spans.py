@@ -1,0 +1,120 @@
+"""The spans of a row that its devices hold, and the exchange of what one span needs of others."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jaxsp.core import axes
+from jaxsp.core.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSpans:
+    """Division of a row into spans of consecutive tokens, equally many and equally long on each of
+    the devices along `seq`.
+
+    A device has one span if rows keep their order.
+    """
+
+    seq: int
+    layout: Layout
+    tokens_per_device: int
+
+    @property
+    def row_tokens(self) -> int:
+        return self.seq * self.tokens_per_device
+
+    @property
+    def span_tokens(self) -> int:
+        """Tokens of a span."""
+        if self.layout.keeps_order:
+            return self.tokens_per_device
+        return math.gcd(self.tokens_per_device, self.layout.chunk_tokens(self.row_tokens))
+
+    @property
+    def count(self) -> int:
+        """Number of spans of a device."""
+        return self.tokens_per_device // self.span_tokens
+
+    @functools.cached_property
+    def ranks(self) -> np.ndarray:
+        """Place in the row of each span, [seq, count]."""
+        order = self.layout.token_order(self.row_tokens)
+        first = order.reshape(self.seq, self.count, self.span_tokens)[..., 0]
+        return first // self.span_tokens
+
+    def own_tokens(self) -> Int32[Array, "l"]:
+        """Number within the row of each of this device's tokens, inside shard_map."""
+        device = jax.lax.axis_index(axes.SEQ) if self.seq > 1 else jnp.int32(0)
+        places = device * self.tokens_per_device + jnp.arange(self.tokens_per_device)
+        return self.layout.tokens_in_places(places.astype(jnp.int32), row_tokens=self.row_tokens)
+
+    def shift(self, array: Array, *, distance: int, is_reversed: bool = False) -> Array:
+        """Sends an array of each device to the one `distance` further along the row; 0 where there
+        is none before. For rows that keep their order."""
+        assert self.layout.keeps_order
+        step = -distance if is_reversed else distance
+        pairs = [(i, i + step) for i in range(self.seq) if 0 <= i + step < self.seq]
+        return jax.lax.ppermute(array, axes.SEQ, pairs)
+
+    def gather_in_order(self, array: Array) -> Array:
+        """All spans' entries, [count, ...] on each device, in the order of the row."""
+        if self.seq > 1:
+            array = jax.lax.all_gather(array, axes.SEQ)
+            array = array.reshape(-1, *array.shape[2:])
+        return array[jnp.asarray(np.argsort(self.ranks.ravel()))]
+
+    def own_ranks(self) -> Int32[Array, "count"]:
+        """Place in the row of each of this device's spans, inside shard_map."""
+        ranks = jnp.asarray(self.ranks, jnp.int32)
+        return ranks[jax.lax.axis_index(axes.SEQ)] if self.seq > 1 else ranks[0]
+
+    def halo(self, x_BlX: Array, *, size: int) -> Array:
+        """The `size` tokens before each span, [B, count, size, X]; 0 before the row.
+
+        Tokens of more than one span before count as 0, where spans are shorter than `size`.
+        """
+        assert size <= self.span_tokens, (size, self)
+        B, _, X = x_BlX.shape
+        tails = x_BlX.reshape(B, self.count, self.span_tokens, X)[:, :, -size:]
+        if self.row_tokens == self.span_tokens:
+            return jnp.zeros_like(tails)
+        if self.layout.keeps_order:
+            return self.shift(tails, distance=1)
+        in_order = self.gather_in_order(jnp.moveaxis(tails, 1, 0))
+        before = jnp.concatenate([jnp.zeros_like(in_order[:1]), in_order[:-1]])
+        return jnp.moveaxis(before[self.own_ranks()], 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSegments:
+    """Places of this device's tokens in their segments. Shapes: [B, l]."""
+
+    age_Bl: Int32[Array, "B l"]
+    """Tokens of the segment before the token; at padding, any number."""
+    inside_Bl: Bool[Array, "B l"]
+    """False at padding."""
+
+    @property
+    def is_first_Bl(self) -> Bool[Array, "B l"]:
+        """True at the first token of a segment."""
+        return self.inside_Bl & (self.age_Bl == 0)
+
+
+def find_segments(
+    starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], tokens_l: Int32[Array, "l"]
+) -> OwnSegments:
+    """Places of tokens in their segments. Args: tokens_l: the tokens' numbers within the row."""
+    is_begun_BlM = (starts_BM[:, None] <= tokens_l[None, :, None]) & (lengths_BM > 0)[:, None]
+    find_last: Callable[[Array], Array] = lambda x_BM: jnp.max(
+        jnp.where(is_begun_BlM, x_BM[:, None], -1), axis=-1
+    )
+    start_Bl = find_last(starts_BM)
+    end_Bl = find_last(starts_BM + lengths_BM)
+    return OwnSegments(tokens_l[None] - start_Bl, tokens_l[None] < end_Bl)
