@@ -220,7 +220,9 @@ class DeltaNet(Mixer):
         halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize
         layout = workload.attention.strategy.layout
         if layout.keeps_order:
-            sent = math.ceil(math.log2(seq)) * whole_map + state + halo
+            # The last exchange of the prefix needs no m, and its result is sent once more
+            num_exchanges = math.ceil(math.log2(seq))
+            sent = (num_exchanges - 1) * whole_map + 2 * state + halo
             return {"collective-permute": 3.0 * rows * sent}
         spans = RowSpans(
             seq=seq, layout=layout, tokens_per_device=workload.tokens_per_device // rows

@@ -261,7 +261,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         offload_activations=memory.offload_activations,
         offload_every=memory.offload_every,
         offloads_during_attention=memory.offload_during_attention == "always",
-    )
+    ).with_whole_periods(model)
     itemsize = np.dtype(config.model.compute_dtype).itemsize
     rows_per_microbatch = config.batch.rows_per_microbatch
     input_bytes = model.hidden_size * itemsize if policy.is_input_offloaded else 0

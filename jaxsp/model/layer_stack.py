@@ -1,8 +1,9 @@
 """A stack of layers whose inputs wait in host memory, with a backward pass written by hand.
 
 JAX's own (remat.py) can offload the input of each layer. This one needs less memory: host memory
-has the input of every k-th layer only, and while attention's backward pass runs, the layer's input
-and its gradient are in host memory too. Each layer is recomputed as a whole (`remat: full`).
+has the input of every k-th layer only, and while the mixer's backward pass runs, the layer's input
+and its gradient are in host memory too. Each layer is recomputed as a whole (`remat: full`). If the
+kinds of layers repeat with a period, k is a multiple of it.
 
     forward     group by group of k layers: the group's first input goes to the host
     backward    groups from last to first: the inputs of the group's layers are computed from the
@@ -13,6 +14,7 @@ and its gradient are in host memory too. Each layer is recomputed as a whole (`r
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,27 +62,30 @@ def run_layers(
 
     Shapes: arrays of a kind's `shards` stack its layers, those of `indices` all layers.
     """
-    if policy.has_own_backward_pass:
-        ((kind, shards_of_kind),) = shards.items()
-        stack = OffloadedStack(
-            parts=parts[kind],
-            num_layers=sum(segment.num_layers for segment in segments),
-            group_size=policy.offload_every,
-            offloads_during_attention=policy.offloads_during_attention,
-            merge_holders=gather.merge_holders,
-        )
-        return stack(x, *gather.split_holders(shards_of_kind), indices, batch)
-
     num_done: collections.Counter[LayerKind] = collections.Counter()
     for segment in segments:
+        counts = collections.Counter(segment.period)
+        numbers = {kind: segment.repeats * count for kind, count in counts.items()}
+        stacks = {
+            kind: _take_layers(shards[kind], num_done[kind], number)
+            for kind, number in numbers.items()
+        }
+        own = _take_layers(indices, segment.first, segment.num_layers)
+        num_done.update(numbers)
+        if policy.has_own_backward_pass:
+            stack = OffloadedStack(
+                parts=parts,
+                period=segment.period,
+                num_periods=segment.repeats,
+                group_size=-(-policy.offload_every // len(segment.period)),
+                offloads_during_attention=policy.offloads_during_attention,
+                merge_holders=gather.merge_holders,
+            )
+            x = stack(x, *gather.split_holders(stacks), own, batch)
+            continue
         run = functools.partial(_run_period, parts, segment.period, batch, policy)
-        stacks = {}
-        for kind, count in collections.Counter(segment.period).items():
-            stack = _take_layers(shards[kind], num_done[kind], segment.repeats, count)
-            stacks[kind] = stack
-            num_done[kind] += segment.repeats * count
-        own = _take_layers(indices, segment.first, segment.repeats, len(segment.period))
-        x = jax.lax.scan(run, x, (stacks, own))[0]
+        stacks = {kind: _split_layers(stacks[kind], counts[kind]) for kind in stacks}
+        x = jax.lax.scan(run, x, (stacks, _split_layers(own, len(segment.period))))[0]
     return x
 
 
@@ -92,49 +97,71 @@ def _run_period(
     x: Array,
     inputs: tuple[Mapping[LayerKind, Weights], Any],
 ) -> tuple[Array, None]:
-    """Runs the layers of a period one after another, each with its own rematerialization."""
+    """Runs the layers of a period one after another, each with its own rematerialization.
+
+    Layers of one kind in a row are a loop, which is compiled once.
+    """
     stacks, indices = inputs
-    places: collections.Counter[LayerKind] = collections.Counter()
     counts = collections.Counter(period)
-    for number, kind in enumerate(period):
+    done: collections.Counter[LayerKind] = collections.Counter()
+    for kind, group in itertools.groupby(period):
+        count = len(list(group))
 
         def layer(x: Array, inputs: tuple[Weights, Any], kind: LayerKind = kind) -> Array:
             shards, indices = inputs
             return parts[kind](shards, remat.name_layer_input(x), indices, batch)
 
+        checkpointed = remat.checkpoint_layer(layer, policy, kind)
         layer_inputs = (
-            _take_place(stacks[kind], places[kind], counts[kind]),
-            _take_place(indices, number, len(period)),
+            _take_places(stacks[kind], done[kind], count, counts[kind]),
+            _take_places(indices, done.total(), count, len(period)),
         )
-        x = remat.checkpoint_layer(layer, policy, kind)(x, layer_inputs)
-        places[kind] += 1
+        if count == 1:
+            x = checkpointed(x, layer_inputs)
+        else:
+            step = lambda x, inputs, run=checkpointed: (run(x, inputs), None)
+            x = jax.lax.scan(step, x, layer_inputs)[0]
+        done[kind] += count
     return x, None
 
 
-def _take_layers(stacked: Any, first: int, repeats: int, count: int) -> Any:
-    """A segment's part of stacked arrays: [repeats, count, ...], without `count` if it is 1."""
+def _take_layers(stacked: Any, first: int, number: int) -> Any:
+    """Part of stacked arrays; the arrays themselves if it is all of them."""
 
     def take(x: Array) -> Array:
-        if x.shape[0] != repeats * count:
-            x = jax.lax.slice_in_dim(x, first, first + repeats * count)
-        return x if count == 1 else x.reshape(repeats, count, *x.shape[1:])
+        return x if len(x) == number else jax.lax.slice_in_dim(x, first, first + number)
 
     return jax.tree.map(take, stacked)
 
 
-def _take_place(arrays: Any, place: int, count: int) -> Any:
-    """Arrays of a layer of a period. `count` layers are stacked, unless it is 1."""
-    return arrays if count == 1 else jax.tree.map(lambda x: x[place], arrays)
+def _split_layers(stacked: Any, count: int) -> Any:
+    """Stacked arrays as [periods, count, ...], without `count` if it is 1."""
+    if count == 1:
+        return stacked
+    return jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), stacked)
+
+
+def _take_places(arrays: Any, first: int, count: int, size: int) -> Any:
+    """Arrays of `count` layers of a period, stacked if they are several.
+
+    Args: size: number of layers that are stacked in `arrays`; nothing is stacked if it is 1.
+    """
+    if count == size:
+        return arrays
+    if count == 1:
+        return jax.tree.map(lambda x: x[first], arrays)
+    return jax.tree.map(lambda x: x[first : first + count], arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedStack:
-    """The layers of a model, one after another; see the module's docstring."""
+    """The layers of a segment, one after another; see the module's docstring."""
 
-    parts: LayerParts
-    num_layers: int
+    parts: Mapping[LayerKind, LayerParts]
+    period: Sequence[LayerKind]
+    num_periods: int
     group_size: int
-    """Number of layers of a group; the last group may have fewer."""
+    """Number of periods of a group; the last group may have fewer."""
     offloads_during_attention: bool
     """True if a layer's input and its gradient are in host memory during attention's backward
     pass."""
@@ -144,7 +171,8 @@ class OffloadedStack:
     def __call__(self, x: Array, holders: Any, values: Any, indices: Any, batch: Any) -> Array:
         """Output of the last layer.
 
-        Shapes: arrays of `holders`, `values` and `indices` are [N, ...].
+        Shapes: arrays of `holders` and `values`, by kind, stack the layers of a kind, those of
+            `indices` all layers.
 
         Args:
             holders: arrays shaped like the shards' gradients: see `layers.Gather.split_holders`.
@@ -158,15 +186,21 @@ class OffloadedStack:
 
     @property
     def _groups(self) -> tuple[int, int]:
-        """Number of groups with group_size layers, and number of the remaining layers."""
-        return divmod(self.num_layers, self.group_size)
+        """Number of groups with group_size periods, and number of the remaining periods."""
+        return divmod(self.num_periods, self.group_size)
+
+    @property
+    def _numbers(self) -> range:
+        """Numbers of the layers of a period."""
+        return range(len(self.period))
 
     def _run_without_gradient(
         self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
     ) -> Array:
         stacked = holders, values, indices
-        apply = lambda layer, x: self._apply_layer(_read(stacked, layer), x, batch)
-        return jax.lax.fori_loop(0, self.num_layers, apply, x)
+        return jax.lax.fori_loop(
+            0, self.num_periods, lambda period, x: self._run_period(stacked, period, x, batch), x
+        )
 
     def _run_forward(
         self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
@@ -174,15 +208,12 @@ class OffloadedStack:
         stacked = holders, values, indices
         num_groups, num_remaining = self._groups
 
-        def run_layer(layer: Array, x: Array) -> Array:
-            return self._apply_layer(_read(stacked, layer), x, batch)
-
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
             x, kept = state
             kept = _write(kept, host_memory.to_host(x), group)
             first = group * self.group_size
-            x = jax.lax.fori_loop(0, size, lambda i, x: run_layer(first + i, x), x)
-            return x, kept
+            run = lambda i, x: self._run_period(stacked, first + i, x, batch)
+            return jax.lax.fori_loop(0, size, run, x), kept
 
         state = x, _empty_on_host(num_groups + (num_remaining > 0), x)
         run_whole_group = functools.partial(run_group, size=self.group_size)
@@ -192,9 +223,29 @@ class OffloadedStack:
         x, kept = state
         return x, (kept, holders, values, indices, batch)
 
-    def _apply_layer(self, layer_inputs: Any, x: Array, batch: Any) -> Array:
-        holders, values, indices = layer_inputs
-        return self.parts(self.merge_holders(holders, values), x, indices, batch)
+    def _run_period(self, stacked: Any, period: Array | int, x: Array, batch: Any) -> Array:
+        for number in self._numbers:
+            x = self._apply_layer(stacked, period, number, x, batch)
+        return x
+
+    def _apply_layer(
+        self, stacked: Any, period: Array | int, number: int, x: Array, batch: Any
+    ) -> Array:
+        holders, values, indices = self._read_layer(stacked, period, number)
+        shards = self.merge_holders(holders, values)
+        return self.parts[self.period[number]](shards, x, indices, batch)
+
+    def _place(self, period: Array | int, number: int) -> Array | int:
+        """Index of a layer in the arrays of its kind."""
+        kind = self.period[number]
+        return _index(period, self.period.count(kind), self.period[:number].count(kind))
+
+    def _read_layer(self, stacked: Any, period: Array | int, number: int) -> Any:
+        """A layer's holders, values and indices."""
+        holders, values, indices = stacked
+        kind = self.period[number]
+        own = _read((holders[kind], values[kind]), self._place(period, number))
+        return (*own, _read(indices, _index(period, len(self.period), number)))
 
     def _run_backward(self, residuals: tuple[Any, ...], dx: Array) -> tuple[Any, ...]:
         kept, holders, values, indices, batch = residuals
@@ -205,7 +256,7 @@ class OffloadedStack:
             dx, gradients, waiting = state
             first = group * self.group_size
             inputs = kept, jnp.asarray(group)
-            if size > 1:
+            if size * len(self.period) > 1:
                 if self.offloads_during_attention:
                     dx, group = jax.lax.optimization_barrier(
                         (host_memory.to_host(dx), jnp.asarray(group))
@@ -216,21 +267,26 @@ class OffloadedStack:
                 dx = host_memory.to_device(dx)
                 inputs = waiting, jnp.asarray(0)
 
-            def run_layer(i: Array, state: tuple) -> tuple:
+            def pull_period(i: Array, state: tuple) -> tuple:
                 dx, gradients = state
                 index = size - 1 - i
-                layer_inputs = _read(stacked, first + index)
                 stored, offset = inputs
-                dx, new = self._differentiate_layer(
-                    layer_inputs, batch, dx, (stored, offset + index)
-                )
-                add = functools.partial(_add_gradient, index=first + index)
-                return dx, jax.tree.map(add, gradients, new)
+                for number in reversed(self._numbers):
+                    layer_inputs = self._read_layer(stacked, first + index, number)
+                    place = offset + _index(index, len(self.period), number)
+                    dx, new = self._differentiate_layer(
+                        self.period[number], layer_inputs, batch, dx, (stored, place)
+                    )
+                    add = functools.partial(_add_gradient, index=self._place(first + index, number))
+                    kind = self.period[number]
+                    gradients = gradients | {kind: jax.tree.map(add, gradients[kind], new)}
+                return dx, gradients
 
-            return *jax.lax.fori_loop(0, size, run_layer, (dx, gradients)), waiting
+            return *jax.lax.fori_loop(0, size, pull_period, (dx, gradients)), waiting
 
         # One array for all groups: XLA runs the last one after the loop, with an array of its own
-        waiting = _empty_on_host(self.group_size, dx) if self.group_size > 1 else None
+        num_waiting = self.group_size * len(self.period)
+        waiting = _empty_on_host(num_waiting, dx) if num_waiting > 1 else None
         state = dx, holders, waiting
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
@@ -254,17 +310,30 @@ class OffloadedStack:
         """Inputs of a group's layers, in host memory. Args: waiting: array that they replace."""
         x = host_memory.to_device(_read(kept, group))
 
-        def run_layer(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def run_layer(i: Array | int, number: int, state: tuple[Array, Array]) -> Any:
             x, waiting = state
-            layer_inputs = _read(stacked, group * self.group_size + i)
-            x = self._apply_layer(layer_inputs, x, batch)
-            return x, _write(waiting, host_memory.to_host(x), i + 1)
+            x = self._apply_layer(stacked, group * self.group_size + i, number, x, batch)
+            next_place = _index(i, len(self.period), number) + 1
+            return x, _write(waiting, host_memory.to_host(x), next_place)
 
-        waiting = _write(waiting, host_memory.to_host(x), 0)
-        return jax.lax.fori_loop(0, size - 1, run_layer, (x, waiting))[1]
+        def run_period(i: Array, state: tuple[Array, Array]) -> Any:
+            for number in self._numbers:
+                state = run_layer(i, number, state)
+            return state
+
+        state = x, _write(waiting, host_memory.to_host(x), 0)
+        state = jax.lax.fori_loop(0, size - 1, run_period, state)
+        for number in self._numbers[:-1]:
+            state = run_layer(size - 1, number, state)
+        return state[1]
 
     def _differentiate_layer(
-        self, layer_inputs: Any, batch: Any, dx: Array, waiting: tuple[Array, Array]
+        self,
+        kind: LayerKind,
+        layer_inputs: Any,
+        batch: Any,
+        dx: Array,
+        waiting: tuple[Array, Array],
     ) -> tuple[Array, Any]:
         """Gradients of a layer's input and of its holders.
 
@@ -284,9 +353,9 @@ class OffloadedStack:
 
             return run
 
-        pre = bind(self.parts.pre, "pre_attention")
-        mix = bind(self.parts.mix, "mix")
-        post = bind(self.parts.post, "post_attention")
+        pre = bind(self.parts[kind].pre, "pre_attention")
+        mix = bind(self.parts[kind].mix, "mix")
+        post = bind(self.parts[kind].post, "post_attention")
         read_input = lambda index: host_memory.to_device(_read(kept, index))
         # Recompute what is mixed, and the result
         x = read_input(index)
@@ -313,17 +382,20 @@ class OffloadedStack:
             x = read_input(index)
         _, pull_pre = jax.vjp(pre, holders["pre_attention"], x)
         pre_gradients, dx_of_mixing = pull_pre((dinputs, dcarried))
-        gradients = {
-            "pre_attention": pre_gradients,
-            "mix": mix_gradients,
-            "post_attention": post_gradients,
-        }
-        return dx + dx_of_mixing, {name: gradients[name] for name in holders}
+        gradients = {"pre_attention": pre_gradients, "post_attention": post_gradients}
+        if "mix" in holders:
+            gradients["mix"] = mix_gradients
+        return dx + dx_of_mixing, gradients
 
 
 def _empty_on_host(count: int, x: Array) -> Array:
     """Uninitialized arrays of the shape of x, stacked, in host memory."""
     return host_memory.to_host(jax.lax.empty((count, *x.shape), x.dtype))
+
+
+def _index(period: Array | int, count: int, place: int) -> Array | int:
+    """Index of the layer in this place of a period, of which `count` layers are stacked."""
+    return period if count == 1 else period * count + place
 
 
 def _read(stacked: Any, index: Array | int) -> Any:

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp.blocks import registry
-from jaxsp.blocks.config import LayerKind
+from jaxsp.blocks.config import LayerKind, ModelConfig
 
 _LAYER_INPUT = "layer_input"
 
@@ -53,6 +53,13 @@ class RematPolicy:
     def has_own_backward_pass(self) -> bool:
         """True if the layers need the backward pass of layer_stack.py, not JAX's."""
         return self.offload_every > 1 or self.offloads_during_attention
+
+    def with_whole_periods(self, model: ModelConfig) -> "RematPolicy":
+        """The policy with groups of whole periods, if the kinds of the model's layers repeat."""
+        if not self.has_own_backward_pass:
+            return self
+        period = max(len(segment.period) for segment in model.segments)
+        return dataclasses.replace(self, offload_every=-(-self.offload_every // period) * period)
 
     @property
     def can_split_layers(self) -> bool:

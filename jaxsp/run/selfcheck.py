@@ -413,7 +413,7 @@ def compile_offload_gradients(
 
     Args:
         policy: what is offloaded.
-        devices: they may be absent ones.
+        devices: may be absent ones.
         options: XLA's compile options, as for the training step.
         tokens, width: shape of a layer's input on a device, 16 MiB; XLA may treat smaller copies
             differently.
@@ -422,22 +422,21 @@ def compile_offload_gradients(
     float32 = jnp.dtype(jnp.float32)
     param = Parameter(shape=(width, width), hf_name="", layers=tuple(range(num_layers)))
     gather = Gather(num_shards=len(devices), compute_dtype=float32, reduce_dtype=float32)
-
+    kind = LayerKind(ATTENTION, "mlp")
     parts = LayerParts(
         pre=lambda shard, x, *_: ((x @ gather(param, shard),), ()),
         mix=_mix_in_small_layer,
         post=lambda _, x, out, *__: x + jnp.sin(out),
     )
-    kind = LayerKind(ATTENTION, "mlp")
 
     def loss(x_lD: Array, holders_NdD: Array, weights_NdD: Array) -> Array:
-        shards = {"pre_attention": Shard(value=weights_NdD, grad_holder=holders_NdD)}
+        own = Shard(value=weights_NdD, grad_holder=holders_NdD)
         out_lD = layer_stack.run_layers(
             {kind: parts},
             x_lD,
-            {kind: shards | {"post_attention": ()}},
-            (),
-            (),
+            {kind: {"pre_attention": own, "post_attention": ()}},
+            indices=(),
+            batch=(),
             segments=[LayerSegment(0, (kind,), num_layers)],
             policy=policy,
             gather=gather,

@@ -195,7 +195,7 @@ class StepSpec:
             remat = "full" if policy.has_own_backward_pass else "save_attention"
         else:
             remat = memory.remat
-        return dataclasses.replace(policy, remat=remat)
+        return dataclasses.replace(policy, remat=remat).with_whole_periods(self.model)
 
     def describe_microbatches(self) -> str:
         """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""

@@ -1,5 +1,7 @@
 """The hand-written backward pass of a stack of layers: gradients, recomputation, host memory."""
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.config import LayerKind, LayerSegment
 from jaxsp.core import host_memory
+from jaxsp.model import layer_stack
 from jaxsp.model.layer_stack import LayerParts, OffloadedStack
+from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding import host_offload
+from tests.unsharded import UnshardedGather
 
+KIND = LayerKind("attention", "mlp")
 NUM_LAYERS = 7
 GROUPS = [(1, True), (2, False), (3, True), (7, False), (9, True)]
 """Sizes of groups, which need not divide the layers, and offloads_during_attention."""
@@ -66,13 +73,14 @@ def merge_holders(holders, values):
 
 def run_stack(x, holders, values, indices, batch, *, group_size, during_attention, parts):
     stack = OffloadedStack(
-        parts=parts,
-        num_layers=NUM_LAYERS,
+        parts={KIND: parts},
+        period=(KIND,),
+        num_periods=NUM_LAYERS,
         group_size=group_size,
         offloads_during_attention=during_attention,
         merge_holders=merge_holders,
     )
-    return jnp.sum(stack(x, holders, values, indices, batch) ** 2)
+    return jnp.sum(stack(x, {KIND: holders}, {KIND: values}, indices, batch) ** 2)
 
 
 def differentiate(group_size, during_attention, on_attend=lambda: None):
@@ -105,3 +113,64 @@ def test_the_last_layer_of_a_group_is_not_computed_for_its_output(group_size, gr
     jax.block_until_ready(differentiate(group_size, False, lambda: calls.append(1)))
     jax.effects_barrier()
     assert len(calls) == 2 * NUM_LAYERS + (NUM_LAYERS - groups)
+
+
+OTHER = LayerKind("delta_net", "mlp")
+SEGMENTS = [
+    LayerSegment(0, (OTHER,), 2),
+    LayerSegment(2, (KIND, KIND, OTHER, KIND), 3),
+    LayerSegment(14, (KIND,), 1),
+]
+KINDS = [kind for segment in SEGMENTS for _ in range(segment.repeats) for kind in segment.period]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RematPolicy(remat="none"),
+        RematPolicy(remat="full"),
+        RematPolicy(remat="full", offload_activations="layer_inputs", offload_every=2),
+        RematPolicy(remat="full", offload_activations="layer_inputs", offload_every=8),
+        RematPolicy(
+            remat="full", offload_activations="layer_inputs", offloads_during_attention=True
+        ),
+    ],
+    ids=["none", "full", "every second input", "every eighth", "during attention"],
+)
+def test_layers_of_several_kinds_run_in_their_order(policy):
+    """Segments of one and of several layers, a kind in several places of a period and segment."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 3)
+    draw_kind = lambda n: {
+        "pre_attention": {"w": normal(n, 6, 6)},
+        "mix": {"w": normal(n, 6)},
+        "post_attention": {"w": normal(n, 6, 6)},
+    }
+    weights = {kind: draw_kind(KINDS.count(kind)) for kind in (KIND, OTHER)}
+    first = make_parts()
+    other = dataclasses.replace(first, mix=lambda *inputs: -2 * first.mix(*inputs))
+    parts = {KIND: first, OTHER: other}
+    x = normal(5, 6)
+    indices = jnp.arange(len(KINDS)) / 10
+    batch = normal(5, 6)
+
+    def run_plain(x, weights):
+        done = collections.Counter()
+        for layer, kind in enumerate(KINDS):
+            own = jax.tree.map(lambda w, i=done[kind]: w[i], weights[kind])
+            x = parts[kind](own, x, indices[layer], batch)
+            done[kind] += 1
+        return jnp.sum(x**2)
+
+    def run(x, weights):
+        options = {"segments": SEGMENTS, "policy": policy, "gather": UnshardedGather()}
+        return jnp.sum(layer_stack.run_layers(parts, x, weights, indices, batch, **options) ** 2)
+
+    expected = jax.value_and_grad(run_plain, argnums=(0, 1))(x, weights)
+    loss, (dx, dweights) = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, weights)
+    if policy.has_own_backward_pass:  # it adds to the holders, which are the weights
+        dweights = jax.tree.map(jnp.subtract, dweights, weights)
+    for a, b in zip(
+        jax.tree.leaves((loss, (dx, dweights))), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.attention import LayerWorkload, Strategy
+from jaxsp.blocks import registry
 from jaxsp.core import axes, nodes
 from jaxsp.core.nodes import Groups, Load
 from jaxsp.optimizers import optimizer
@@ -164,6 +165,14 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
             {
                 operation: num_microbatches * num_layers * size
                 for operation, size in layer_bytes.items()
+            }
+        )
+    for block, num_layers in collections.Counter(layer.mixer for layer in model.layers).items():
+        mixer_bytes = registry.MIXERS[block].sent_bytes(model, spec.workload)
+        totals.update(
+            {
+                operation: num_microbatches * num_layers * size
+                for operation, size in mixer_bytes.items()
             }
         )
     return dict(totals)
