@@ -108,6 +108,7 @@ class AttentionOutput(Linear):
 class Attention(Mixer):
     """Causal softmax attention within each segment: see `attention.Attend`."""
 
+    description = "attention"
     checkpoint_names = attention.CHECKPOINT_NAMES
 
     def declare_input(self, config: ModelConfig) -> AttentionInput:

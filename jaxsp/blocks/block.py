@@ -92,6 +92,8 @@ class MixerInput(nnx.Module):
 class FeedForward(nnx.Module):
     """A function of each token, made for a `ModelConfig`."""
 
+    description: ClassVar[str]
+    """Noun phrase for the banner."""
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
 
@@ -120,6 +122,8 @@ class FeedForward(nnx.Module):
 class Mixer(abc.ABC):
     """The part of a layer in which the tokens of a row meet."""
 
+    description: ClassVar[str]
+    """Noun phrase for the banner."""
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that all policies but `remat: full` keep."""
 

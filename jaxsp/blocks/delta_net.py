@@ -125,6 +125,7 @@ class DeltaNetOutput(nnx.Module):
 class DeltaNet(Mixer):
     """The gated delta rule within each segment, after a convolution."""
 
+    description = "a gated delta net"
     checkpoint_names = (OUTPUT,)
 
     def declare_input(self, config: ModelConfig) -> DeltaNetInput:

@@ -16,6 +16,7 @@ from jaxsp.blocks.layers import Linear, declare_fused
 class Mlp(FeedForward):
     """down(activation(gate(x)) * up(x))."""
 
+    description = "an MLP"
     checkpoint_names = ("mlp_gate", "mlp_up")
 
     def __init__(self, config: ModelConfig):

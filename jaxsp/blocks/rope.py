@@ -118,7 +118,7 @@ def describe(model: ModelConfig, *, is_changed: bool) -> str:
     has_choice = any(description.startswith("longrope") for description in ropes)
     if not is_changed and not has_choice:
         return ""
-    if len(ropes) == 1:
+    if list(ropes.values()) == [model.num_layers]:
         return next(iter(ropes))
     return "; ".join(
         f"{description} in {format_count(count, 'layer')}" for description, count in ropes.items()

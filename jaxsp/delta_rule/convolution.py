@@ -23,14 +23,12 @@ def convolve(
     halo = spans.halo(x_BlX, size=W - 1)
     padded = jnp.concatenate([halo, x_BlX.reshape(*shape, X)], axis=2)
     age = segments.age_Bl.reshape(shape)
-    # In float32 and broadcast, so that gradients of the filters are summed over tokens in float32
-    filters = jnp.broadcast_to(
-        filters_XW.astype(jnp.float32).T[:, None, None, None], (W, *shape, X)
-    )
     out = jnp.zeros((*shape, X), jnp.float32)
     for back in range(W):
         first = W - 1 - back
         tokens = padded[:, :, first : first + spans.span_tokens].astype(jnp.float32)
-        out += jnp.where((age >= back)[..., None], tokens * filters[first], 0)
+        # In float32 and broadcast, so that the filters' gradients are summed over tokens in float32
+        tap_X = filters_XW[:, first].astype(jnp.float32)
+        out += jnp.where((age >= back)[..., None], tokens * jnp.broadcast_to(tap_X, out.shape), 0)
     rounded = out.astype(x_BlX.dtype).astype(jnp.float32).reshape(B, l, X)
     return jax.nn.silu(rounded).astype(x_BlX.dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +92,19 @@ def _make_table(module: nnx.Module) -> layers.Weights:
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
     params = jax.tree.map(lambda leaf: leaf.param, state, is_leaf=is_variable)
     return nnx.to_pure_dict(params)
+
+
+def describe_layers(config: ModelConfig) -> str:
+    """Describes the blocks of the layers; empty if all have attention and an MLP."""
+    counts = Counter(layer.kind for layer in config.layers)
+    if set(counts) == {LayerKind(ATTENTION, "mlp")}:
+        return ""
+    parts = []
+    for kind, count in counts.items():
+        mixer = registry.MIXERS[kind.mixer].description
+        feed_forward = registry.FEED_FORWARDS[kind.feed_forward].description
+        parts.append(f"{count} with {mixer} and {feed_forward}")
+    return ", ".join(parts)
 
 
 def lm_head(weights: layers.Weights) -> Any:
