@@ -228,8 +228,11 @@ class DeltaNet(Mixer):
         spans = RowSpans(
             seq=seq, layout=layout, tokens_per_device=workload.tokens_per_device // rows
         )
-        sent = spans.count * (seq - 1) * (whole_map + halo)
-        return {"all-gather": 3.0 * rows * sent}
+        num_others = rows * spans.count * (seq - 1)
+        return {
+            "all-gather": num_others * (3.0 * whole_map + 2 * halo),
+            "reduce-scatter": num_others * halo,  # its gradient
+        }
 
 
 SCOPE = "delta_net"

@@ -4,6 +4,8 @@ import jax
 import pytest
 
 from jaxsp import attention
+from jaxsp.blocks import delta_net, registry
+from jaxsp.blocks.config import DELTA_NET
 from jaxsp.core import axes
 from jaxsp.memory import available_memory, memory_problems
 from jaxsp.optimizers import matrix_exchange
@@ -200,6 +202,42 @@ def test_a_cpu_program_sends_the_bytes_of_the_formulas(remat):
         *words, hidden_size=256, intermediate_size=512, vocab_size=509, **heads
     )
     check(programs.step(config, jax.devices()), dtype="f32", remat=remat)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("strategy", "operations"),
+    [
+        ("ulysses", {"collective-permute"}),
+        pytest.param("all_gather", {"all-gather", "reduce-scatter"}, marks=pytest.mark.slow),
+    ],
+)
+def test_delta_nets_send_maps_of_states_and_the_tokens_before_a_span(strategy, operations):
+    words = ["mesh.seq=4", "data.row_tokens=512", "model.compute_dtype=float32"]
+    words += ["memory.remat=save_attention", f"attention.strategy={strategy}"]
+    config = programs.settings(
+        *words,
+        model_type="qwen3_5_text",
+        hidden_size=64,
+        intermediate_size=64,
+        vocab_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    )
+    step = programs.step(config, jax.devices()[:4])
+    sent = comms.parse_collectives(step.dump.hlo_text)
+    mixer = registry.MIXERS[DELTA_NET]
+    expected = mixer.sent_bytes(step.spec.model, step.spec.workload)
+    assert expected.keys() == operations
+    for operation, size in expected.items():
+        actual = comms.sum_bytes(sent, operation=operation, scope=delta_net.SCOPE)
+        assert actual == 3 * size, operation
 
 
 def program(*lines, more=""):
