@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxsp.delta_rule.spans import OwnSegments, RowSpans
 
@@ -22,13 +22,22 @@ def convolve(
     shape = (B, spans.count, spans.span_tokens)
     halo = spans.halo(x_BlX, size=W - 1)
     padded = jnp.concatenate([halo, x_BlX.reshape(*shape, X)], axis=2)
-    age = segments.age_Bl.reshape(shape)
-    out = jnp.zeros((*shape, X), jnp.float32)
+    # Otherwise the backward pass keeps float32 arrays of all tokens, several times
+    filtered = jax.checkpoint(_filter)(padded, filters_XW, segments.age_Bl.reshape(shape))
+    return filtered.reshape(B, l, X)
+
+
+def _filter(
+    padded: Float[Array, "B n t X"], filters_XW: Float[Array, "X W"], age: Int32[Array, "B n s"]
+) -> Float[Array, "B n s X"]:
+    """The convolution of n spans of s tokens, each after the W - 1 before it."""
+    W = filters_XW.shape[1]
+    out = jnp.zeros((*age.shape, padded.shape[-1]), jnp.float32)
     for back in range(W):
         first = W - 1 - back
-        tokens = padded[:, :, first : first + spans.span_tokens].astype(jnp.float32)
+        tokens = padded[:, :, first : first + age.shape[-1]].astype(jnp.float32)
         # In float32 and broadcast, so that the filters' gradients are summed over tokens in float32
         tap_X = filters_XW[:, first].astype(jnp.float32)
         out += jnp.where((age >= back)[..., None], tokens * jnp.broadcast_to(tap_X, out.shape), 0)
-    rounded = out.astype(x_BlX.dtype).astype(jnp.float32).reshape(B, l, X)
-    return jax.nn.silu(rounded).astype(x_BlX.dtype)
+    rounded = out.astype(padded.dtype).astype(jnp.float32)
+    return jax.nn.silu(rounded).astype(padded.dtype)
