@@ -175,8 +175,8 @@ class DeltaNet(Mixer):
         return sizes.num_heads * sizes.value_size * itemsize
 
     def backward_bytes(self, config: ModelConfig, workload: Workload) -> int:
-        """States of all chunks of the sections that are computed at a time, maps and incoming
-        states of all sections, inverses, and the inputs and their gradients."""
+        """Twice the states of all chunks of the sections that are computed at a time; maps and
+        incoming states of all sections, inverses, and the inputs and their gradients."""
         sizes = _sizes(config)
         H = sizes.num_heads
         K = sizes.key_size
@@ -189,7 +189,7 @@ class DeltaNet(Mixer):
             tokens_per_device=workload.tokens_per_device // config_rows,
         )
         sections = Sections.divide(spans, num_heads=H)
-        chunk_states = 4 * sections.num_chunks * sections.together * H * K * V
+        chunk_states = 2 * 4 * sections.num_chunks * sections.together * H * K * V
         section_states = 4 * 3 * sections.num_groups * sections.together * H * K * (K + V)
         inverses = sections.padded_tokens * CHUNK_TOKENS * H * workload.itemsize
         tokens = 4 * (sizes.num_channels + H * V) * sections.padded_tokens * workload.itemsize
