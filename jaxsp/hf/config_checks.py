@@ -35,6 +35,15 @@ _SIZE_EXAMPLES = {
     "intermediate_size": 14336,
 }
 
+_DELTA_NET_EXAMPLES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""Sizes of delta nets, which only some families have."""
+
 _DERIVED_SIZES = ("num_key_value_heads", "head_dim")
 """Sizes that may be left out if the family derives them from the others."""
 
@@ -135,7 +144,7 @@ def find_multimodal_problems(
     Args: as for `find_problems`.
     """
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
-    outer = Family(architecture=family.architecture)
+    outer = Family(architecture=family.architecture, values=family.values)
     return [
         *_type_problems(fields, path),
         *_feature_problems(fields, outer, accepted, defaults, path),
@@ -145,13 +154,15 @@ def find_multimodal_problems(
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
     """Names of the sizes that a config.json must have and lacks."""
     required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
-    return [name for name in _SIZE_EXAMPLES if name in required and name not in fields]
+    names = (*_SIZE_EXAMPLES, *_DELTA_NET_EXAMPLES)
+    return [name for name in names if name in required and name not in fields]
 
 
 def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
+    examples = _SIZE_EXAMPLES | _DELTA_NET_EXAMPLES
     return [
         f"{path}.{name}: missing. There is no size that suits every model; "
-        f"for example {path}.{name}={_SIZE_EXAMPLES[name]}."
+        f"for example {path}.{name}={examples[name]}."
         for name in find_missing_sizes(fields, family)
     ]
 
@@ -174,8 +185,16 @@ _FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 
 _ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
 _RULES = {
-    **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), _COUNT),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), _FEW),
+    **dict.fromkeys((*_SIZE_EXAMPLES, *_DELTA_NET_EXAMPLES, "max_position_embeddings"), _COUNT),
+    **dict.fromkeys(
+        (
+            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+        ),
+        _FEW,
+    ),
+    "linear_conv_kernel_dim": Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"),
+    "full_attention_interval": _COUNT,
     "rms_norm_eps": POSITIVE,
     "initializer_range": Rule(
         lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
@@ -287,11 +306,18 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.pad_token_id = {padding_id}: must be below vocab_size, which is {vocab_size}; "
             "transformers cannot load such a model. Use null."
         )
-    no_rope_layers = fields.get("no_rope_layers")
-    num_layers = fields["num_hidden_layers"]
-    if no_rope_layers is not None and len(no_rope_layers) != num_layers:
+    num_key_heads = fields.get("linear_num_key_heads", 1)
+    num_value_heads = fields.get("linear_num_value_heads", num_key_heads)
+    if num_value_heads % num_key_heads:
         problems.append(
-            f"{path}.no_rope_layers: has {len(no_rope_layers)} entries, but there are {num_layers} "
-            "layers. Give one for each layer, or leave it out."
+            f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
+            f"linear_num_key_heads, which is {num_key_heads}."
         )
+    num_layers = fields["num_hidden_layers"]
+    problems += [
+        f"{path}.{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
+        "Give one for each layer, or leave it out."
+        for name in ("no_rope_layers", "layer_types")
+        if name in fields and len(fields[name]) != num_layers
+    ]
     return problems

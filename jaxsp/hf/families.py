@@ -76,6 +76,8 @@ class MultimodalFamily:
     """Families of the text model; transformers' default is the first."""
     unused_text_fields: tuple[str, ...] = ()
     """Fields of text_config that only the text model's own class uses."""
+    values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """Fields beside text_config with a fixed meaning, and the values that match it."""
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -276,6 +278,9 @@ FAMILIES = {
     ),
 }
 
+_NO_MTP = {"mtp_num_hidden_layers": (0, 1), "mtp_use_dedicated_embeddings": (False,)}
+"""Fields of layers that predict further tokens, which are left out, as in transformers."""
+
 _DELTA_NET_FIELDS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -306,7 +311,7 @@ FAMILIES["qwen3_5_text"] = Family(
     required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
     model={"norm": "rms_plus_one", "qk_norm": "head", "has_attention_gate": True},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=(*_DELTA_NET_FIELDS, "full_attention_interval"),
+    fields=(*_DELTA_NET_FIELDS, "full_attention_interval", "layer_types"),
     read=_read_delta_net,
     rope=RopeSupport(
         outside_fields=("rope_theta", "partial_rotary_factor"),
@@ -315,11 +320,10 @@ FAMILIES["qwen3_5_text"] = Family(
     ),
     values={
         "attn_output_gate": (True,),
+        "output_gate_type": ("swish", "silu"),  # of the delta nets
         "mamba_ssm_dtype": ("float32",),
         "mlp_only_layers": ([],),
-        # Layers that predict further tokens are left out, as in transformers
-        "mtp_num_hidden_layers": (0, 1),
-        "mtp_use_dedicated_embeddings": (False,),
+        **_NO_MTP,
     },
 )
 
@@ -333,6 +337,8 @@ MULTIMODAL_FAMILIES = {
         architecture="Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3")
     ),
     "qwen3_5": MultimodalFamily(
-        architecture="Qwen3_5ForConditionalGeneration", text_types=("qwen3_5_text",)
+        architecture="Qwen3_5ForConditionalGeneration",
+        text_types=("qwen3_5_text",),
+        values={"language_model_only": (False,), **_NO_MTP},
     ),
 }

@@ -245,11 +245,6 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
     num_layers = given["num_hidden_layers"]
     window = given.get("sliding_window")
     types = given.get("layer_types") or [LAYER_TYPES[window is not None]] * num_layers
-    if len(types) != num_layers:
-        raise UserError(
-            f"{path}.layer_types: has {len(types)} entries, but there are {num_layers} layers. "
-            "Give one for each layer, or leave it out."
-        )
     if family.mixers:
         return [None] * num_layers
     if "layer_types" in family.window_fields:

@@ -33,7 +33,9 @@ def build_table(model: ModelConfig, config: Config) -> layers.Weights:
         is_quantized = (
             is_base and adapter.quantization != "none" and quantization.can_quantize(param)
         )
-        frozen_as = adapter.quantization if is_quantized else config.model.compute_dtype
+        if is_quantized:
+            return dataclasses.replace(param, frozen_as=adapter.quantization)
+        frozen_as = param.compute_dtype or config.model.compute_dtype
         return dataclasses.replace(param, frozen_as=frozen_as)
 
     return jax.tree.map(freeze, decoder.param_table(model))

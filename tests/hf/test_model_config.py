@@ -9,6 +9,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from scripts.bench import configs
 from tests import batches
+from tests.hf import multimodal
 from tests.messages import assert_names
 
 LLAMA: dict[str, Any] = {
@@ -113,6 +114,9 @@ QWEN3 = {
     "sliding_window": None,
 }
 """The config.json of Qwen3-0.6B."""
+
+QWEN3_5: dict[str, Any] = multimodal.QWEN3_5_27B["text_config"]
+"""The text_config of Qwen3.5-27B."""
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
@@ -351,8 +355,8 @@ REFUSED = [
     ),
     (
         {"model_type": "qwen2", "layer_types": ["full_attention"] * 3},
-        ": ",
-        ["transformers", "ValueError"],
+        "layer_types: ",
+        ["3", "32"],
     ),
     (
         {"model_type": "qwen2", "use_sliding_window": "yes"},
@@ -453,7 +457,53 @@ def test_unsupported_fields_are_refused_by_name(change, start, parts):
     assert_names(problem.removeprefix("model.config").removeprefix("."), *parts, start=start)
 
 
-@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3])
+LAYER_TYPES = [*3 * ["linear_attention"], "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "parts"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = false: ", ["Qwen3_5ForCausalLM", "true"]),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = sigmoid: ", ["swish"]),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = bfloat16: ", ["float32"]),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers = [1]: ", ["[]"]),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2: ", ["0", "1"]),
+        (
+            {"mtp_use_dedicated_embeddings": True},
+            "mtp_use_dedicated_embeddings = true: ",
+            ["false"],
+        ),
+        (
+            {"layer_types": 16 * [*LAYER_TYPES[1:], "sliding_attention"]},
+            "layer_types = [",
+            ["linear_attention or full_attention"],
+        ),
+        ({"layer_types": LAYER_TYPES}, "layer_types: ", ["4", "64"]),
+        ({"full_attention_interval": 0}, "full_attention_interval = 0: ", ["1"]),
+        (
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads = 24: ",
+            ["multiple", "linear_num_key_heads", "16"],
+        ),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1: ", ["2"]),
+        *(
+            ({f"linear_{name}": value}, f"linear_{name} = {value}: ", ["whole number"])
+            for name, value in (
+                ("num_key_heads", 0),
+                ("num_value_heads", 10_001),
+                ("key_head_dim", -128),
+                ("value_head_dim", 128.0),
+                ("conv_kernel_dim", "four"),
+            )
+        ),
+    ],
+)
+def test_sizes_and_features_of_delta_nets_are_checked_by_name(change, start, parts):
+    (problem,) = problems(QWEN3_5 | change)
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5])
 def test_sizes_have_no_default(fields):
     sizes = [
         "vocab_size",
@@ -463,7 +513,8 @@ def test_sizes_have_no_default(fields):
         "intermediate_size",
     ]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
-    sizes += ["head_dim"] if fields["model_type"] == "qwen3" else []
+    sizes += ["head_dim"] if fields["model_type"] in ("qwen3", "qwen3_5_text") else []
+    sizes += [name for name in fields if name.startswith("linear_")]
     missing = problems({name: value for name, value in fields.items() if name not in sizes})
     assert sorted(problem.partition(":")[0] for problem in missing) == sorted(
         f"model.config.{name}" for name in sizes

@@ -1,5 +1,6 @@
 """The text model of a multimodal checkpoint is imported, and exported as a text-only one."""
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -156,6 +157,29 @@ def test_mistral_small_is_read_as_its_text_model():
     assert not config.tie_embeddings
 
 
+def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
+    fields = resolve(multimodal.QWEN3_5_27B)
+    config = read(multimodal.QWEN3_5_27B)
+    mixers = [layer.mixer for layer in config.layers]
+    assert mixers == [*3 * ["delta_net"], "attention"] * 16
+    sizes = config.delta_net
+    assert (sizes.num_key_heads, sizes.num_heads, sizes.filter_size) == (16, 48, 4)
+    assert (sizes.key_size, sizes.value_size, sizes.num_channels) == (128, 128, 10240)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (24, 4, 256)
+    assert (config.ropes[0].description, config.padding_id) == (
+        "default, theta 10,000,000, 64 of 256 elements rotated",
+        None,
+    )
+    swapped = fields["layer_types"][::-1]
+    exported = model_config.make_config_json(
+        fields | {"layer_types": swapped}, dtype="bfloat16", token_ids={}
+    )
+    assert exported["layer_types"] == swapped
+    assert exported["architectures"] == ["Qwen3_5ForCausalLM"]
+    back = model_config.parse_model_config(exported, field="config.json")
+    assert back == dataclasses.replace(config, layers=config.layers[::-1])
+
+
 @pytest.mark.parametrize(
     ("outer", "text", "tied"),
     [
@@ -243,7 +267,21 @@ REFUSED = [
         "text_config.quantization_config = {",
         ["model.source"],
     ),
-    ({"model_type": "llava", "text_config": {}}, "model_type = llava: ", ["gemma3 or mistral3"]),
+    (
+        multimodal.QWEN3_5_27B | {"language_model_only": True},
+        "language_model_only = true: ",
+        ["Qwen3_5ForConditionalGeneration", "false"],
+    ),
+    (
+        change(multimodal.QWEN3_5_27B, attn_output_gate=False),
+        "text_config.attn_output_gate = false: ",
+        ["true"],
+    ),
+    (
+        {"model_type": "llava", "text_config": {}},
+        "model_type = llava: ",
+        ["gemma3, mistral3 or qwen3_5"],
+    ),
 ]
 
 
@@ -284,5 +322,5 @@ def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(t
         (tmp_path / "model.safetensors").write_bytes(before)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
-    with pytest.raises(UserError, match="gemma3 or mistral3"):
+    with pytest.raises(UserError, match="gemma3, mistral3 or qwen3_5"):
         import_folder(tmp_path)

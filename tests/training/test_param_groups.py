@@ -1,11 +1,15 @@
 """Parameter groups: which weights a pattern selects, and patterns without effect."""
 
+import dataclasses
+
 import jax
 import pytest
 
+from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, LayerConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
+from jaxsp.training import trainable
 from tests import batches
 from tests.messages import assert_names
 from tests.training import runs
@@ -101,3 +105,20 @@ def test_weights_of_a_frozen_group_are_frozen_in_the_table_of_the_program():
     spec = runs.make_spec({}, groups=groups)
     frozen = {param.hf_name for param in jax.tree.leaves(spec.table) if param.frozen_as is not None}
     assert frozen == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_frozen_weights_keep_the_dtype_that_the_model_computes_with(quantization):
+    """In float32, for the decays of a delta net, although the run computes in bfloat16."""
+    sizes = DeltaNetConfig(num_key_heads=2, num_heads=4, key_size=8, value_size=8, filter_size=4)
+    layers = (LayerConfig(mixer=DELTA_NET, rope=None),)
+    model = dataclasses.replace(batches.model(), layers=layers, delta_net=sizes)
+    adapter = {"type": "lora", "quantization": quantization}
+    frozen_config = batches.make_config(compute_dtype="bfloat16", adapter=adapter)
+    table = trainable.build_table(model, frozen_config)
+    formats = {
+        param.hf_name.rpartition("}.")[2]: param.frozen_as for param in jax.tree.leaves(table)
+    }
+    expected = {"A_log": "float32", "dt_bias": "float32", "conv1d.weight": "bfloat16"}
+    expected["in_proj_qkv.weight"] = "bfloat16" if quantization == "none" else quantization
+    assert expected == {name: formats[f"linear_attn.{name}"] for name in expected}
