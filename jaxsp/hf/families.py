@@ -52,6 +52,8 @@ class Family:
     missing `layer_types` from the other fields. Otherwise every layer has the window.
     """
 
+    other_parts: tuple[str, ...] = ()
+    """First names of stored tensors that transformers' class of the text model ignores."""
     mixers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
 
@@ -78,6 +80,8 @@ class MultimodalFamily:
     """Fields of text_config that only the text model's own class uses."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Fields beside text_config with a fixed meaning, and the values that match it."""
+    other_parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
+    """Names of the modules beside the text model, which are left out."""
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -325,6 +329,7 @@ FAMILIES["qwen3_5_text"] = Family(
         "mlp_only_layers": ([],),
         **_NO_MTP,
     },
+    other_parts=("mtp",),
 )
 
 MULTIMODAL_FAMILIES = {
@@ -340,5 +345,6 @@ MULTIMODAL_FAMILIES = {
         architecture="Qwen3_5ForConditionalGeneration",
         text_types=("qwen3_5_text",),
         values={"language_model_only": (False,), **_NO_MTP},
+        other_parts=("visual", "mtp"),
     ),
 }

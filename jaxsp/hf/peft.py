@@ -210,11 +210,14 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
 
 
 def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
-    """Projections that PEFT adapts. Raises: ValueError if they are not the same in all layers."""
-    projections = adapters.list_projections(model)
+    """Projections that PEFT adapts.
+
+    Raises: ValueError for one with an adapter in some of the layers that have it.
+    """
+    projections = adapters.find_projections(model)
     targets = fields.get("target_modules")
     if targets == "all-linear":
-        return projections
+        return tuple(projections)
     excluded = fields.get("exclude_modules")
     chosen_layers = fields.get("layers_to_transform")
     if isinstance(chosen_layers, int):
@@ -233,9 +236,9 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         return any(name == each or name.endswith(f".{each}") for each in patterns or ())
 
     found = []
-    for projection in projections:
+    for projection, layers_with_it in projections.items():
         matches = []
-        for layer in range(model.num_layers):
+        for layer in layers_with_it:
             name = decoder.LAYER_PREFIX.format(layer=layer) + projection
             names = (name, _add_text_prefix(name))
             is_chosen = not chosen_layers or layer in chosen_layers
@@ -245,7 +248,7 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
         if any(matches) != all(matches):
             raise ValueError(
                 f"target_modules: {projection} has an adapter in {sum(matches)} of "
-                f"{len(matches)} layers; it must be in all or none"
+                f"{len(matches)} layers that have it; it must be in all or none"
             )
         if matches[0]:
             found.append(projection)

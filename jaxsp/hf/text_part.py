@@ -5,7 +5,6 @@ Only the text model is trained and exported. The vision tower and the projector 
 
 import json
 import pathlib
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from jaxsp.config.yaml_io import format_value
@@ -22,8 +21,6 @@ _PREFIXES = {
     "model.language_model.": "model.",  # the modules of transformers 5
 }
 """Prefixes of the text model's tensors, and those of the text model without the other parts."""
-
-_OTHER_PARTS = ("vision_tower", "multi_modal_projector", "visual", "mtp")
 
 
 def find_family(fields: dict[str, Any]) -> MultimodalFamily | None:
@@ -105,29 +102,31 @@ def _read_tie(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_tensors(
-    stored: dict[str, _Tensor], family: MultimodalFamily | None
-) -> tuple[dict[str, _Tensor], list[str]]:
-    """Returns the text model's tensors by their names in its export, and the names of the others.
+    stored: dict[str, _Tensor], fields: dict[str, Any]
+) -> tuple[dict[str, _Tensor], str]:
+    """Returns the text model's tensors by their names in its export, and describes the others.
 
     Tensors that belong to no known part keep their names.
 
     Args:
-        family: None for a text model, which has no other parts.
+        fields: fields of the config.json beside the tensors.
     Raises: ValueError if two tensors have the same name in the export.
     """
-    if family is None:
-        return stored, []
+    multimodal = find_family(fields)
+    family = multimodal or FAMILIES.get(str(fields.get("model_type")))
+    other_parts = family.other_parts if family is not None else ()
     selected: dict[str, _Tensor] = {}
     left_out = []
     for name, tensor in stored.items():
-        if name.removeprefix("model.").startswith(_OTHER_PARTS):
-            left_out.append(name)
+        part = name.removeprefix("model.").partition(".")[0]
+        if part in other_parts:
+            left_out.append(part)
             continue
-        text_name = _rename(name)
+        text_name = name if multimodal is None else _rename(name)
         if text_name in selected:
             raise ValueError(f"{text_name}: stored twice, one of them as {name}")
         selected[text_name] = tensor
-    return selected, left_out
+    return selected, _describe_left_out(left_out, is_multimodal=multimodal is not None)
 
 
 def _rename(name: str) -> str:
@@ -137,9 +136,9 @@ def _rename(name: str) -> str:
     return name
 
 
-def describe_left_out(names: Iterable[str]) -> str:
-    """Describes tensors that are not read; empty if all are."""
-    parts = [name.removeprefix("model.").split(".")[0] for name in names]
+def _describe_left_out(parts: list[str], *, is_multimodal: bool) -> str:
+    """Describes tensors that are not read; empty if all are. Args: parts: part of each of them."""
     if not parts:
         return ""
-    return f"text model only, without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"
+    start = "text model only, " if is_multimodal else ""
+    return f"{start}without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"

@@ -42,7 +42,7 @@ class WeightReader:
     """Field and value of the config that names the folder."""
     tensors: dict[str, StoredTensor]
     left_out: str
-    """Description of tensors that belong to other parts of a multimodal model; empty if none do."""
+    """Description of tensors that belong to parts that are not trained; empty if none do."""
 
     def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of one tensor, float32.
@@ -83,10 +83,10 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         all damaged files.
     """
     asked = f"{source.field} = {source.source}"
-    multimodal = text_part.find_family(source.config_fields)
+    is_multimodal = text_part.find_family(source.config_fields) is not None
     stored = _read_headers(source, asked)
     try:
-        stored, left_out = text_part.select_tensors(stored, multimodal)
+        stored, left_out = text_part.select_tensors(stored, source.config_fields)
     except ValueError as error:
         raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
     shapes = tensor_shapes(table)
@@ -96,13 +96,13 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     if "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
-    problems = _find_differences(stored, shapes, source, is_multimodal=multimodal is not None)
+    problems = _find_differences(stored, shapes, source, is_multimodal=is_multimodal)
     if problems:
         raise UserError(problems)
     reader = WeightReader(
         error_prefix=asked,
         tensors={name: stored[name] for name in shapes},
-        left_out=text_part.describe_left_out(left_out),
+        left_out=left_out,
     )
     if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
         raise UserError(

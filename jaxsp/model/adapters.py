@@ -15,16 +15,24 @@ DEFAULT_RANK = 16
 DEFAULT_ALPHA_PER_RANK = 2.0
 
 
-def list_projections(model: ModelConfig) -> tuple[str, ...]:
-    """Names of a layer's projections in Hugging Face's files. Example: `self_attn.q_proj`."""
+def find_projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Projections in the layers, and the numbers of the layers that have each of them.
+
+    Names are those of Hugging Face's files. Example: `self_attn.q_proj`.
+    """
     plain = dataclasses.replace(model, lora=None)
-    params = jax.tree.leaves(decoder.param_table(plain)["layers"])
-    names = [
-        param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")
-        for param in params
-        if param.is_matrix
-    ]
-    return tuple(dict.fromkeys(names))  # parts of one tensor have the same name
+    found: dict[str, set[int]] = {}
+    for param in jax.tree.leaves(decoder.param_table(plain)["layers"]):
+        if param.is_matrix:
+            # Parts of one tensor have the same name, and so have tensors of several kinds of layers
+            name = param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")
+            found.setdefault(name, set()).update(param.layers)
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
+
+
+def list_projections(model: ModelConfig) -> tuple[str, ...]:
+    """Names of all projections, as `find_projections` gives them."""
+    return tuple(find_projections(model))
 
 
 def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:

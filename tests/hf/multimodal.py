@@ -35,8 +35,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": {**oracle.MODELS["ministral3"], "tie_word_embeddings": True},
         "vision_config": PIXTRAL,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": oracle.MODELS["qwen3_5"],
+        "vision_config": {
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2},
+            **{"out_hidden_size": 48, "num_position_embeddings": 16, "patch_size": 4},
+        },
+        "image_token_id": 127,
+        "video_token_id": 128,
+        "vision_start_token_id": 129,
+        "vision_end_token_id": 130,
+    },
 }
-"""Fields of a config.json: two families, and the text models of each."""
+"""Fields of a config.json: three families, and the text models of each."""
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],

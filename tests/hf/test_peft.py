@@ -19,8 +19,9 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft, text_part
+from jaxsp.hf import model_config, peft, text_part, weights
 from jaxsp.hf.peft import ResolvedAdapter
+from jaxsp.model import decoder
 from jaxsp.setup import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances
@@ -40,6 +41,7 @@ SEGMENTS: batches.Segments = [[(0, 9), (9, 2), (11, 13)], [(0, 17), (18, 5)]]
 ALL = ("embed_tokens", "lm_head")
 MODELS = oracle.MODELS | {
     "gemma3 with vision": multimodal.MODELS["gemma3"],
+    "qwen3_5 with vision": multimodal.MODELS["qwen3_5"],
     "phi3 tied": {**oracle.MODELS["phi3"], "tie_word_embeddings": True},
     "llama uneven": {
         **oracle.MODELS["llama3"],
@@ -82,11 +84,14 @@ SLOW_CASES = {
     "with vision": Case(
         "gemma3 with vision", targets=["q_proj", "down_proj"], modules_to_save=ALL[:1]
     ),
+    "delta nets with vision": Case(
+        "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
+    ),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
 } | {
     f"{model} {kind}": Case(model, type=kind)
-    for model in ("gemma3", "olmo2", "olmo3", "granite", "glm4", "ministral3", "cohere2")
+    for model in ("qwen3_5", "gemma3", "olmo2", "olmo3", "granite", "glm4", "ministral3", "cohere2")
     for kind in ("lora", "dora")
 }
 each_case = pytest.mark.parametrize(
@@ -110,15 +115,20 @@ class Base:
         fields, _ = text_part.read_text_fields(self.fields, "model.config")
         return model_config.parse_model_config(fields, field="model.config")
 
+    @property
+    def auto_class(self) -> Any:
+        """Class that loads all parts of the model."""
+        if text_part.find_family(self.fields) is None:
+            return oracle.transformers.AutoModelForCausalLM
+        return oracle.transformers.AutoModelForImageTextToText
+
     def load(self) -> Any:
-        return oracle.transformers.AutoModelForCausalLM.from_pretrained(
-            self.directory, attn_implementation="eager"
-        )
+        return self.auto_class.from_pretrained(self.directory, attn_implementation="eager")
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:
         stored = safetensors.numpy.load_file(self.directory / "model.safetensors")
-        return {name.replace("language_model.model.", "model."): x for name, x in stored.items()}
+        return text_part.select_tensors(stored, self.fields)[0]
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +136,9 @@ def base_of(tmp_path_factory):
     @functools.cache
     def make(name: str) -> Base:
         directory = tmp_path_factory.mktemp("base")
-        oracle.torch_model(MODELS[name]).save_pretrained(directory)
-        return Base(MODELS[name], directory)
+        base = Base(MODELS[name], directory)
+        oracle.torch_model(MODELS[name], base.auto_class).save_pretrained(directory)
+        return base
 
     return make
 
@@ -156,7 +167,7 @@ def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracl
     names = {
         param.hf_name.format(layer=layer)
         for param in jax.tree.leaves(frozen_table)
-        for layer in range(param.num_layers or 1)
+        for layer in param.layers or (0,)
     }
     frozen = {name: torch.from_numpy(tensors[name]) for name in names}
     weights = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
@@ -258,7 +269,7 @@ def read_trained(resolved: ResolvedAdapter, table: layers.Weights) -> layers.Wei
         whole = tuple(slice(size) for size in param.shape)
         if param.num_layers is None:
             return reader.read(param, None, whole)
-        return np.stack([reader.read(param, layer, whole) for layer in range(param.num_layers)])
+        return np.stack([reader.read(param, layer, whole) for layer in param.layers])
 
     return jax.tree.map(read, trainable.select_trained(table, table))
 
@@ -294,6 +305,8 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     ),
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
+    "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
+    "gates of delta nets": ("qwen3_5", {"target_modules": ["in_proj_a", "in_proj_b", "in_proj_z"]}),
     "untied": (
         "llama3",
         {
@@ -416,6 +429,40 @@ def test_the_files_of_an_adapter_are_checked(tmp_path, base_of, plain_adapter):
     path.rename(path.with_name("adapter_model.bin"))
     with pytest.raises(UserError, match="pickle"):
         open_source(base, section)
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets"),
+    [
+        ({}, {"q_proj", "in_proj_z"}),
+        ({"layers_to_transform": [0, 1, 2, 3]}, {"q_proj", "in_proj_z"}),
+        ({"layers_to_transform": [0, 1, 3]}, {"in_proj_z"}),
+        ({"layers_to_transform": 2}, {"q_proj"}),
+        ({"exclude_modules": r".*\.2\..*"}, {"in_proj_z"}),
+        ({"layers_to_transform": [0, 2]}, None),
+    ],
+)
+def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes, targets):
+    """Layers 0, 1 and 3 are delta nets, layer 2 has attention."""
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_5"], field="model.config")
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    fields |= {"target_modules": ["in_proj_z", "q_proj"]} | changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    section = AdapterConfig(type="lora", source=str(tmp_path))
+    if targets is None:
+        with pytest.raises(UserError, match="in_proj_z has an adapter in 1 of 3 layers"):
+            peft.resolve(section, config)
+        return
+    params = jax.tree.leaves(decoder.param_table(peft.resolve(section, config).model))
+    shapes = weights.tensor_shapes([param for param in params if param.is_adapter])
+    places = {"in_proj_z": (0, 1, 3), "q_proj": (2,)}
+    parts = {"in_proj_z": "linear_attn", "q_proj": "self_attn"}
+    assert shapes.keys() == {
+        f"model.layers.{layer}.{parts[name]}.{name}.lora_{matrix}.weight"
+        for name in targets
+        for layer in places[name]
+        for matrix in "AB"
+    }
 
 
 @pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])

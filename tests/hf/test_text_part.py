@@ -28,7 +28,10 @@ TEXT_CLASSES = {
     "gemma3": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
 }
+PARTS = dict.fromkeys(TEXT_CLASSES, ("vision_tower", "multi_modal_projector"))
+PARTS["qwen3_5"] = ("visual",)
 
 
 def resolve(fields: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def text_tensors(model: Any) -> dict[str, np.ndarray]:
 
 
 def is_left_out(name: str) -> bool:
-    return "vision_tower" in name or "multi_modal_projector" in name
+    return any(part in name for part in ("vision_tower", "multi_modal_projector", "visual"))
 
 
 def save(model: Any, directory: pathlib.Path, layout: str) -> None:
@@ -80,7 +83,9 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     save(model, tmp_path / "in", layout)
     files = list((tmp_path / "in").glob("*.safetensors"))
     names = [name for file in files for name in safetensors.numpy.load_file(file)]
-    prefix = "model.language_model." if "modules" in layout else "language_model.model."
+    prefix = "language_model.model."
+    if "modules" in layout or name == "qwen3_5":
+        prefix = "model.language_model."
     assert f"{prefix}norm.weight" in names
     assert (len(files) > 1) == ("several" in layout)
     source, fields, master = import_folder(tmp_path / "in")
@@ -92,7 +97,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     )
     count = sum(is_left_out(name) for name, _ in model.named_parameters())
     left_out = weights.open_folder(source, table).left_out
-    assert_names(left_out, str(count), "vision_tower", "multi_modal_projector")
+    assert_names(left_out, "text model only", str(count), *PARTS[name])
 
     writer.export_model(
         master,
@@ -111,6 +116,34 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     assert batches.is_bitwise_equal(back, expected)
     if name == "gemma3":
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
+    """transformers ignores them too."""
+    model = (
+        oracle.torch_model(oracle.MODELS["qwen3_5"])
+        if name == "qwen3_5_text"
+        else multimodal.torch_model(multimodal.MODELS["qwen3_5"])
+    )
+    save(model, tmp_path, "hub")
+    rewrite(
+        tmp_path,
+        **{f"mtp.{name}": np.zeros((2, 2), np.float32) for name in ("fc.weight", "norm.weight")},
+    )
+    source, fields, master = import_folder(tmp_path)
+    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    expected = jax.tree.map(oracle.torch.from_numpy, text_tensors(model))
+    assert batches.is_bitwise_equal(master, oracle.stacked(expected, table))
+    left_out = weights.open_folder(source, table).left_out
+    count = 2 + sum("visual" in name for name, _ in model.named_parameters())
+    if name == "qwen3_5_text":
+        assert left_out == "without 2 tensors of mtp"
+    else:
+        assert left_out == f"text model only, without {count} tensors of mtp and visual"
+    rewrite(tmp_path, **{"mtq.weight": np.zeros(2, np.float32)})
+    with pytest.raises(UserError, match=r"mtq\.weight"):
+        weights.open_folder(source, table)
 
 
 @pytest.mark.parametrize(
