@@ -164,6 +164,7 @@ def make_spec(**options):
     return runs.make_spec({"remat": "save_attention_and_mlp"}, model=MODEL, **options)
 
 
+@pytest.mark.e2e
 def test_gradients_on_a_mesh_are_those_of_one_device_and_bytes_those_of_the_formula(
     record_property,
 ):

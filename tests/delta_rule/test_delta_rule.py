@@ -171,6 +171,7 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(name, max_decay):
         assert batches.relative_error(actual[key], value) < 2e-6, key
 
 
+@pytest.mark.e2e
 def test_in_bfloat16_the_error_is_that_of_rounding():
     """Decays, strengths and states are float32. Measured: 4.9e-3 to 5.9e-3."""
     actual = compute("3", draw(0.05, is_rounded=True))
