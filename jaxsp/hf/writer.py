@@ -121,7 +121,13 @@ class ExportTensor(NamedTuple):
         """Number of elements."""
         return sum(param.size for param, _ in self.parts)
 
+    def choose_dtype(self, dtype: np.dtype) -> np.dtype:
+        """dtype in the file: the weight's own if it has one, else `dtype`."""
+        own = self.parts[0][0].compute_dtype
+        return dtype if own is None else np.dtype(own)
+
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
+        dtype = self.choose_dtype(dtype)
         whole = np.concatenate([self._part_to_numpy(*part, dtype) for part in self.parts])
         return np.ascontiguousarray(whole)  # safetensors ignores strides
 
@@ -161,7 +167,7 @@ def _write_weights(
 ) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
+        get_storage_size=lambda tensor: tensor.size * tensor.choose_dtype(dtype).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )

@@ -87,6 +87,23 @@ def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):
     )
 
 
+def test_decays_of_delta_nets_stay_float32_in_a_bfloat16_export(tmp_path):
+    """As in the published files."""
+    fields = oracle.MODELS["qwen3_5"]
+    master = export(tmp_path / "out", fields, dtype="bfloat16")
+    stored = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    in_float32 = {name for name, array in stored.items() if array.dtype == np.float32}
+    names = {f"model.layers.{layer}.linear_attn." for layer in (0, 1, 3)}
+    assert in_float32 == {name + end for name in names for end in ("A_log", "dt_bias")}
+    decays = master["layers"]["delta_net_mlp"]["pre_attention"]["decay"]
+    for index, layer in enumerate((0, 1, 3)):
+        name = f"model.layers.{layer}.linear_attn.A_log"
+        np.testing.assert_array_equal(stored[name], decays[index])
+    assert {weight.dtype for weight in load(tmp_path / "out").parameters()} == {
+        oracle.torch.bfloat16
+    }
+
+
 def test_weights_in_several_files_have_an_index_and_load(tmp_path):
     master = export(tmp_path / "out", TINY, max_shard_size="60KB")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

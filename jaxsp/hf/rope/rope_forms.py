@@ -72,7 +72,7 @@ def to_old_form(groups: dict[str, Any], support: RopeSupport) -> dict[str, Any]:
             return {}
     outside = {name: groups[name] for name in support.outside_fields if name in groups}
     scaling = {name: value for name, value in groups.items() if name not in outside}
-    is_default = scaling["rope_type"] == "default"
+    is_default = scaling == {"rope_type": "default"}
     if ORIGINAL in support.outside_fields:
         # transformers 4 reads Phi-3's scaling only with `type`, and without other fields
         scaling["type"] = scaling.pop("rope_type")
