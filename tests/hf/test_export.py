@@ -88,7 +88,7 @@ def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):
 
 
 def test_decays_of_delta_nets_stay_float32_in_a_bfloat16_export(tmp_path):
-    """As in the published files."""
+    """Published files have float32 tensors among bfloat16 ones too."""
     fields = oracle.MODELS["qwen3_5"]
     master = export(tmp_path / "out", fields, dtype="bfloat16")
     stored = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
