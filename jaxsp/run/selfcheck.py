@@ -1,4 +1,4 @@
-"""Checks of attention and offloading on this device before the first step.
+"""Checks of attention, delta nets and offloading on this device before the first step.
 
 Releases of JAX and cuDNN have computed wrong results silently. jax 0.10.2 and 0.11.0 read keys at
 wrong offsets in packed rows if query heads share them (jax PR 39521), and read offloaded
@@ -33,7 +33,7 @@ from jaxsp.attention import (
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.kernels.cudnn import cudnn_calls
-from jaxsp.blocks.config import ATTENTION, LayerKind, LayerSegment
+from jaxsp.blocks.config import ATTENTION, DELTA_NET, LayerKind, LayerSegment
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -42,6 +42,8 @@ from jaxsp.memory import memory_fit
 from jaxsp.model import layer_stack
 from jaxsp.model.layer_stack import LayerParts
 from jaxsp.model.remat import RematPolicy
+from jaxsp.run import segment_errors
+from jaxsp.run.delta_rule_check import DeltaRuleCheck
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Shard
 from jaxsp.training import compile_options
@@ -79,8 +81,8 @@ _WHOLE_ROWS = attention.combine(1)
 def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str]:
     """Checks this process's devices, and returns a line for each check that passed.
 
-    Attention is checked on the first, and offloading on all of them. CPUs are not checked. Each
-    process checks devices of its own, without waiting for the others.
+    Attention and delta nets are checked on the first, and offloading on all of them. CPUs are not
+    checked. Each process checks devices of its own, without waiting for the others.
     Raises: UserError if a check fails, with a suggestion.
     """
     devices = spec.mesh.devices.flat
@@ -100,6 +102,8 @@ def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str
             f"self-check: {kernels} attention agrees with the blockwise kernel on this device "
             f"({_format_elapsed(start_s)})"
         )
+    if any(layer.mixer == DELTA_NET for layer in spec.model.layers):
+        passed.append(check_delta_nets(spec, local[0]))
     if spec.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
         _check_offloading(spec, local)
@@ -151,9 +155,7 @@ class AttentionCheck:
     def measure_errors(self, device: jax.Device) -> dict[str, float]:
         """Errors of the kernel's output and gradients, by name: out, dq, dk, dv.
 
-        Units: relative root mean square error of the segment where it is largest; padding of a row
-            counts as a segment. The base is the root mean square of the expected values, in the
-            segment or in all segments, whichever is larger. Infinite if a value is NaN.
+        Units: those of `segment_errors.find_largest_error`.
         """
         reference = dataclasses.replace(
             self,
@@ -165,7 +167,10 @@ class AttentionCheck:
         actual, expected = (check._compute(device, *inputs) for check in (self, reference))
         starts_BM, lengths_BM = inputs[1]
         segment_BL = np.asarray(segments.segment_ids(starts_BM, lengths_BM, _ROW_TOKENS))
-        return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
+        return {
+            name: segment_errors.find_largest_error(actual[name], expected[name], segment_BL)
+            for name in expected
+        }
 
     def _compute(
         self, device: jax.Device, qkv_dout: Any, starts_and_lengths: Any
@@ -255,23 +260,6 @@ def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[AttentionCheck
     ]
 
 
-def _largest_error(actual: np.ndarray, expected: np.ndarray, segment_BL: np.ndarray) -> float:
-    """Relative error of the segment where it is largest; see `AttentionCheck.measure_errors`."""
-    overall = _root_mean_square(expected[segment_BL >= 0])
-    relative_errors = []
-    for row, segment_L in enumerate(segment_BL):
-        for segment in np.unique(segment_L):
-            tokens = row, segment_L == segment
-            base = max(_root_mean_square(expected[tokens]), overall)
-            error = _root_mean_square(actual[tokens] - expected[tokens])
-            relative_errors.append(error / base)
-    return float(np.nan_to_num(np.max(relative_errors), nan=np.inf))
-
-
-def _root_mean_square(x: np.ndarray) -> np.floating:
-    return np.sqrt(np.mean(np.square(x, dtype=np.float64)))
-
-
 def choose_fill_bytes(stats: Mapping[str, int] | None) -> int:
     """Half of the free memory of a device, at most MAX_FILL_BYTES; 0 without stats, as on CPUs.
 
@@ -311,6 +299,32 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
             device,
             "attention.kernel=blockwise, or other releases",
         )
+
+
+def check_delta_nets(spec: StepSpec, device: jax.Device) -> str:
+    """Checks the delta rule with the model's sizes of heads, and returns a line for it.
+
+    Raises: UserError if an error is larger than rounding explains.
+    """
+    start_s = time.perf_counter()
+    assert spec.model.delta_net is not None, "has delta nets"
+    check = DeltaRuleCheck.of_model(spec.model.delta_net, spec.dtype)
+    errors = check.measure_errors(device, _NO_AUTOTUNING)
+    wrong = [
+        f"{name} {error:.3g}" for name, error in errors.items() if not error <= check.tolerance
+    ]
+    if wrong:
+        other = "float32" if check.dtype == jnp.bfloat16 else "bfloat16"
+        raise _make_error(
+            f"delta net: computes wrong results in {check.dtype} on this device (relative error of "
+            f"{', '.join(wrong)}; must be at most {check.tolerance:g})",
+            device,
+            f"another release of jax, or model.compute_dtype={other}",
+        )
+    return (
+        "self-check: the delta net agrees with its recurrence, token by token, on this device "
+        f"({_format_elapsed(start_s)})"
+    )
 
 
 def _check_offloading(spec: StepSpec, devices: Sequence[jax.Device]) -> None:

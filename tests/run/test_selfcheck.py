@@ -1,6 +1,7 @@
 """The self-check passes correct kernels and gradients, and refuses errors that releases have
 had."""
 
+import dataclasses
 import re
 import shlex
 
@@ -16,12 +17,14 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, LayerConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
 from jaxsp.run import selfcheck
+from jaxsp.run.delta_rule_check import DeltaRuleCheck
 from jaxsp.training import compile_options
 from tests import messages
 from tests.attention import cudnn_contract, oracle
@@ -261,9 +264,9 @@ def test_operations_outside_of_jit_that_are_wrong_are_refused(monkeypatch, wrong
 def test_layers_that_read_back_the_input_of_another_layer_are_refused(monkeypatch):
     apply_policy = remat.checkpoint_layer
 
-    def checkpoint_layer(function, policy):
+    def checkpoint_layer(function, policy, kind):
         """With offloading, the backward pass multiplies weights by wrong inputs."""
-        expected = apply_policy(function, policy)
+        expected = apply_policy(function, policy, kind)
 
         @jax.custom_vjp
         def wrong(x, weight):
@@ -325,6 +328,32 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
     attention_line, offload_line = lines
     assert "9.28.0" in attention_line
     assert "offload" in offload_line
+
+
+def test_delta_nets_are_checked_in_models_that_have_them(monkeypatch, gpu):
+    tried = []
+    monkeypatch.setattr(
+        DeltaRuleCheck,
+        "measure_errors",
+        lambda check, device, options: tried.append((check, device)) or {"out": 0.0},
+    )
+    spec = test_memory_options.make_program(gpu, {"remat": "full"})
+    spec = dataclasses.replace(
+        spec,
+        model=dataclasses.replace(
+            spec.model,
+            layers=(LayerConfig(rope=None, mixer=DELTA_NET),),
+            delta_net=DeltaNetConfig(
+                num_key_heads=16, num_heads=48, key_size=128, value_size=64, filter_size=4
+            ),
+        ),
+    )
+    (line,) = selfcheck.check_device(spec, [])
+    check = DeltaRuleCheck(
+        num_key_heads=2, heads_per_key_head=3, key_size=128, value_size=64, dtype=spec.dtype
+    )
+    assert tried == [(check, gpu)]
+    messages.assert_names(line, "self-check", "delta net")
 
 
 def check_offload(monkeypatch, gpu, differences, xla_options=None):
