@@ -116,6 +116,7 @@ RECIPES = {
     "llama31_8b_128k_8xh100": published.read_models()["meta-llama/Llama-3.1-8B"].fields,
     "qwen25_7b_64k_8xh100": published.read_models()["Qwen/Qwen2.5-7B"].fields,
     "qwen3_0p6b_32k_1xh100": published.read_models()["Qwen/Qwen3-0.6B"].fields,
+    "qwen35_9b_256k_8xh100": published.read_models()["Qwen/Qwen3.5-9B"].fields,
 }
 """Published sizes of each recipe's model."""
 
@@ -126,6 +127,7 @@ RECIPES = {
         "llama31_8b_128k_8xh100",
         pytest.param("qwen25_7b_64k_8xh100", marks=pytest.mark.slow),
         pytest.param("qwen3_0p6b_32k_1xh100", marks=pytest.mark.slow),
+        pytest.param("qwen35_9b_256k_8xh100", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_fits_its_gpus_and_states_its_memory(name):

@@ -53,7 +53,15 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks) for layout, marks in LAYOUTS])
-@pytest.mark.parametrize("name", oracle.MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.e2e] if name == "qwen3_5" else []
+        )  # compiles for 20 s
+        for name in oracle.MODELS
+    ],
+)
 def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
     actual, expected = run(name, layout)
     assert actual.keys() == expected.keys()
