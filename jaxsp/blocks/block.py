@@ -1,7 +1,7 @@
 """The two blocks of a layer: a mixer, in which the tokens of a row meet, and a feed-forward.
 
-Each is a file in mixers/ or feed_forwards/ and a line in registry.py. It declares its weights,
-computes, and tells its cost; nothing else in jaxsp knows its dims.
+Each is a file and a line in registry.py. It declares its weights, computes, and tells its cost;
+nothing else in jaxsp knows its dims.
 
     x -> norm -> mixer's input -> mix -> mixer's output -> + x -> norm -> feed-forward -> + x
          |___ in tiles of tokens __|     |_____________ in tiles of tokens ___________|

@@ -112,7 +112,7 @@ def compute(
 
     Args:
         q, k: not normalized. Each head serves H / G consecutive heads of v.
-        g: logarithm of the decay, at most 0. It, k and v are 0 at padding.
+        g: logarithm of the decay, at most 0. It and beta are 0 at padding.
         is_first: True at the first token of a segment.
     Precision: products in the dtype of v, summed in float32; states are float32.
     """
