@@ -46,8 +46,8 @@ def random_weights(
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(param.hf_name.encode()))
         if param.hf_rows is not None:  # gate and up of one tensor have the same name
             key = jax.random.fold_in(key, param.hf_rows[0])
-        if param.layers:  # layers of other kinds have weights of the same name
-            key = jax.random.fold_in(key, param.layers[0]) if param.layers[0] else key
+        if param.layers and param.layers[0]:  # another kind of layers has weights of the same name
+            key = jax.random.fold_in(key, param.layers[0])
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
         place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
