@@ -51,6 +51,15 @@ _STEP = tuple("--shapes llama8b-4layers --lengths 32768 --steps 5 --case-seconds
 
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
+_PLAN_ERRORS = Part(
+    name="plans",
+    seconds=SECONDS,
+    case_seconds=20,
+    module="scripts.bench.plan_error",
+    arguments=("{base}-table.json",),
+    needs="table",
+)
+
 STAGES = {
     "first": Stage(
         topics="assumptions that no CPU test covers, most harmful first; each with its range",
@@ -65,8 +74,8 @@ STAGES = {
         ),
     ),
     "kernels": Stage(
-        topics="versions; accuracy of cuDNN attention on this GPU, packed and not",
-        parts=(_tests("tests/gpu/test_kernels.py"),),
+        topics="versions; accuracy of cuDNN attention and delta rules on this GPU, packed and not",
+        parts=(_tests("tests/gpu/test_kernels.py", "tests/gpu/test_delta_rule.py"),),
     ),
     "memory": Stage(
         topics="cuDNN's workspace against the formula; cost of tiles and offloading",
@@ -115,14 +124,24 @@ STAGES = {
                 ),
                 is_resumable=True,
             ),
+            _PLAN_ERRORS,
+        ),
+    ),
+    "hybrid": Stage(
+        topics="the same of a model with gated delta nets, without Transformers",
+        parts=(
             Part(
-                name="plans",
-                seconds=SECONDS,
-                case_seconds=20,
-                module="scripts.bench.plan_error",
-                arguments=("{base}-table.json",),
-                needs="table",
+                name="table",
+                seconds=400,
+                case_seconds=100,
+                module="scripts.bench.step",
+                arguments=(
+                    *"--shapes qwen3.5-9b-4layers --lengths 16384 131072".split(),
+                    *"--steps 3 --case-seconds 180".split(),
+                ),
+                is_resumable=True,
             ),
+            _PLAN_ERRORS,
         ),
     ),
     "options": Stage(

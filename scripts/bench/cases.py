@@ -2,10 +2,12 @@
 
 A case is one row, forward, backward and AdamW, in bfloat16 from random weights.
 
-The models are published ones, except llama8b-4layers: Llama-3.1-8B with 4 of its 32 layers and an
-eighth of its vocabulary (16,032 of 128,256). Embedding and head shrink with the layers, so layers,
-head and optimizer have the same proportions as in the whole model, and the MFU is comparable. With
-the whole vocabulary, the head would take 38 % of the arithmetic in matrix products instead of 7 %.
+The models are published ones, except llama8b-4layers and qwen3.5-9b-4layers: Llama-3.1-8B and
+Qwen3.5-9B with 4 of their 32 layers and an eighth of their vocabulary (Llama: 16,032 of 128,256).
+Embedding and head shrink with the layers, so layers, head and optimizer have the same proportions
+as in the whole model, and the MFU is comparable. With the whole vocabulary, Llama's head would take
+38 % of the arithmetic in matrix products instead of 7 %. Qwen's 4 layers are one period: three with
+a gated delta net, one with attention.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxsp.config.schema import Config
+from jaxsp.hf import published
 from scripts.bench import configs, report, results
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -38,6 +41,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
+    },
+    "qwen3.5-9b-4layers": {
+        **published.read_models()["Qwen/Qwen3.5-9B"].fields,
+        "vocab_size": 248320 * 4 // 32,
+        "num_hidden_layers": 4,
     },
     "llama3.2-1b": {
         **configs.LLAMA_8B,
