@@ -48,6 +48,18 @@ UNEVEN_LLAMA = {
 Its shards are padded with zeros on 8 devices, and with fewer on 2.
 """
 
+UNEVEN_HYBRID = {
+    **UNEVEN_LLAMA,
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+"""The same with a gated delta net in the first layer."""
+
 Segments = list[list[tuple[int, int]]]
 """Start and length of each segment of each row."""
 

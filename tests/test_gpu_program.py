@@ -117,6 +117,7 @@ RECIPES = {
     "qwen25_7b_64k_8xh100": published.read_models()["Qwen/Qwen2.5-7B"].fields,
     "qwen3_0p6b_32k_1xh100": published.read_models()["Qwen/Qwen3-0.6B"].fields,
     "qwen35_9b_256k_8xh100": published.read_models()["Qwen/Qwen3.5-9B"].fields,
+    "qwen36_27b_256k_8xh100": published.read_models()["Qwen/Qwen3.6-27B"].fields,
 }
 """Published sizes of each recipe's model."""
 
@@ -128,6 +129,7 @@ RECIPES = {
         pytest.param("qwen25_7b_64k_8xh100", marks=pytest.mark.slow),
         pytest.param("qwen3_0p6b_32k_1xh100", marks=pytest.mark.slow),
         pytest.param("qwen35_9b_256k_8xh100", marks=pytest.mark.slow),
+        pytest.param("qwen36_27b_256k_8xh100", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_fits_its_gpus_and_states_its_memory(name):

@@ -50,6 +50,9 @@ LINEAR = 0.05
 FP32_PARITY = 1e-4
 """Logits, loss and each gradient against transformers, in float32."""
 
+FLOAT64 = 2e-5
+"""Loss and each gradient in float32 against transformers in float64."""
+
 FREQUENCIES = 1e-6
 """Each rotation frequency of llama3 against that of transformers in float32."""
 

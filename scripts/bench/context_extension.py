@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,17 +75,33 @@ def main(arguments: list[str]) -> int:
         TUNED.format(steps=args.tuning_steps): evaluate(work, "yarn", tuned["yarn"]),
     }
     print(format_table(curves))
-    shown = ["FOLDER" if word == str(args.work) else word for word in arguments]
-    contents = results.open_results(MODULE, shown, **machine.read_cpu_versions("jax", "jaxlib"))
+    write_curves(args.out, curves, MODULE, shown_arguments(arguments, args.work))
+    draw(curves, args.out.with_suffix(".png"))
+    print(f"written: {args.out} and {args.out.with_suffix('.png')}")
+    return 0
+
+
+def shown_arguments(arguments: Sequence[str], work: pathlib.Path) -> list[str]:
+    """The command's arguments, without the path of the folder of --work."""
+    return ["FOLDER" if word == str(work) else word for word in arguments]
+
+
+def write_curves(
+    out: pathlib.Path,
+    curves: dict[str, list[float]],
+    module: str,
+    arguments: Sequence[str],
+    **facts: Any,
+) -> None:
+    """Writes losses by position. Args: facts: further content of the file."""
+    contents = results.open_results(module, arguments, **machine.read_cpu_versions("jax", "jaxlib"))
+    contents |= facts
     contents["loss_by_position"] = {
         "first_positions": list(range(0, LONG, BUCKET)),
         "documents": NUM_EVAL_DOCUMENTS,
         "losses": curves,
     }
-    results.write(args.out, contents)
-    draw(curves, args.out.with_suffix(".png"))
-    print(f"written: {args.out} and {args.out.with_suffix('.png')}")
-    return 0
+    results.write(out, contents)
 
 
 def write_documents(work: pathlib.Path) -> None:
@@ -144,25 +161,35 @@ def train(
     work: pathlib.Path, name: str, model: list[str], row_tokens: int, *, steps: int
 ) -> pathlib.Path:
     """Trains and exports a model. Returns the Hugging Face folder."""
-    run = work / f"{name}-{steps}"
+    is_new = row_tokens == SHORT
+    return train_model(
+        work / f"{name}-{steps}",
+        work / ("short.jsonl" if is_new else "long.jsonl"),
+        *model,
+        f"data.row_tokens={row_tokens}",
+        f"batch.rows_per_step={8192 // row_tokens * (1 if is_new else 2)}",
+        f"optimizer.learning_rate={0.003 if is_new else 0.0005}",
+        steps=steps,
+    )
+
+
+def train_model(
+    run: pathlib.Path, documents: pathlib.Path, *changes: str, steps: int
+) -> pathlib.Path:
+    """Trains and exports a model, unless it is done. Returns the Hugging Face folder."""
     exported = run / "hf"
     if exported.is_dir():
         return exported
-    documents = work / ("short.jsonl" if row_tokens == SHORT else "long.jsonl")
-    config = work / "config.yaml"
+    config = documents.parent / "config.yaml"
     config.write_text("{}\n", encoding="utf-8")
-    is_new = row_tokens == SHORT
     call(
         "train",
         str(config),
         f"run.directory={run}",
         f"run.steps={steps}",
-        *model,
+        *changes,
         "model.compute_dtype=float32",
         f"data.train=[{{source: {documents}, format: tokens}}]",
-        f"data.row_tokens={row_tokens}",
-        f"batch.rows_per_step={8192 // row_tokens * (1 if is_new else 2)}",
-        f"optimizer.learning_rate={0.003 if is_new else 0.0005}",
         f"optimizer.warmup_steps={steps // 20}",
         "optimizer.weight_decay=0.1",
     )
@@ -213,23 +240,30 @@ def format_table(curves: dict[str, list[float]]) -> str:
 
 
 def draw(curves: dict[str, list[float]], file: pathlib.Path) -> None:
-    """Draws loss by position."""
+    """Draws loss by position, and the end of the first training."""
+    drawn, axes = plot(curves, "Loss by position of a 1M-parameter byte model, 256 -> 2,048 tokens")
+    axes.axvline(SHORT, color="#555555", linewidth=1, linestyle=":")
+    axes.set_xlabel("position in the document (tokens); dotted: end of the first training")
+    drawn.savefig(file, dpi=130)
+
+
+def plot(curves: dict[str, list[float]], title: str) -> tuple[Any, Any]:
+    """A figure of losses by position, and its axes."""
     from matplotlib import figure
 
     drawn = figure.Figure(figsize=(8, 5), layout="constrained")
     axes = drawn.subplots()
     centers = [start + BUCKET / 2 for start in range(0, LONG, BUCKET)]
-    colors = ("#c8553d", "#e08e45", "#999999", "#1b3a5c")
+    colors = ("#c8553d", "#e08e45", "#999999", "#1b3a5c")[-len(curves) :]
     for (name, losses), color in zip(curves.items(), colors, strict=True):
         axes.plot(centers, losses, label=name, color=color, marker="o", markersize=3)
-    axes.axvline(SHORT, color="#555555", linewidth=1, linestyle=":")
-    axes.set_xlabel("position in the document (tokens); dotted: end of the first training")
+    axes.set_xlabel("position in the document (tokens)")
     axes.set_ylabel("loss (nats per byte)")
-    axes.set_title("Loss by position of a 1M-parameter byte model, 256 -> 2,048 tokens")
+    axes.set_title(title)
     axes.set_xlim(0, LONG)
     axes.grid(alpha=0.3)
     axes.legend()
-    drawn.savefig(file, dpi=130)
+    return drawn, axes
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m tests.faults.kills --steps 90 --faults kill=20 kill-in-save=10
     python -m tests.faults.kills --steps 90 --faults kill=8 kill-in-save=4 --meshes 2x4 8x1 1x2
     python -m tests.faults.kills --steps 30 --faults kill=4 --adapter lora
+    python -m tests.faults.kills --steps 30 --faults kill=2 kill-in-save=2 --hybrid
     python -m tests.faults.kills --steps 20000 --faults kill=20 kill-in-save=10 flip=5 term=15
 
 Exit code 0 if nothing is lost: each step has one line, and losses and weights are bitwise equal, or
@@ -112,6 +113,7 @@ class Case:
         save_every: int = SAVE_EVERY,
         eval_every: int = EVAL_EVERY,
         adapter: str = "none",
+        is_hybrid: bool = False,
     ):
         self.num_steps = num_steps
         config = folder / "config.yaml"
@@ -126,6 +128,7 @@ class Case:
             "format": "tokens",
             "name": "held-out",
         }
+        model = batches.UNEVEN_HYBRID if is_hybrid else batches.UNEVEN_LLAMA
         fields = {
             "run": {
                 "directory": "?",
@@ -133,7 +136,7 @@ class Case:
                 "save_every": save_every,
                 "eval_every": eval_every,
             },
-            "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
+            "model": {"config": model, "compute_dtype": "float32"},
             "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
             "data": {
                 "train": [train],
@@ -357,6 +360,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
     parser.add_argument("--eval-every", type=int, default=EVAL_EVERY)
     parser.add_argument("--adapter", default="none", metavar="TYPE", help="adapter.type")
+    parser.add_argument("--hybrid", action="store_true", help="a model with gated delta nets")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=3600, metavar="S")
     args = parser.parse_args(arguments)
@@ -379,6 +383,7 @@ def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
         save_every=args.save_every,
         eval_every=args.eval_every,
         adapter=args.adapter,
+        is_hybrid=args.hybrid,
     )
     start_s = time.monotonic()
     first_step_s, memory_kib = run_undisturbed(case, args.meshes[0], timeout_s=args.patience)

@@ -24,9 +24,10 @@ def test_a_run_that_was_killed_is_bitwise_equal_to_an_undisturbed_one(killed):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_an_adapter_is_bitwise_equal(tmp_path):
+@pytest.mark.parametrize("words", [["--adapter", "dora"], ["--hybrid"]], ids=["dora", "hybrid"])
+def test_a_killed_run_of_another_model_is_bitwise_equal(tmp_path, words):
     arguments = ["--meshes", "1x2", "--steps", str(NUM_STEPS), "--faults", "kill=2"]
-    assert kills.main([*arguments, "--adapter", "dora"], folder=tmp_path) == 0
+    assert kills.main([*arguments, *words], folder=tmp_path) == 0
 
 
 def test_a_repeated_line_and_different_weights_are_noticed(killed, tmp_path):

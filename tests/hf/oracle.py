@@ -1,8 +1,9 @@
 """Small models of every family in transformers and torch, with the same weights for both sides."""
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -215,6 +216,25 @@ def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModel
         for name, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
     return model
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """transformers computes in float64, also where its code casts to float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def float64_gradients(model: Any, documents: list[np.ndarray]) -> "Result":
+    """`gradients` of a model's weights, in float64. Args: model: its weights are float32."""
+    with float64():
+        config = copy.deepcopy(model.config)
+        wide = type(model)._from_config(config, attn_implementation="eager").double()
+        wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+        return gradients(wide, documents)
 
 
 def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:

@@ -3,9 +3,10 @@ measured.
 
 A kernel takes the longer of two times: its matrix products at the rate of large products, and its
 reads and writes at the rate of the memory. Attention takes its arithmetic at the rate of flash
-attention. Collectives and host copies overlap as XLA has scheduled them (`timeline`). Left out:
-kernel launches, waiting for data, the slowdown of kernels that overlap collectives, and unequal
-attention of devices, which training logs as `attention_imbalance`.
+attention. Kernels of gated delta nets are listed apart, without their projections. Collectives and
+host copies overlap as XLA has scheduled them (`timeline`). Left out: kernel launches, waiting for
+data, the slowdown of kernels that overlap collectives, and unequal attention of devices, which
+training logs as `attention_imbalance`.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsp.blocks import delta_net
 from jaxsp.model import flops
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.compiled import PlannedStep
@@ -28,9 +30,13 @@ from jaxsp.training.specs import StepSpec
 MATMULS = "matrix products"
 MEMORY_BANDWIDTH = "memory bandwidth"
 ATTENTION = "attention"
+DELTA_NETS = "delta nets"
 EXPOSED_COLLECTIVES = "waiting for collectives"
 EXPOSED_HOST_COPIES = "waiting for copies from and to the host"
-CAUSES = (MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES)
+CAUSES = (
+    *(MATMULS, MEMORY_BANDWIDTH, ATTENTION, DELTA_NETS),
+    *(EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES),
+)
 """Causes of a step's time; their seconds add up to it."""
 
 HIDDEN_COLLECTIVES = "collectives that overlap kernels"
@@ -109,8 +115,9 @@ def estimate_step(
         line: (transfer.seconds * simulated.num_runs[line], simulated.exposed_s[line])
         for line, transfer in (sends | copies).items()
     }
-    matmul_lines = [kernel.line_number for kernel in on_device if kernel.flops]
-    other_lines = [kernel.line_number for kernel in on_device if not kernel.flops]
+    lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
+    for kernel in on_device:
+        lines[_find_cause(kernel)].append(kernel.line_number)
     collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
     copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
     return TimeEstimate(
@@ -120,8 +127,7 @@ def estimate_step(
             _sum_runs(kernels, "bytes_to_host"),
         ),
         seconds={
-            MATMULS: _sum_kernels(simulated, matmul_lines),
-            MEMORY_BANDWIDTH: _sum_kernels(simulated, other_lines),
+            **{cause: _sum_kernels(simulated, of_cause) for cause, of_cause in lines.items()},
             ATTENTION: _sum_kernels(simulated, attention_s),
             EXPOSED_COLLECTIVES: exposed_collectives_s,
             EXPOSED_HOST_COPIES: exposed_copies_s,
@@ -156,6 +162,13 @@ def sum_transfers(
     return sum((total for total, _ in totals), start=0.0), sum(
         (exposed for _, exposed in totals), start=0.0
     )
+
+
+def _find_cause(kernel: KernelCost) -> str:
+    """Cause of the time of a kernel on the device."""
+    if f"{delta_net.SCOPE}/" in kernel.op_name:
+        return DELTA_NETS
+    return MATMULS if kernel.flops else MEMORY_BANDWIDTH
 
 
 def _sum_kernels(simulated: Timeline, lines: Iterable[int]) -> float:
