@@ -52,7 +52,7 @@ OLMO_HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 24,  # with less, some outputs are small, and gradients ill-conditioned
-    "linear_value_head_dim": 16,
+    "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
