@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import Attend, AttentionChoice
-from jaxsp.blocks.config import LayerConfig, ModelConfig
+from jaxsp.blocks.config import LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
 from jaxsp.config.schema import Config
@@ -126,6 +126,10 @@ class Mixer(abc.ABC):
     """Noun phrase for the banner."""
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that all policies but `remat: full` keep."""
+
+    def norm_names(self, config: ModelConfig) -> NormNames:
+        """Names of the norms of a layer with this mixer."""
+        return config.norm_names
 
     @abc.abstractmethod
     def declare_input(self, config: ModelConfig) -> MixerInput: ...

@@ -13,7 +13,8 @@ class Rope:
 
     frequencies: tuple[float, ...] = dataclasses.field(repr=False)
     """Radians per position of each rotated pair of a head's elements, computed in float64. Fewer
-    than head_dim / 2: only the first elements are rotated. All 0: none."""
+    than head_dim / 2: only the first elements are rotated. Empty, or all
+    0: none."""
     scale: float = 1.0
     """Factor on cosines and sines (the attention factor of YaRN and LongRoPE)."""
     description: str
@@ -60,8 +61,19 @@ class LayerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NormNames:
+    """Names of a layer's norms in Hugging Face's files; None: there is no norm at this place."""
+
+    pre_attention: str | None = "input_layernorm"
+    post_attention: str | None = None
+    """Norm of attention's output, before it is added to the residual."""
+    pre_mlp: str | None = "post_attention_layernorm"
+    post_mlp: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig:
-    """Sizes of gated delta nets."""
+    """Gated delta nets, and what differs in the layers that have them."""
 
     num_key_heads: int
     num_heads: int
@@ -72,6 +84,19 @@ class DeltaNetConfig:
     """Elements of a value of a head."""
     filter_size: int
     """Tokens that the convolution sees, including the token itself."""
+    strength_scale: float = 1.0
+    """Factor on the sigmoids that are the strengths. With 2, a token can change the sign of what
+    its key finds (OLMo Hybrid: negative eigenvalues)."""
+    norm_eps: float | None = None
+    """Epsilon of the norm of each head; None: that of the model's other norms."""
+    names: Literal["qwen", "olmo"] = "qwen"
+    """Names of the weights in Hugging Face's files: see `delta_net.WeightNames`."""
+    norm_names: NormNames = NormNames()
+    """Names of the norms of the layers with delta nets."""
+    decay_range: tuple[float, float] = (0.01, 16.0)
+    """Range of the uniform numbers whose logarithms random A_log are."""
+    step_range: tuple[float, float] | None = None
+    """Range of the softplus of random dt_bias, whose logarithm is uniform; None: dt_bias is 1."""
 
     @property
     def num_channels(self) -> int:
@@ -90,17 +115,6 @@ class LayerSegment(NamedTuple):
     @property
     def num_layers(self) -> int:
         return self.repeats * len(self.period)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NormNames:
-    """Names of a layer's norms in Hugging Face's files; None: there is no norm at this place."""
-
-    pre_attention: str | None = "input_layernorm"
-    post_attention: str | None = None
-    """Norm of attention's output, before it is added to the residual."""
-    pre_mlp: str | None = "post_attention_layernorm"
-    post_mlp: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Gated delta net as the mixer of a layer (Qwen3-Next, Qwen3.5).
+"""Gated delta net as the mixer of a layer (Qwen3.5, OLMo Hybrid).
 
 Each head has a state that decays, and in which a token replaces what its key finds:
 `delta_rule.chunk`. The tokens of a row stay where they are; devices exchange states.
@@ -8,6 +8,7 @@ Source: Yang et al. 2024, arXiv:2412.06464.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
-from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig
+from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Linear, Parameter, Weights, declare_param
+from jaxsp.blocks.layers import Linear, Parameter, Weights, declare_param, scale
 from jaxsp.delta_rule import convolution, delta_rule
 from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
 from jaxsp.delta_rule.spans import RowSpans, find_segments
@@ -29,9 +30,68 @@ OUTPUT = "delta_net_out"
 _PREFIX = "linear_attn"
 
 
+class WeightNames(NamedTuple):
+    """Names of a delta net's weights in Hugging Face's files, after `linear_attn.`."""
+
+    qkv: tuple[str, ...]
+    """Projections to queries, keys and values: one for all of them, or one for each."""
+    filters: tuple[str, ...]
+    """Filters of the convolution, in the same order; one for all, or one for each."""
+    gate: str
+    decay: str
+    strength: str
+    norm: str
+    out: str
+
+
+NAMES = {
+    "qwen": WeightNames(
+        qkv=("in_proj_qkv",),
+        filters=("conv1d",),
+        gate="in_proj_z",
+        decay="in_proj_a",
+        strength="in_proj_b",
+        norm="norm",
+        out="out_proj",
+    ),
+    "olmo": WeightNames(
+        qkv=("q_proj", "k_proj", "v_proj"),
+        filters=("q_conv1d", "k_conv1d", "v_conv1d"),
+        gate="g_proj",
+        decay="a_proj",
+        strength="b_proj",
+        norm="o_norm",
+        out="o_proj",
+    ),
+}
+"""Values of `DeltaNetConfig.names`."""
+
+_FILTERS = {"qkv": "filters", "q": "q_filters", "k": "k_filters", "v": "v_filters"}
+"""Keys of the convolution's filters, by the part that they are for; in the order of channels."""
+
+
 def _sizes(config: ModelConfig) -> DeltaNetConfig:
     assert config.delta_net is not None, "a layer is a delta net"
     return config.delta_net
+
+
+def _names(config: ModelConfig) -> WeightNames:
+    return NAMES[_sizes(config).names]
+
+
+def _split_channels(sizes: DeltaNetConfig, names: tuple[str, ...]) -> dict[str, int]:
+    """Number of channels of each part of q, k and v, by its key in the parameter table.
+
+    Args: names: names of one tensor for all parts, or of one for each.
+    """
+    if len(names) == 1:
+        return {"qkv": sizes.num_channels}
+    keys = sizes.num_key_heads * sizes.key_size
+    return {"q": keys, "k": keys, "v": sizes.num_heads * sizes.value_size}
+
+
+def _join(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
 class DeltaNetInput(MixerInput):
@@ -40,24 +100,38 @@ class DeltaNetInput(MixerInput):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         sizes = _sizes(config)
-        D = config.hidden_size
+        names = _names(config)
         H = sizes.num_heads
-        rows = {"qkv": sizes.num_channels, "z": H * sizes.value_size, "a": H, "b": H}
-        self.qkv, self.z, self.a, self.b = (
-            Linear(D, size, hf_name=f"{_PREFIX}.in_proj_{name}", bias=False, config=config)
-            for name, size in rows.items()
-        )
+
+        def declare(size: int, name: str) -> Linear:
+            hf_name = f"{_PREFIX}.{name}"
+            return Linear(config.hidden_size, size, hf_name=hf_name, bias=False, config=config)
+
+        channels = _split_channels(sizes, names.qkv)
+        self.qkv_parts = tuple(channels)
+        for part, name in zip(channels, names.qkv, strict=True):
+            setattr(self, part, declare(channels[part], name))
+        self.z = declare(H * sizes.value_size, names.gate)
+        self.a = declare(H, names.decay)
+        self.b = declare(H, names.strength)
         self.decay = declare_param(
             Parameter(
                 shape=(H,),
                 hf_name=f"{_PREFIX}.A_log",
-                log_uniform=(0.01, 16.0),
+                log_uniform=sizes.decay_range,
                 compute_dtype="float32",
             )
         )
         self.step = declare_param(
-            Parameter(shape=(H,), hf_name=f"{_PREFIX}.dt_bias", mean=1.0, compute_dtype="float32")
+            Parameter(
+                shape=(H,),
+                hf_name=f"{_PREFIX}.dt_bias",
+                mean=1.0,
+                softplus_range=sizes.step_range,
+                compute_dtype="float32",
+            )
         )
+        self.strength_scale = sizes.strength_scale
 
     def project(
         self, x_BlD: Float[Array, "B l D"], tokens: TokenInputs
@@ -65,10 +139,12 @@ class DeltaNetInput(MixerInput):
         """q, k and v [B, l, X], decays' logarithms and strengths [B, l, H] in float32; the gate."""
         keys = tokens.keys
         strength = jax.nn.sigmoid(self.b(x_BlD, keys)).astype(jnp.float32)
+        strength = scale(strength, self.strength_scale)
         a32 = self.a(x_BlD, keys).astype(jnp.float32)
         step, decay = (jnp.broadcast_to(param[...], a32.shape) for param in (self.step, self.decay))
         log_decay = -jnp.exp(decay) * jax.nn.softplus(a32 + step)
-        return (self.qkv(x_BlD, keys), log_decay, strength), (self.z(x_BlD, keys),)
+        qkv = _join([getattr(self, part)(x_BlD, keys) for part in self.qkv_parts], axis=-1)
+        return (qkv, log_decay, strength), (self.z(x_BlD, keys),)
 
 
 class Filters(nnx.Module):
@@ -76,14 +152,16 @@ class Filters(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
-        self.filters = declare_param(
-            Parameter(
-                shape=(sizes.num_channels, 1, sizes.filter_size),
-                hf_name=f"{_PREFIX}.conv1d.weight",
+        names = _names(config).filters
+        channels = _split_channels(sizes, names)
+        for part, name in zip(channels, names, strict=True):
+            param = Parameter(
+                shape=(channels[part], 1, sizes.filter_size),
+                hf_name=f"{_PREFIX}.{name}.weight",
                 std=config.initializer_range,
                 is_filter=True,
             )
-        )
+            setattr(self, _FILTERS[part], declare_param(param))
 
 
 class DeltaNetOutput(nnx.Module):
@@ -92,17 +170,18 @@ class DeltaNetOutput(nnx.Module):
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
         # The weight w is a factor, also in models whose other norms have 1 + w
+        names = _names(config)
         self.norm = declare_param(
-            Parameter(shape=(sizes.value_size,), hf_name=f"{_PREFIX}.norm.weight", mean=1.0)
+            Parameter(shape=(sizes.value_size,), hf_name=f"{_PREFIX}.{names.norm}.weight", mean=1.0)
         )
         self.out = Linear(
             sizes.num_heads * sizes.value_size,
             config.hidden_size,
-            hf_name=f"{_PREFIX}.out_proj",
+            hf_name=f"{_PREFIX}.{names.out}",
             bias=False,
             config=config,
         )
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
 
     def __call__(
         self,
@@ -128,6 +207,9 @@ class DeltaNet(Mixer):
     description = "a gated delta net"
     checkpoint_names = (OUTPUT,)
 
+    def norm_names(self, config: ModelConfig) -> NormNames:
+        return _sizes(config).norm_names
+
     def declare_input(self, config: ModelConfig) -> DeltaNetInput:
         return DeltaNetInput(config)
 
@@ -149,9 +231,9 @@ class DeltaNet(Mixer):
         segments = find_segments(rows.batch.starts_BM, rows.batch.lengths_BM, spans.own_tokens())
         clear = lambda x: jnp.where(segments.inside_Bl[..., None], x, jnp.zeros((), x.dtype))
         with jax.named_scope(SCOPE):
-            qkv_BlX = convolution.convolve(
-                clear(qkv_BlX), weights["filters"][:, 0], segments, spans
-            )
+            qkv_BlX = clear(qkv_BlX)
+            filters = [weights[name][:, 0] for name in _FILTERS.values() if name in weights]
+            qkv_BlX = convolution.convolve(qkv_BlX, _join(filters, axis=0), segments, spans)
             key_channels = sizes.num_key_heads * sizes.key_size
             parts = jnp.split(qkv_BlX, [key_channels, 2 * key_channels], axis=-1)
             q, k, v = (

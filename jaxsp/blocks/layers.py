@@ -43,6 +43,9 @@ class Parameter:
     """Standard deviation of random weights."""
     log_uniform: tuple[float, float] | None = None
     """Range of uniform numbers whose logarithms random weights are; None: they are normal."""
+    softplus_range: tuple[float, float] | None = None
+    """Range of the softplus of random weights, whose logarithm is uniform; None: they are
+    normal."""
     compute_dtype: str | None = None
     """dtype that the model gets this weight in; None: that of the run."""
     is_filter: bool = False

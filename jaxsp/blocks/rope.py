@@ -83,6 +83,8 @@ def rotate(
     cos = angles.cos[:, :, None]
     sin = angles.sin[:, :, None]
     num_rotated = 2 * cos.shape[-1]
+    if num_rotated == 0:
+        return x_BlHK
     x32 = x_BlHK[..., :num_rotated].astype(jnp.float32)
     if is_interleaved:
         a = x32[..., ::2]

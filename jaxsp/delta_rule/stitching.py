@@ -2,7 +2,8 @@
 
 A section maps the state X that enters it to M X + U. Maps compose: first (M1, U1), then (M2, U2) is
 (M2 M1, M2 U1 + U2). So the states that enter all sections of all devices are a prefix over their
-maps. Products of M do not grow: each is a product of contractions.
+maps. Products of M do not grow: each is a product of matrices whose norms are at most 1, for
+strengths from 0 to 2.
 
 In a backward pass, gradients of states are mapped the same way, by M^T, from the last section to
 the first.

@@ -5,11 +5,12 @@ change training are ignored. Every other field is refused by name: a feature tha
 out gives plausible losses of another model.
 """
 
+import math
 from typing import Any
 
 from jaxsp.config import json_values
 from jaxsp.config.fields import MAX_COUNT
-from jaxsp.config.json_values import POSITIVE, SWITCH, Rule
+from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
@@ -195,11 +196,13 @@ _RULES = {
     ),
     "linear_conv_kernel_dim": Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"),
     "full_attention_interval": _COUNT,
+    **dict.fromkeys(("linear_a_log_min", "linear_dt_min"), NOT_NEGATIVE),
+    **dict.fromkeys(("linear_a_log_max", "linear_dt_max", "linear_dt_init_floor"), POSITIVE),
     "rms_norm_eps": POSITIVE,
     "initializer_range": Rule(
         lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
     ),
-    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window"), SWITCH),
+    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window", "linear_allow_neg_eigval"), SWITCH),
     **dict.fromkeys(TOKEN_ID_FIELDS, Rule(_is_token_id, "a token id, a list of them, or null")),
     "pad_token_id": Rule(json_values.is_integer, "a token id, or null"),
     "sliding_window": Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
@@ -306,13 +309,19 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.pad_token_id = {padding_id}: must be below vocab_size, which is {vocab_size}; "
             "transformers cannot load such a model. Use null."
         )
-    num_key_heads = fields.get("linear_num_key_heads", 1)
-    num_value_heads = fields.get("linear_num_value_heads", num_key_heads)
+    num_key_heads = fields.get("linear_num_key_heads", num_heads)
+    num_value_heads = fields.get("linear_num_value_heads", num_heads)
     if num_value_heads % num_key_heads:
         problems.append(
             f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
+    problems += [
+        f"{path}.linear_{name}_min = {fields[f'linear_{name}_min']}: must be below "
+        f"linear_{name}_max, which is {fields[f'linear_{name}_max']}."
+        for name in ("a_log", "dt")
+        if fields.get(f"linear_{name}_min", 0) >= fields.get(f"linear_{name}_max", math.inf)
+    ]
     num_layers = fields["num_hidden_layers"]
     problems += [
         f"{path}.{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "

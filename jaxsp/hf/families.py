@@ -54,6 +54,11 @@ class Family:
 
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
+    stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Other names that modules have in some files, and the names that jaxsp reads and writes."""
+    divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Modules of transformers whose tensors are stored as those of several modules, below each
+    other. Files may divide the rows at other places than jaxsp, or not at all."""
     mixers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
 
@@ -294,7 +299,18 @@ _DELTA_NET_FIELDS = (
 )
 
 
-def _read_delta_net(given: dict[str, Any]) -> dict[str, Any]:
+_OLMO_INIT_FIELDS = (
+    *("linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+)
+"""Ranges of random weights."""
+
+_MIN_DECAY = 1e-4
+"""Minimum of random decays of OLMo Hybrid, whose range begins at 0: its logarithm is -inf."""
+
+
+def _read_delta_net(given: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Args: options: fields of DeltaNetConfig in which the family differs from Qwen3.5."""
     num_key_heads, num_heads, key_size, value_size, filter_size = (
         given[name] for name in _DELTA_NET_FIELDS
     )
@@ -305,8 +321,21 @@ def _read_delta_net(given: dict[str, Any]) -> dict[str, Any]:
             key_size=key_size,
             value_size=value_size,
             filter_size=filter_size,
+            **options,
         )
     }
+
+
+def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
+    decay_min, decay_max, step_min, step_max, floor = (given[name] for name in _OLMO_INIT_FIELDS)
+    return _read_delta_net(
+        given,
+        names="olmo",
+        strength_scale=2.0 if given["linear_allow_neg_eigval"] else 1.0,
+        norm_eps=1e-5,  # whatever rms_norm_eps is
+        decay_range=(max(decay_min, _MIN_DECAY), decay_max),
+        step_range=(max(step_min, floor), max(step_max, floor)),
+    )
 
 
 FAMILIES["qwen3_5_text"] = Family(
@@ -323,6 +352,7 @@ FAMILIES["qwen3_5_text"] = Family(
         extra_fields=("mrope_section", "mrope_interleaved"),
     ),
     values={
+        "hidden_act": ("silu",),  # also the activation of the convolutions
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),  # of the delta nets
         "mamba_ssm_dtype": ("float32",),
@@ -330,6 +360,30 @@ FAMILIES["qwen3_5_text"] = Family(
         **_NO_MTP,
     },
     other_parts=("mtp",),
+)
+
+FAMILIES["olmo_hybrid"] = Family(
+    architecture="OlmoHybridForCausalLM",
+    bias_fields=("attention_bias",),
+    model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
+    mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
+    fields=(
+        *_DELTA_NET_FIELDS,
+        *_OLMO_INIT_FIELDS,
+        *("linear_allow_neg_eigval", "layer_types"),
+    ),
+    read=_read_olmo_hybrid,
+    rope=RopeSupport(is_optional=True),
+    values={"hidden_act": ("silu",)},  # also the activation of the convolutions
+    # Names of the first conversions, which transformers still writes, in all layers
+    stored_names={
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    },
+    # transformers reads any rows, and writes three parts of equal size
+    divided_tensors={
+        "linear_attn.conv1d": tuple(f"linear_attn.{part}_conv1d" for part in "qkv"),
+    },
 )
 
 MULTIMODAL_FAMILIES = {

@@ -173,10 +173,20 @@ def _parse_fields(
         fields["sliding_window"] = None  # transformers' default is a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = config_checks.find_problems(fields, family, defaults, path)
+    theta = rope_forms.find_theta(given_fields)
+    if family.rope.is_optional and not theta:
+        problems.append(
+            f"{path}.rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
+            "the published models. Else use the number that the model was trained with; "
+            "transformers' default is 10000."
+        )
     if problems:
         raise UserError(problems)
     names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
     passed = {name: fields[name] for name in names if name in fields}
+    if family.rope.is_optional and theta == rope_forms.NO_ROPE:
+        passed = {name: passed[name] for name in passed.keys() - {*rope_forms.FIELDS}}
+        passed["rope_parameters"] = {"rope_type": "default", **theta}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except Exception as error:  # any, depending on the family
@@ -217,6 +227,8 @@ def _parse_layers(
 
     @functools.cache
     def parse_rope(layer_type: str) -> Rope:
+        if family.rope.is_optional and groups["rope_theta"] is None:
+            return Rope(frequencies=(), description="none")
         inputs = RopeInputs(
             group=groups[layer_type] if is_nested else groups,
             head_dim=head_dim,

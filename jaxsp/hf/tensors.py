@@ -7,7 +7,7 @@ about 1 ms for 400 tensors, and checks the header again.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,69 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """A tensor whose rows are some of those of other tensors, below each other."""
+
+    parts: tuple[StoredTensor, ...]
+    first: int
+    """Number of the first row, counted from the first row of the first part."""
+    count: int
+    """Number of rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        """dtype of a part; one that jaxsp does not read, if there is one."""
+        return min((part.dtype for part in self.parts), key=lambda dtype: dtype in DTYPES)
+
+    def split(self, index: tuple[slice, ...]) -> Iterator[tuple[StoredTensor, tuple[slice, ...]]]:
+        """Yields all parts, with the slices of them that a slice of this tensor consists of."""
+        rows, *others = index
+        start, stop, _ = rows.indices(self.count)
+        start += self.first
+        stop += self.first
+        for part in self.parts:
+            yield part, (slice(max(start, 0), max(stop, 0)), *others)
+            start -= part.shape[0]
+            stop -= part.shape[0]
+
+
+def divide_rows(
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    divided: Mapping[str, tuple[str, ...]],
+) -> dict[str, StoredTensor | StoredRows]:
+    """Returns tensors whose rows are divided as in a model; others as they are.
+
+    Args:
+        shapes: shapes of the model's tensors.
+        divided: `families.Family.divided_tensors`.
+    """
+    result: dict[str, StoredTensor | StoredRows] = {**stored}
+    for whole, modules in divided.items():
+        ends = [f"{module}.weight" for module in modules]
+        for prefix in [x.removesuffix(ends[0]) for x in shapes if x.endswith(ends[0])]:
+            names = [prefix + end for end in ends]
+            given = [x for x in (*names, f"{prefix}{whole}.weight") if x in stored]
+            parts = tuple(stored[name] for name in given)
+            row_shapes = {part.shape[1:] for part in parts} | {shapes[x][1:] for x in names}
+            num_rows = sum(shapes[name][0] for name in names)
+            if len(row_shapes) > 1 or sum(part.shape[0] for part in parts) != num_rows:
+                continue  # named as missing, surplus or of another shape
+            for name in given:
+                del result[name]
+            first = 0
+            for name in names:
+                count = shapes[name][0]
+                result[name] = StoredRows(parts=parts, first=first, count=count)
+                first += count
+    return result
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:

@@ -113,8 +113,10 @@ def select_tensors(
     Raises: ValueError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
-    family = multimodal or FAMILIES.get(str(fields.get("model_type")))
+    text = FAMILIES.get(str(fields.get("model_type")))
+    family = multimodal or text
     other_parts = family.other_parts if family is not None else ()
+    stored_names = text.stored_names if text is not None else {}
     selected: dict[str, _Tensor] = {}
     left_out = []
     for name, tensor in stored.items():
@@ -123,10 +125,17 @@ def select_tensors(
             left_out.append(part)
             continue
         text_name = name if multimodal is None else _rename(name)
+        text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
         if text_name in selected:
             raise ValueError(f"{text_name}: stored twice, one of them as {name}")
         selected[text_name] = tensor
     return selected, _describe_left_out(left_out, is_multimodal=multimodal is not None)
+
+
+def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns `Family.divided_tensors` of a config.json."""
+    family = FAMILIES.get(str(fields.get("model_type")))
+    return {} if family is None else family.divided_tensors
 
 
 def _rename(name: str) -> str:

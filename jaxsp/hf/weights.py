@@ -16,7 +16,7 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.tensors import BadFileError, StoredTensor
+from jaxsp.hf.tensors import BadFileError, StoredRows, StoredTensor
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -40,7 +40,7 @@ class WeightReader:
 
     error_prefix: str
     """Field and value of the config that names the folder."""
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | StoredRows]
     left_out: str
     """Description of tensors that belong to parts that are not trained; empty if none do."""
 
@@ -61,8 +61,10 @@ class WeightReader:
             index = (slice(first + start, first + stop), *rest)
         return self.read_slice(self.tensors[name], index)
 
-    def read_slice(self, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+    def read_slice(self, tensor: StoredTensor | StoredRows, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""
+        if isinstance(tensor, StoredRows):
+            return np.concatenate([self.read_slice(*part) for part in tensor.split(index)])
         try:
             return tensors.read_slice(tensor, index)
         except BadFileError as error:
@@ -96,12 +98,13 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     if "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
-    problems = _find_differences(stored, shapes, source, is_multimodal=is_multimodal)
+    divided = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
+    problems = _find_differences(divided, shapes, source, is_multimodal=is_multimodal)
     if problems:
         raise UserError(problems)
     reader = WeightReader(
         error_prefix=asked,
-        tensors={name: stored[name] for name in shapes},
+        tensors={name: divided[name] for name in shapes},
         left_out=left_out,
     )
     if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
@@ -228,7 +231,7 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
 
 
 def compare(
-    stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, StoredTensor | StoredRows], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of missing and of surplus tensors, and descriptions of those of another shape."""
     missing = [name for name in shapes if name not in stored]
@@ -242,7 +245,7 @@ def compare(
 
 
 def _find_differences(
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, StoredTensor | StoredRows],
     shapes: dict[str, tuple[int, ...]],
     source: ModelFolder,
     *,

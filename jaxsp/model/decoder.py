@@ -46,6 +46,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: LayerKind):
         mixer = registry.MIXERS[kind.mixer]
+        config = dataclasses.replace(config, norm_names=mixer.norm_names(config))
         self.pre_attention = mixer.declare_input(config)
         self.mix = mixer.declare_weights(config)
         self.post_attention = LayerOutput(config, mixer, registry.FEED_FORWARDS[kind.feed_forward])

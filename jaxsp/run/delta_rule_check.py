@@ -20,8 +20,9 @@ from jaxsp.run import segment_errors
 TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-4}
 """Maximum of `DeltaRuleCheck.measure_errors`, by compute dtype.
 
-Rounding gives up to 5.1e-3 in bfloat16 and 7.7e-7 in float32 on a CPU, for keys of 16 and of 128. A
-GPU adds up in another order. A state that passes to the next segment gives more than 0.1.
+Rounding gives up to 5.1e-3 in bfloat16 and 7.7e-7 in float32 on a CPU, for keys of 16 and of 128;
+with strengths up to 2, 6.5e-3 and 5.7e-7 for keys of 16 and of 96. A GPU adds up in another order.
+A state that passes to the next segment gives more than 0.1.
 """
 
 _ROW_TOKENS = 1100
@@ -42,6 +43,8 @@ class DeltaRuleCheck:
     heads_per_key_head: int
     key_size: int
     value_size: int
+    strength_scale: float
+    """Maximum of the strengths."""
     dtype: jnp.dtype
     """Dtype in which the rule computes; results are float32."""
 
@@ -53,6 +56,7 @@ class DeltaRuleCheck:
             heads_per_key_head=sizes.num_heads // sizes.num_key_heads,
             key_size=sizes.key_size,
             value_size=sizes.value_size,
+            strength_scale=sizes.strength_scale,
             dtype=dtype,
         )
 
@@ -122,7 +126,7 @@ class DeltaRuleCheck:
             "k": normal(G, self.key_size),
             "v": normal(H, self.value_size),
             "g": -0.1 * uniform(),
-            "beta": uniform(),
+            "beta": np.float32(self.strength_scale) * uniform(),
             "dout": normal(H, self.value_size),
         }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,10 @@ def _build_draw(
         if param.log_uniform is not None:
             low, high = param.log_uniform
             whole = jnp.log(jax.random.uniform(key, whole.shape, minval=low, maxval=high))
+        if param.softplus_range is not None:
+            low, high = map(math.log, param.softplus_range)
+            step = jnp.exp(jax.random.uniform(key, whole.shape, minval=low, maxval=high))
+            whole = step + jnp.log(-jnp.expm1(-step))
         if param.std:
             whole += param.std * jax.random.normal(key, whole.shape)
         return quantization.encode(param, jnp.pad(whole, padding), jnp)

@@ -54,7 +54,7 @@ def small_sections():
         yield
 
 
-def draw(max_decay, *, is_rounded=False):
+def draw(max_decay, *, is_rounded=False, max_strength=1.0):
     """Args: is_rounded: all but decays and strengths are numbers of bfloat16."""
     rng = np.random.default_rng(0)
     shape = (len(SEGMENTS), L)
@@ -64,7 +64,7 @@ def draw(max_decay, *, is_rounded=False):
         "k": normal(G, K),
         "v": normal(H, V),
         "g": -max_decay * rng.random((*shape, H)) ** 4,
-        "beta": rng.random((*shape, H)),
+        "beta": max_strength * rng.random((*shape, H)),
         "dout": normal(H, V),
     }
     rounded = ("q", "k", "v", "dout") if is_rounded else ()
@@ -110,10 +110,10 @@ def differentiate(function, arrays, *rest):
 
 
 @functools.cache
-def expected(max_decay, *, is_rounded=False):
+def expected(max_decay, *, is_rounded=False, max_strength=1.0):
     with jax.enable_x64(True):
         segments = find_segments(*map(jnp.asarray, slots()), jnp.arange(L, dtype=jnp.int32))
-        drawn = draw(max_decay, is_rounded=is_rounded)
+        drawn = draw(max_decay, is_rounded=is_rounded, max_strength=max_strength)
         arrays = {name: jnp.asarray(x, jnp.float64) for name, x in drawn.items()}
         rest = (segments.is_first_Bl, segments.inside_Bl)
         run = jax.jit(lambda arrays: differentiate(jax.vmap(recurrence), arrays, *rest))
@@ -168,6 +168,14 @@ def compute(name, arrays):
 def test_outputs_and_gradients_are_those_of_the_recurrence(name, max_decay):
     actual = compute(name, draw(max_decay))
     for key, value in expected(max_decay).items():
+        assert batches.relative_error(actual[key], value) < 2e-6, key
+
+
+@each_layout
+def test_strengths_up_to_2_are_as_accurate(name):
+    """A map of a state has eigenvalues down to -1 then, and still a norm of at most 1."""
+    actual = compute(name, draw(0.05, max_strength=2.0))
+    for key, value in expected(0.05, max_strength=2.0).items():
         assert batches.relative_error(actual[key], value) < 2e-6, key
 
 

@@ -45,6 +45,20 @@ LLAMA3 = {
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
+OLMO_HYBRID = {
+    **SIZES,
+    "model_type": "olmo_hybrid",
+    "num_hidden_layers": 4,
+    "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # with less, some outputs are small, and gradients ill-conditioned
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         **SIZES,
@@ -203,6 +217,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "bos_token_id": 2,
     },
+    "olmo hybrid": OLMO_HYBRID | {"rope_parameters": {"rope_theta": None}},
+    "olmo hybrid with RoPE": OLMO_HYBRID
+    | {"linear_allow_neg_eigval": False, "attention_bias": True, "rope_theta": 100.0},
 }
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
@@ -237,9 +254,32 @@ def float64_gradients(model: Any, documents: list[np.ndarray]) -> "Result":
         return gradients(wide, documents)
 
 
+def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors under the names of files on the hub.
+
+    Of OLMo Hybrid, the modules of transformers have one convolution for q, k and v, and the files
+    that it writes have other norms, and rows of the convolution divided into equal parts.
+    """
+    renamed = {}
+    for name, array in named.items():
+        name = name.replace("attention_layer_norm", "input_layernorm")
+        name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+        renamed[name] = array
+    for name in [name for name in renamed if name.endswith("linear_attn.q_proj.weight")]:
+        layer = name.removesuffix("q_proj.weight")
+        parts = {part: f"{layer}{part}_conv1d.weight" for part in "qkv"}
+        stored = [renamed.pop(part, None) for part in (f"{layer}conv1d.weight", *parts.values())]
+        whole = np.concatenate([part for part in stored if part is not None])
+        for part, part_name in parts.items():
+            count = len(renamed[f"{layer}{part}_proj.weight"])
+            renamed[part_name], whole = whole[:count], whole[count:]
+        assert not len(whole), name
+    return renamed
+
+
 def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     """Tensors by their Hugging Face name, as jaxsp's nested dict; each is used exactly once."""
-    left = {name: tensor.detach().numpy() for name, tensor in named.items()}
+    left = as_published({name: tensor.detach().numpy() for name, tensor in named.items()})
 
     used = set()
 

@@ -81,12 +81,13 @@ STORED = [*itertools.product(MESHES, ("float32", "bfloat16", "float16"))]
 )
 def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, sizes, dtype):
     several = dtype != "bfloat16"
-    source = checkpoint(
+    written = checkpoint(
         tmp_path / "in",
         oracle.MODELS[name],
         dtype=dtype,
         max_shard_size="30KB" if several else "5GB",
     )
+    source = oracle.as_published(written)
     assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 2) == several
     assert {array.dtype for array in source.values()} == {jnp.dtype(dtype)}
     table, master = read(tmp_path / "in", sizes)
@@ -109,6 +110,36 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, sizes, 
     assert back.keys() == source.keys()
     for key, array in source.items():
         assert batches.is_bitwise_equal(back[key], array.astype(jnp.dtype(exported))), key
+
+
+@pytest.mark.parametrize("naming", ["published", "modules"])
+def test_tensors_of_olmo_hybrid_are_read_under_all_their_names(tmp_path, naming):
+    """Files on the hub have three convolutions, and modules have one. In files of transformers, the
+    three have other rows, and norms have other names."""
+    fields = oracle.MODELS["olmo hybrid"] | {"linear_value_head_dim": 16}
+    model = oracle.torch_model(fields)
+    written = checkpoint(tmp_path, fields)
+    rows = [len(written[f"model.layers.0.linear_attn.{part}_conv1d.weight"]) for part in "qkv"]
+    assert rows == [54, 54, 52]  # of q and k: 48
+    assert "model.layers.2.feedforward_layer_norm.weight" in written
+    _, expected = read(tmp_path)
+    stored = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    if naming == "published":
+        stored = oracle.as_published(stored)
+    assert stored.keys() & written.keys() < written.keys()
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    for sizes in ((1, 1, 1), (1, 8, 1)):
+        assert batches.is_bitwise_equal(read(tmp_path, sizes)[1], expected)
+
+    first = "model.layers.0.linear_attn."
+    del stored[first + ("q_conv1d.weight" if naming == "published" else "conv1d.weight")]
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"missing tensors: .*{first}q_conv1d\.weight"):
+        read(tmp_path)
+    stored["model.layers.0.attention_layer_norm.weight"] = np.ones(48, np.float32)
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers\.0\.input_layernorm\.weight: stored twice"):
+        read(tmp_path)
 
 
 def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tmp_path):

@@ -1,12 +1,21 @@
 """A config.json becomes the decoder that it describes, or is refused with all problems."""
 
+import copy
 from typing import Any
 
 import pytest
+import transformers
 
-from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale
+from jaxsp.blocks.config import (
+    DeltaNetConfig,
+    LayerConfig,
+    ModelConfig,
+    NormNames,
+    QueryScale,
+    Rope,
+)
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config
+from jaxsp.hf import model_config, published
 from scripts.bench import configs
 from tests import batches
 from tests.hf import multimodal
@@ -500,6 +509,83 @@ LAYER_TYPES = [*3 * ["linear_attention"], "full_attention"]
 )
 def test_sizes_and_features_of_delta_nets_are_checked_by_name(change, start, parts):
     (problem,) = problems(QWEN3_5 | change)
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+def test_another_activation_of_qwen3_5_is_refused():
+    """It would be that of the convolutions too."""
+    (problem,) = problems(QWEN3_5 | {"hidden_act": "gelu_pytorch_tanh"})
+    assert_names(problem, "Qwen3_5ForCausalLM", "silu", start="model.config.hidden_act")
+
+
+OLMO_HYBRID = published.read_models()["allenai/Olmo-Hybrid-7B"].fields
+
+
+def test_olmo_hybrid():
+    model = read(OLMO_HYBRID)
+    norms = NormNames(
+        pre_attention=None,
+        post_attention="post_attention_layernorm",
+        pre_mlp=None,
+        post_mlp="post_feedforward_layernorm",
+    )
+    assert (model.norm_names, model.qk_norm, model.norm_eps) == (norms, "projection", 1e-6)
+    assert model.delta_net == DeltaNetConfig(
+        num_key_heads=30,
+        num_heads=30,
+        key_size=96,
+        value_size=192,
+        filter_size=4,
+        strength_scale=2.0,
+        norm_eps=1e-5,
+        names="olmo",
+        decay_range=(1e-4, 16.0),
+        step_range=(0.001, 0.1),
+    )
+    assert [layer.mixer for layer in model.layers] == 8 * [*3 * ["delta_net"], "attention"]
+    assert model.ropes == (Rope(frequencies=(), description="none"),)
+    # transformers derives the sizes of delta nets
+    derived = {name: x for name, x in OLMO_HYBRID.items() if not name.startswith("linear_")}
+    assert read(derived) == model
+    positive = read(OLMO_HYBRID | {"linear_allow_neg_eigval": False})
+    assert positive.delta_net.strength_scale == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "description"),
+    [
+        ({"rope_theta": None}, "none"),
+        ({"rope_parameters": {"rope_theta": None}}, "none"),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "none"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, "none"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": None}, "default, theta 500,000"),
+        ({"rope_theta": 5e5, "rope_scaling": None}, "default, theta 500,000"),
+    ],
+)
+def test_a_theta_of_null_means_no_rope_where_transformers_reads_it(changes, description):
+    fields = OLMO_HYBRID | {"rope_parameters": None} | changes
+    (rope,) = read(fields).ropes
+    assert rope.description == description
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(fields)).rope_parameters
+    assert (theirs["rope_theta"] is None) == (description == "none")
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "parts"),
+    [
+        # transformers would use 10000
+        ({"rope_parameters": None}, "rope_parameters.rope_theta: missing", ["null"]),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = gelu_pytorch_tanh: ", ["silu"]),
+        ({"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval = 2: ", ["true or false"]),
+        ({"linear_num_key_heads": 7}, "linear_num_value_heads = 30: ", ["7"]),
+        ({"linear_dt_min": 1.0}, "linear_dt_min = 1.0: ", ["linear_dt_max", "0.1"]),
+        ({"linear_use_gate": False}, "linear_use_gate = false: ", ["olmo_hybrid"]),
+        ({"layer_types": 32 * ["sliding_attention"]}, "layer_types = [", ["linear_attention"]),
+    ],
+)
+def test_fields_of_olmo_hybrid_are_checked_by_name(change, start, parts):
+    defaults = {"linear_dt_max": 0.1}
+    (problem,) = problems(OLMO_HYBRID | defaults | change)
     assert_names(problem.removeprefix("model.config."), *parts, start=start)
 
 

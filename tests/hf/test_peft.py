@@ -87,11 +87,15 @@ SLOW_CASES = {
     "delta nets with vision": Case(
         "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
     ),
+    "one of two q_proj": Case("olmo hybrid", targets=["self_attn.q_proj", "v_proj", "g_proj"]),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
 } | {
     f"{model} {kind}": Case(model, type=kind)
-    for model in ("qwen3_5", "gemma3", "olmo2", "olmo3", "granite", "glm4", "ministral3", "cohere2")
+    for model in (
+        *("qwen3_5", "olmo hybrid", "gemma3", "olmo2", "olmo3"),
+        *("granite", "glm4", "ministral3", "cohere2"),
+    )
     for kind in ("lora", "dora")
 }
 each_case = pytest.mark.parametrize(

@@ -22,9 +22,11 @@ MODEL = dataclasses.replace(
 )
 
 
+@pytest.mark.parametrize("strength_scale", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_correct_rule_has_at_most_half_the_tolerated_error(dtype):
-    check = DeltaRuleCheck.of_model(SIZES, jnp.dtype(dtype))
+def test_a_correct_rule_has_at_most_half_the_tolerated_error(dtype, strength_scale):
+    sizes = dataclasses.replace(SIZES, strength_scale=strength_scale)
+    check = DeltaRuleCheck.of_model(sizes, jnp.dtype(dtype))
     actual = check.measure_errors(jax.devices()[0])
     assert max(actual.values()) < check.tolerance / 2
 

@@ -350,7 +350,12 @@ def test_delta_nets_are_checked_in_models_that_have_them(monkeypatch, gpu):
     )
     (line,) = selfcheck.check_device(spec, [])
     check = DeltaRuleCheck(
-        num_key_heads=2, heads_per_key_head=3, key_size=128, value_size=64, dtype=spec.dtype
+        strength_scale=2.0,
+        num_key_heads=2,
+        heads_per_key_head=3,
+        key_size=128,
+        value_size=64,
+        dtype=spec.dtype,
     )
     assert tried == [(check, gpu)]
     messages.assert_names(line, "self-check", "delta net")

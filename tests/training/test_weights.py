@@ -84,6 +84,19 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
         assert (counts[row.hf_name] == 1).all(), row.hf_name
 
 
+def test_random_steps_have_a_softplus_with_a_uniform_logarithm():
+    params = {
+        "a": Parameter(shape=(4000,), hf_name="a", mean=1.0, softplus_range=(1e-3, 0.1)),
+        "b": Parameter(shape=(3,), hf_name="b", mean=1.0, softplus_range=(1e-2, 1e-2)),
+    }
+    drawn = weight_init.random_weights(params, seed=5, mesh=batches.mesh(1, 1, 1))
+    steps = np.log1p(np.exp(np.asarray(drawn["a"], np.float64)))
+    exponents = np.log10(steps)
+    assert (exponents.min(), exponents.max()) == pytest.approx((-3, -1), abs=0.01)
+    assert (exponents.mean(), exponents.std()) == pytest.approx((-2, 2 / 12**0.5), abs=0.05)
+    assert np.log1p(np.exp(drawn["b"])) == pytest.approx(1e-2, rel=1e-4)
+
+
 def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.param_table(runs.MODEL)
     first, other = (

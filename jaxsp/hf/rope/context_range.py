@@ -41,6 +41,8 @@ def describe_excess(
 
 def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> str:
     """Suggestion of a model.rope that reaches a number of positions."""
+    if rope_forms.find_theta(fields) == rope_forms.NO_ROPE:
+        return " The model has no RoPE to extend."
     group = _find_group(fields)
     name = rope_forms.normalize(group).get("rope_type", "default")
     if name == "longrope":

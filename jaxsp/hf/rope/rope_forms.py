@@ -37,6 +37,23 @@ class RopeSupport:
     """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
     required_fields: tuple[str, ...] = ()
     """Fields that a group must have in addition to those of its type."""
+    is_optional: bool = False
+    """True if a `rope_theta` of null means that no layer has RoPE (OLMo Hybrid)."""
+
+
+def find_theta(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the field `rope_theta` of a config.json, as transformers finds it; empty if it has
+    none.
+
+    Args: fields: with nulls, for families whose layers share one group.
+    """
+    group = fields.get("rope_scaling") or fields.get("rope_parameters")
+    places = (group if isinstance(group, dict) else {}, fields)
+    return next(({"rope_theta": x["rope_theta"]} for x in places if "rope_theta" in x), {})
+
+
+NO_ROPE = {"rope_theta": None}
+"""Result of `find_theta` for a model without RoPE, if that is possible in its family."""
 
 
 def normalize(group: dict[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,12 @@ def _make_group(
             "model.rope.factor: missing. Set it, for example model.rope.factor=4, or set "
             "model.max_position_embeddings."
         )
+    if "rope_theta" not in group:
+        problems.append(
+            "model.rope.theta: missing. The model has no RoPE, so rows of any length need no "
+            "extension: leave model.rope out. To add RoPE, set it, for example model.rope.theta="
+            "500000."
+        )
     if rope.longrope_factors is not None and name_of_type != "longrope":
         problems.append(
             f"model.rope.longrope_factors = {rope.longrope_factors}: the model's rope_type is "
