@@ -37,6 +37,9 @@ class RopeSupport:
     """Fields of a group that the family reads elsewhere (Ministral 3: llama_4_scaling_beta)."""
     required_fields: tuple[str, ...] = ()
     """Fields that a group must have in addition to those of its type."""
+    layer_thetas: str | None = None
+    """Field with rope_theta for each layer that has RoPE, and 0 for the others; None: the family
+    has no such field."""
 
 
 def normalize(group: dict[str, Any]) -> dict[str, Any]:
