@@ -369,10 +369,11 @@ def save_adapter(
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
         named[SAVED_MODULES["lm_head"]] = named[SAVED_MODULES["embed_tokens"]]
-    targets: Any = [name.rpartition(".")[2] for name in lora.targets]
+    targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
         # A list would match the vision tower too
-        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(targets)})"
+        names = "|".join(map(re.escape, targets))
+        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({names})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
