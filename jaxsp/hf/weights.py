@@ -42,7 +42,9 @@ class WeightReader:
     """Field and value of the config that names the folder."""
     tensors: dict[str, StoredTensor]
     left_out: str
-    """Description of tensors that belong to parts that are not trained; empty if none do."""
+    """Description of `other_tensors`; empty if there are none."""
+    other_tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
+    """Tensors of parts that are not trained, by their names in the files."""
 
     def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of one tensor, float32.
@@ -86,7 +88,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     is_multimodal = text_part.find_family(source.config_fields) is not None
     stored = _read_headers(source, asked)
     try:
-        stored, left_out = text_part.select_tensors(stored, source.config_fields)
+        stored, others = text_part.select_tensors(stored, source.config_fields)
     except ValueError as error:
         raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
     shapes = tensor_shapes(table)
@@ -102,7 +104,8 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     reader = WeightReader(
         error_prefix=asked,
         tensors={name: stored[name] for name in shapes},
-        left_out=left_out,
+        left_out=text_part.describe_left_out(others, source.config_fields),
+        other_tensors=others,
     )
     if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
         raise UserError(
