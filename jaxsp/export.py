@@ -17,6 +17,7 @@ from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.other_parts import OtherParts
 from jaxsp.model import adapters, decoder
 from jaxsp.reporting import console as output
@@ -27,9 +28,6 @@ from jaxsp.training import trainable
 
 if TYPE_CHECKING:
     import transformers
-
-_MULTIMODAL_CLASS = "AutoModelForImageTextToText"
-"""Class of transformers that loads multimodal models."""
 
 
 def main(arguments: list[str]) -> None:
@@ -112,8 +110,9 @@ def _export_adapter(
             "differ; --merge exports a model that keeps them"
         )
     loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
-    if other_parts.are_exported(meta.model):
-        base = f"transformers.{_MULTIMODAL_CLASS}.from_pretrained({config.model.source!r})"
+    if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
+        auto_class = FAMILIES[meta.model["model_type"]].auto_class
+        base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
         loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
     return [
         *lines,
@@ -163,11 +162,10 @@ def _export_model(
     if generation.get("eos_token_id") is not None:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")
-    auto_class = "AutoModelForCausalLM"
     if parts is not None:
-        auto_class = _MULTIMODAL_CLASS
         count = len(parts.tensors)
         lines.append(f"{count:,} tensors of other parts are copies of those of {parts.folder}")
+    auto_class = FAMILIES[meta.model["model_type"]].auto_class
     lines.append(
         f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"
     )

@@ -61,6 +61,12 @@ class Family:
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
 
     @property
+    def auto_class(self) -> str:
+        """Class of transformers that loads an export."""
+        is_text_model = self.multimodal_type is None
+        return "AutoModelForCausalLM" if is_text_model else "AutoModelForImageTextToText"
+
+    @property
     def layer_types(self) -> tuple[str, ...]:
         """Values that `layer_types` may have."""
         return tuple(self.mixers) or LAYER_TYPES

@@ -15,6 +15,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
+from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError, StoredTensor
 
@@ -208,9 +209,11 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
+    family = text_part.find_family(source.config_fields)
+    text_type = family.text_types[0] if family else source.config_fields["model_type"]
     code = (
         "import transformers as t; "
-        f't.AutoModelForCausalLM.from_pretrained({source_name}, dtype="auto")'
+        f't.{FAMILIES[text_type].auto_class}.from_pretrained({source_name}, dtype="auto")'
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxsp import library
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
@@ -111,6 +112,18 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
     fields = folder.find(str(tmp_path / "out")).config_fields
     again = model_config.resolve_fields(fields, ModelSourceConfig(config=fields), field="out")
     assert model_config.parse_model_config(again, field="out") == config
+
+
+def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
+    before = save(tmp_path / "in", "float32")
+    config = {
+        **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
+        **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
+    }
+    run_spec, master = library.load_model(str(tmp_path / "in"), config)
+    library.save_model(master, tmp_path / "out", run_spec, dtype="float32")
+    after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert batches.is_bitwise_equal(after, before)
 
 
 def test_a_folder_without_other_parts_is_refused(tmp_path):
