@@ -210,10 +210,10 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
     family = text_part.find_family(source.config_fields)
-    text_type = family.text_types[0] if family else source.config_fields["model_type"]
+    auto_class = FAMILIES[family.text_types[0]].auto_class if family else "AutoModelForCausalLM"
     code = (
         "import transformers as t; "
-        f't.{FAMILIES[text_type].auto_class}.from_pretrained({source_name}, dtype="auto")'
+        f't.{auto_class}.from_pretrained({source_name}, dtype="auto")'
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )
