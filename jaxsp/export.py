@@ -1,6 +1,7 @@
 """jaxsp export RUN_OR_CHECKPOINT OUT_DIR: exports weights to Hugging Face format."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import folder, model_config, peft, text_part, writer
-from jaxsp.model import adapters
+from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.hf.families import FAMILIES
+from jaxsp.hf.other_parts import OtherParts
+from jaxsp.model import adapters, decoder
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import merging, resume, stop_tokens
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> None:
         )
     copies.fetch(checkpoint)
     meta = reader.read_meta(checkpoint)
-    config = config_file.parse(meta.config)
+    config = _replace_source(config_file.parse(meta.config), args)
     model = model_config.parse_model_config(
         meta.model, field="model.config", row_tokens=config.data.max_row_tokens
     )
@@ -56,6 +59,19 @@ def main(arguments: list[str]) -> None:
     export = _export_adapter if is_adapter else _export_model
     for line in export(args, checkpoint, meta, config, model):
         output.print_line(console, line)
+
+
+def _replace_source(config: Config, args: argparse.Namespace) -> Config:
+    """The run's config with the model of --source, if it is given."""
+    if args.source is None:
+        return config
+    if config.model.source is None:
+        raise UserError(
+            f"--source = {args.source}: {args.run} started from random weights (model.config), not "
+            "from a checkpoint. Leave it out."
+        )
+    model = config.model.model_copy(update={"source": args.source})
+    return config.model_copy(update={"model": model})
 
 
 def _export_adapter(
@@ -94,6 +110,10 @@ def _export_adapter(
             "differ; --merge exports a model that keeps them"
         )
     loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
+    if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
+        auto_class = FAMILIES[meta.model["model_type"]].auto_class
+        base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
+        loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
     return [
         *lines,
         f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
@@ -112,6 +132,7 @@ def _export_model(
     Weights are written in the run's compute dtype by default, as used for its losses.
     """
     out = pathlib.Path(args.out)
+    parts = _open_other_parts(args, meta, config, model)
     table = trainable.build_table(model, config)
     weights = reader.read_weights(checkpoint, table)
     if config.has_frozen_weights:
@@ -132,6 +153,7 @@ def _export_model(
         small_files=small_files,
         directory=out,
         dtype=dtype,
+        other_parts=parts,
     )
     _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
@@ -140,11 +162,43 @@ def _export_model(
     if generation.get("eos_token_id") is not None:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")
+    if parts is not None:
+        count = len(parts.tensors)
+        lines.append(f"{count:,} tensors of other parts are copies of those of {parts.folder}")
+    auto_class = FAMILIES[meta.model["model_type"]].auto_class
     lines.append(
-        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}), "
-        "which needs PyTorch"
+        f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"
     )
     return lines
+
+
+def _open_other_parts(
+    args: argparse.Namespace, meta: CheckpointMeta, config: Config, model: ModelConfig
+) -> OtherParts | None:
+    """Opens the parts that are exported beside the text model; None if exports have only that.
+
+    Raises: UserError if the checkpoint that the run started from is not there.
+    """
+    if not other_parts.are_exported(meta.model):
+        return None
+    model_type = meta.model["model_type"]
+    if config.model.source is None:
+        raise UserError(
+            f"{args.run}: cannot be exported: transformers has no class for {model_type} without "
+            "the parts of a multimodal checkpoint, and the run started from random weights "
+            "(model.config). Start runs from a checkpoint: model.source."
+        )
+    try:
+        source = folder.find(config.model.source)
+    except UserError as error:
+        suggestion = (
+            f"The export of {model_type} copies the other parts of its checkpoint: name the folder "
+            "that it is in now with --source."
+        )
+        raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
+    return other_parts.open_folder(
+        source, decoder.param_table(dataclasses.replace(model, lora=None))
+    )
 
 
 def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
@@ -183,6 +237,12 @@ def _make_parser() -> argparse.ArgumentParser:
         "--merge",
         action="store_true",
         help="adds the adapters of a LoRA run to the base, and exports the whole model",
+    )
+    parser.add_argument(
+        "--source",
+        metavar="FOLDER_OR_NAME",
+        help="the checkpoint that the run started from, if it is no longer at model.source; used "
+        "with --merge, with frozen weights, and for multimodal models that are exported whole",
     )
     parser.add_argument(
         "--dtype",

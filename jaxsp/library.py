@@ -24,6 +24,7 @@ Example:
     library.save_model(state.master, "models/tuned", run_spec)
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,9 +43,10 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import folder, model_config, peft, text_part, writer
+from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import row_meshes
+from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
@@ -224,19 +226,24 @@ def save_model(
     """
     config = run_spec.config.model
     source, weights = _prepare_to_save(weights, directory, config)
+    field = str(source.path / "config.json")
+    fields = model_config.resolve_fields(source.config_fields, config, field=field)
+    parts = None
+    if other_parts.are_exported(fields):
+        plain = dataclasses.replace(run_spec.longest.model, lora=None)
+        parts = other_parts.open_folder(source, decoder.param_table(plain))
     table = run_spec.longest.table
     if run_spec.config.has_frozen_weights:
         table, weights = merging.merge_state(weights, table=table, model=run_spec.longest.model)
     writer.export_model(
         weights,
         table=table,
-        fields=model_config.resolve_fields(
-            source.config_fields, config, field=str(source.path / "config.json")
-        ),
+        fields=fields,
         tokenizer=None,
         small_files=source.path,
         directory=directory,
         dtype=dtype or config.compute_dtype,
+        other_parts=parts,
     )
 
 

@@ -57,7 +57,7 @@ QUICK = ("llama3", "gemma3")
     "name",
     [
         pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in oracle.MODELS
+        for name in oracle.TEXT_EXPORTS
     ],
 )
 def test_loss_of_each_document_is_that_of_transformers(tmp_path, capsys, name):

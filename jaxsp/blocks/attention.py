@@ -16,6 +16,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
     Linear,
     Norm,
+    NormWithoutWeight,
     Parameter,
     Weights,
     apply_norm,
@@ -25,11 +26,12 @@ from jaxsp.blocks.layers import (
 
 
 class AttentionInput(MixerInput):
-    """Norm, projections to q, k and v, and RoPE."""
+    """Norm, projections to q, k, v and a gate, and RoPE."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.q, self.k, self.v = self._declare_projections(config)
+        self.gate = self._declare_gate(config)
         self.q_norm = self._declare_qk_norm("q", config.num_heads, config)
         self.k_norm = self._declare_qk_norm("k", config.num_kv_heads, config)
         self.config = config
@@ -37,7 +39,7 @@ class AttentionInput(MixerInput):
     def _declare_projections(self, config: ModelConfig) -> list[Linear]:
         linear = functools.partial(Linear, config.hidden_size, bias=config.qkv_bias, config=config)
         num_heads = (
-            config.num_heads * (2 if config.has_attention_gate else 1),
+            config.num_heads * (2 if config.attention_gate == "q_proj" else 1),
             config.num_kv_heads,
             config.num_kv_heads,
         )
@@ -49,9 +51,20 @@ class AttentionInput(MixerInput):
             for name, size in zip("qkv", rows, strict=True)
         ]
 
-    def _declare_qk_norm(self, name: str, num_heads: int, config: ModelConfig) -> Norm | None:
+    def _declare_gate(self, config: ModelConfig) -> Linear | None:
+        if config.attention_gate != "gate_proj":
+            return None
+        dim = config.num_heads * config.head_dim
+        name = "self_attn.gate_proj"
+        return Linear(config.hidden_size, dim, hf_name=name, bias=False, config=config)
+
+    def _declare_qk_norm(
+        self, name: str, num_heads: int, config: ModelConfig
+    ) -> Norm | NormWithoutWeight | None:
         if config.qk_norm == "none":
             return None
+        if config.qk_norm == "head_without_weight":
+            return NormWithoutWeight(config)
         num_normalized = 1 if config.qk_norm == "head" else num_heads
         dim = num_normalized * config.head_dim
         return Norm(dim, hf_name=f"self_attn.{name}_norm", config=config)
@@ -65,11 +78,14 @@ class AttentionInput(MixerInput):
         angles = rope.compute_angles(positions_Bl, config.ropes, rope_index)
         q = self.q(x_BlD, keys)
         carried: tuple[Array, ...] = ()
-        if config.has_attention_gate:
+        if config.attention_gate == "q_proj":
             # Each head's rows are those of its query, then those of its gate
             q_BlHX = q.reshape(*q.shape[:2], config.num_heads, 2 * config.head_dim)
             q, gate = jax.numpy.split(q_BlHX, 2, axis=-1)
             carried = (gate,)
+        elif self.gate is not None:
+            gate = self.gate(x_BlD, keys)
+            carried = (gate.reshape(*gate.shape[:2], config.num_heads, config.head_dim),)
         q = self._split_heads(q, self.q_norm)
         k = self._split_heads(self.k(x_BlD, keys), self.k_norm)
         v = self._split_heads(self.v(x_BlD, keys), None)
@@ -79,7 +95,9 @@ class AttentionInput(MixerInput):
             q = rope.scale_queries(q, positions_Bl, config.query_scale)
         return (q, k, v), carried
 
-    def _split_heads(self, x: Array, norm: Norm | None) -> Float[Array, "B l heads K"]:
+    def _split_heads(
+        self, x: Array, norm: Norm | NormWithoutWeight | None
+    ) -> Float[Array, "B l heads K"]:
         """Splits a projection into heads; applies the norm to all heads together or to each."""
         heads = (*x.shape[:2], -1, self.config.head_dim)
         if self.config.qk_norm == "projection":
@@ -147,7 +165,7 @@ class Attention(Mixer):
             _, local_kv_heads = strategy.heads.local_heads(config.num_heads, config.num_kv_heads)
             kv_heads = local_kv_heads * strategy.heads.degree
             heads = [config.num_heads + 2 * kv_heads, config.num_heads]
-        gates = config.num_heads if config.has_attention_gate else 0
+        gates = 0 if config.attention_gate == "none" else config.num_heads
         return [count * config.head_dim for count in (*heads, gates)] + [config.hidden_size]
 
     def output_bytes(self, config: ModelConfig, itemsize: int) -> int:

@@ -187,10 +187,10 @@ class LayerOutput(nnx.Module):
         D = config.hidden_size
         names = config.norm_names
         self.o = mixer.declare_output(config)
-        self.output_norm = declare_norm(D, names.post_attention, config)
+        self.output_norm = declare_norm(D, names.post_attention, config, eps=config.post_norm_eps)
         self.norm = declare_norm(D, names.pre_mlp, config)
         self.mlp = feed_forward(config)
-        self.mlp_norm = declare_norm(D, names.post_mlp, config)
+        self.mlp_norm = declare_norm(D, names.post_mlp, config, eps=config.post_norm_eps)
         self.residual_scale = config.residual_scale
 
     def __call__(

@@ -162,9 +162,14 @@ class ModelConfig:
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     """Norm: x / rms(x) * w, the same with 1 + w (Gemma), or with the mean subtracted (Cohere)."""
     norm_eps: float
+    post_norm_eps: float | None = None
+    """Epsilon of the norms of the outputs of attention and MLP; None: norm_eps."""
+    last_norm: Literal["rms"] | None = None
+    """Norm after the last layer, if it differs from `norm`."""
     norm_names: NormNames = NormNames()
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """Norm of q and k before RoPE: none, of each head (Qwen3), or of all heads together (OLMo)."""
+    qk_norm: Literal["none", "head", "head_without_weight", "projection"] = "none"
+    """Norm of q and k before RoPE: none, of each head (Qwen3), the same without a weight (Muse
+    Glimmer), or of all heads together (OLMo)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the MLP's gate; gelu_tanh is the approximation by tanh."""
     is_parallel: bool = False
@@ -186,9 +191,11 @@ class ModelConfig:
     """Limit c of attention scores, c * tanh(score / c); None: no limit (Gemma 2: 50)."""
     has_sinks: bool = False
     """True if each head has a learned score of a key with value 0 (gpt-oss)."""
-    has_attention_gate: bool = False
-    """True if attention's output is multiplied by the sigmoid of a gate, which the query projection
-    has beside each head's query (Qwen3.5)."""
+    attention_gate: Literal["none", "q_proj", "gate_proj"] = "none"
+    """Projection of the gate by whose sigmoid attention's output is multiplied: the query
+    projection, which has it beside each head's query (Qwen3.5), or its own (Muse Glimmer)."""
+    has_embedding_norm: bool = False
+    """True if embeddings go through an RMS norm without a weight (Muse Glimmer)."""
     embedding_scale: float = 1.0
     """Factor on embeddings, rounded to the compute dtype (Gemma: hidden_size ** 0.5)."""
     residual_scale: float = 1.0

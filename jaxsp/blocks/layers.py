@@ -255,28 +255,55 @@ class LoraAdapter(nnx.Module):
 class Norm(nnx.Module):
     """Normalization over the last dim, in float32: see `ModelConfig.norm`."""
 
-    def __init__(self, dim: int, *, hf_name: str, config: ModelConfig):
-        mean = 0.0 if config.norm == "rms_plus_one" else 1.0
+    def __init__(
+        self,
+        dim: int,
+        *,
+        hf_name: str,
+        config: ModelConfig,
+        kind: str | None = None,
+        eps: float | None = None,
+    ):
+        """Args: kind, eps: those of the model's other norms if None."""
+        self.kind = kind or config.norm
+        self.eps = config.norm_eps if eps is None else eps
+        mean = 0.0 if self.kind == "rms_plus_one" else 1.0
         self.weight = declare_param(Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=mean))
-        self.kind = config.norm
-        self.eps = config.norm_eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         x32 = x.astype(jnp.float32)
         if self.kind == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        x32 = divide_by_rms(x32, self.eps)
         weight = jnp.broadcast_to(self.weight[...].astype(jnp.float32), x32.shape)
         if self.kind == "rms_plus_one":
             weight = 1 + weight
         return (x32 * weight).astype(x.dtype)
 
 
-def declare_norm(dim: int, hf_name: str | None, config: ModelConfig) -> Norm | None:
-    return None if hf_name is None else Norm(dim, hf_name=hf_name, config=config)
+class NormWithoutWeight(nnx.Module):
+    """x / rms(x) over the last dim, in float32."""
+
+    def __init__(self, config: ModelConfig):
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return divide_by_rms(x.astype(jnp.float32), self.eps).astype(x.dtype)
 
 
-def apply_norm(norm: Norm | None, x: Array) -> Array:
+def divide_by_rms(x32: Float32[Array, "... D"], eps: float) -> Float32[Array, "... D"]:
+    """x / rms(x) over the last dim."""
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+def declare_norm(
+    dim: int, hf_name: str | None, config: ModelConfig, *, eps: float | None = None
+) -> Norm | None:
+    """Args: eps: as in `Norm`."""
+    return None if hf_name is None else Norm(dim, hf_name=hf_name, config=config, eps=eps)
+
+
+def apply_norm(norm: Norm | NormWithoutWeight | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 

@@ -107,6 +107,7 @@ _MULTIMODAL_FIELDS = frozenset(
     video_token_id vision_start_token_id vision_end_token_id
     boi_token_index boi_token_id eoi_token_index eoi_token_id mm_tokens_per_image
     vision_feature_layer spatial_merge_size projector_hidden_act multimodal_projector_bias
+    out_hidden_size projector_hidden_size
     """.split()
 )
 """Fields of a multimodal model's config.json that are for images, or are read with text_config."""
@@ -212,6 +213,10 @@ _RULES = {
     "no_rope_layers": Rule(
         lambda x: isinstance(x, list) and all(item in (0, 1) for item in x), "a list of 0 and 1"
     ),
+    "layer_rope_theta": Rule(
+        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)),
+        "a list of rope_theta, or 0 for no RoPE, for each layer",
+    ),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
     **dict.fromkeys(
@@ -219,6 +224,7 @@ _RULES = {
             *("layer_norm_eps", "query_pre_attn_scalar", "logit_scale", "logits_scaling"),
             *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
             *("attention_multiplier", "residual_multiplier"),
+            *("qk_scale_factor", "output_multiplier", "post_norm_eps"),
         ),
         POSITIVE,
     ),
@@ -326,7 +332,7 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
     problems += [
         f"{path}.{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
         "Give one for each layer, or leave it out."
-        for name in ("no_rope_layers", "layer_types")
+        for name in ("no_rope_layers", "layer_rope_theta", "layer_types")
         if name in fields and len(fields[name]) != num_layers
     ]
     return problems

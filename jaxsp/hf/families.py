@@ -59,8 +59,17 @@ class Family:
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Modules of transformers whose tensors are stored as those of several modules, below each
     other. Files may divide the rows at other places than jaxsp, or not at all."""
+    multimodal_type: str | None = None
+    """Multimodal model_type that is exported with all its parts, because transformers has no class
+    for its text model with the head; None: exports are text models."""
     mixers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
+
+    @property
+    def auto_class(self) -> str:
+        """Class of transformers that loads an export."""
+        is_text_model = self.multimodal_type is None
+        return "AutoModelForCausalLM" if is_text_model else "AutoModelForImageTextToText"
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -342,7 +351,7 @@ FAMILIES["qwen3_5_text"] = Family(
     architecture="Qwen3_5ForCausalLM",
     bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
-    model={"norm": "rms_plus_one", "qk_norm": "head", "has_attention_gate": True},
+    model={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": "q_proj"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
     fields=(*_DELTA_NET_FIELDS, "full_attention_interval", "layer_types"),
     read=_read_delta_net,
@@ -386,6 +395,41 @@ FAMILIES["olmo_hybrid"] = Family(
     },
 )
 
+
+def _read_muse_glimmer(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        # transformers multiplies queries with the factor, between their norm and RoPE
+        "attention_scale": given["qk_scale_factor"] * given["head_dim"] ** -0.5,
+        "logit_scale": given["output_multiplier"],
+        "logit_softcap": given["final_logit_softcapping"],
+        "post_norm_eps": given["post_norm_eps"],
+    }
+
+
+FAMILIES["muse_glimmer_text"] = Family(
+    architecture="MuseGlimmerForConditionalGeneration",
+    multimodal_type="muse_glimmer",
+    bias_fields=("attention_bias",),
+    required_fields=("num_key_value_heads", "head_dim"),
+    model={
+        "norm": "rms_plus_one",
+        "last_norm": "rms",
+        "norm_names": _GEMMA_NORMS,
+        "qk_norm": "head_without_weight",
+        "attention_gate": "gate_proj",
+        "has_embedding_norm": True,
+    },
+    activation_field="hidden_activation",
+    window_fields=("sliding_window", "layer_types"),
+    fields=(
+        *("qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
+        *("post_norm_eps", "layer_rope_theta"),
+    ),
+    read=_read_muse_glimmer,
+    rope=RopeSupport(layer_thetas="layer_rope_theta"),
+    has_rope=lambda given, layer: given["layer_rope_theta"][layer] != 0,
+)
+
 MULTIMODAL_FAMILIES = {
     "gemma3": MultimodalFamily(
         architecture="Gemma3ForConditionalGeneration",
@@ -400,5 +444,10 @@ MULTIMODAL_FAMILIES = {
         text_types=("qwen3_5_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
+    ),
+    "muse_glimmer": MultimodalFamily(
+        architecture="MuseGlimmerForConditionalGeneration",
+        text_types=("muse_glimmer_text",),
+        other_parts=("vision_tower", "vision_adapter", "vision_projection"),
     ),
 }

@@ -187,11 +187,15 @@ def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
 
 
 def copy_small_files(
-    folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()
+    folder: pathlib.Path,
+    directory: pathlib.Path,
+    *,
+    patterns: tuple[str, ...] = _SMALL_FILES,
+    exclude: tuple[str, ...] = (),
 ) -> None:
-    """Copies all files of a model except its weights: configs, tokenizer, chat template."""
+    """Copies files of a model, by default all except weights: configs, tokenizer, chat template."""
     files.check_model_folder(folder, error_prefix="cannot be copied:")
-    paths = [path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()]
+    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     for path in sorted(paths):
         name = path.relative_to(folder)
         if str(name) not in exclude:

@@ -223,6 +223,7 @@ def _parse_layers(
     groups = given["rope_parameters"]
     is_nested = rope_forms.is_nested(groups, family.rope)
     windows = _parse_windows(given, family, path)
+    _check_layer_thetas(given, family, path)
     types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
 
     @functools.cache
@@ -278,6 +279,23 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
             f"by which {expected}. Leave it out."
         )
     return [window if family.window_fields else None] * num_layers
+
+
+def _check_layer_thetas(given: dict[str, Any], family: Family, path: str) -> None:
+    """Checks the field `RopeSupport.layer_thetas`, of which transformers reads only the zeros.
+
+    Raises: UserError for a layer with a RoPE of its own.
+    """
+    name = family.rope.layer_thetas
+    if name is None:
+        return
+    rope_theta = given["rope_parameters"]["rope_theta"]
+    for layer, theta in enumerate(given[name]):
+        if theta not in (0, rope_theta):
+            raise UserError(
+                f"{path}.{name}[{layer}] = {theta}: is not implemented: {family.architecture} uses "
+                f"rope_theta, {rope_theta}, in every layer that has RoPE. Use that, or 0 for none."
+            )
 
 
 def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:

@@ -310,16 +310,6 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     return reader
 
 
-def _shorten(targets: tuple[str, ...], projections: tuple[str, ...]) -> list[str]:
-    """Names that match these projections and no others: as short as PEFT's own, if possible.
-
-    OLMo Hybrid has a `q_proj` in attention and one in delta nets.
-    """
-    last = lambda name: name.rpartition(".")[2]
-    others = {last(name) for name in projections if name not in targets}
-    return list(dict.fromkeys(x if last(x) in others else last(x) for x in targets))
-
-
 def _remove_prefixes(name: str) -> str:
     """Name of a tensor of an adapter's file in a file of the text model."""
     name = name.removeprefix(_PREFIX)
@@ -379,10 +369,11 @@ def save_adapter(
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
         named[SAVED_MODULES["lm_head"]] = named[SAVED_MODULES["embed_tokens"]]
-    targets: Any = _shorten(lora.targets, adapters.list_projections(model))
+    targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
         # A list would match the vision tower too
-        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(map(re.escape, targets))})"
+        names = "|".join(map(re.escape, targets))
+        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({names})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {

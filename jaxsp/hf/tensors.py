@@ -6,7 +6,9 @@ about 1 ms for 400 tensors, and checks the header again.
 """
 
 import dataclasses
+import math
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +31,14 @@ class StoredTensor:
     file: pathlib.Path
     name: str
     dtype: str
+    """Name in safetensors."""
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        bits = re.search(r"\d+", self.dtype)  # of F32, BF16 or F8_E4M3; BOOL has 8
+        return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +129,12 @@ def read_slice(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     with _open(tensor.file) as file:
         part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
     return part.astype(np.float32, copy=False)
+
+
+def read_unchanged(tensor: StoredTensor) -> np.ndarray:
+    """Returns a whole tensor in its own dtype. Raises: BadFileError."""
+    with _open(tensor.file) as file:
+        return file.get_tensor(tensor.name)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Text model of a multimodal checkpoint: its fields in config.json, and its tensors.
 
-Only the text model is trained and exported. The vision tower and the projector are left out.
+Only the text model is trained. The vision tower and the projector are left out, also of exports if
+transformers has a class for the text model (see `other_parts`).
 """
 
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from jaxsp.config.yaml_io import format_value
@@ -103,10 +105,11 @@ def _read_tie(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 
 def select_tensors(
     stored: dict[str, _Tensor], fields: dict[str, Any]
-) -> tuple[dict[str, _Tensor], str]:
-    """Returns the text model's tensors by their names in its export, and describes the others.
+) -> tuple[dict[str, _Tensor], dict[str, _Tensor]]:
+    """Returns the text model's tensors by their names in a text model's files, and the others.
 
-    Tensors that belong to no known part keep their names.
+    The others, which belong to known parts that are left out, have the names that they are stored
+    with. Tensors that belong to no known part keep their names.
 
     Args:
         fields: fields of the config.json beside the tensors.
@@ -118,18 +121,22 @@ def select_tensors(
     other_parts = family.other_parts if family is not None else ()
     stored_names = text.stored_names if text is not None else {}
     selected: dict[str, _Tensor] = {}
-    left_out = []
+    left_out: dict[str, _Tensor] = {}
     for name, tensor in stored.items():
-        part = name.removeprefix("model.").partition(".")[0]
-        if part in other_parts:
-            left_out.append(part)
+        if _find_part(name) in other_parts:
+            left_out[name] = tensor
             continue
         text_name = name if multimodal is None else _rename(name)
         text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
         if text_name in selected:
             raise ValueError(f"{text_name}: stored twice, one of them as {name}")
         selected[text_name] = tensor
-    return selected, _describe_left_out(left_out, is_multimodal=multimodal is not None)
+    return selected, left_out
+
+
+def _find_part(name: str) -> str:
+    """Part of a multimodal model that a stored tensor belongs to."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -145,9 +152,10 @@ def _rename(name: str) -> str:
     return name
 
 
-def _describe_left_out(parts: list[str], *, is_multimodal: bool) -> str:
-    """Describes tensors that are not read; empty if all are. Args: parts: part of each of them."""
+def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
+    """Describes tensors that are not read; empty if all are. Args: as `select_tensors` has them."""
+    parts = [_find_part(name) for name in names]
     if not parts:
         return ""
-    start = "text model only, " if is_multimodal else ""
+    start = "" if find_family(fields) is None else "text model only, "
     return f"{start}without {len(parts):,} tensors of {' and '.join(sorted({*parts}))}"

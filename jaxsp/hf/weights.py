@@ -15,6 +15,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
+from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import BadFileError, StoredRows, StoredTensor
 
@@ -42,7 +43,9 @@ class WeightReader:
     """Field and value of the config that names the folder."""
     tensors: Mapping[str, StoredTensor | StoredRows]
     left_out: str
-    """Description of tensors that belong to parts that are not trained; empty if none do."""
+    """Description of `other_tensors`; empty if there are none."""
+    other_tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
+    """Tensors of parts that are not trained, by their names in the files."""
 
     def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of one tensor, float32.
@@ -88,7 +91,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     is_multimodal = text_part.find_family(source.config_fields) is not None
     stored = _read_headers(source, asked)
     try:
-        stored, left_out = text_part.select_tensors(stored, source.config_fields)
+        stored, others = text_part.select_tensors(stored, source.config_fields)
     except ValueError as error:
         raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
     shapes = tensor_shapes(table)
@@ -105,7 +108,8 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     reader = WeightReader(
         error_prefix=asked,
         tensors={name: divided[name] for name in shapes},
-        left_out=left_out,
+        left_out=text_part.describe_left_out(others, source.config_fields),
+        other_tensors=others,
     )
     if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
         raise UserError(
@@ -208,9 +212,11 @@ def _conversion(source: ModelFolder) -> tuple[str, str]:
     out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
     source_name = json.dumps(source.source)
     out_name = json.dumps(out)
+    family = text_part.find_family(source.config_fields)
+    auto_class = FAMILIES[family.text_types[0]].auto_class if family else "AutoModelForCausalLM"
     code = (
         "import transformers as t; "
-        f't.AutoModelForCausalLM.from_pretrained({source_name}, dtype="auto")'
+        f't.{auto_class}.from_pretrained({source_name}, dtype="auto")'
         f".save_pretrained({out_name}); "
         f"t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
     )

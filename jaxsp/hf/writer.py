@@ -5,7 +5,7 @@ import json
 import pathlib
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -18,7 +18,9 @@ import safetensors.numpy
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config
+from jaxsp.hf import folder, model_config, tensors
+from jaxsp.hf.other_parts import PROCESSOR_FILES, OtherParts, are_exported
+from jaxsp.hf.tensors import BadFileError, StoredTensor
 
 if TYPE_CHECKING:
     import transformers
@@ -47,6 +49,7 @@ def export_model(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_size: str | int = "5GB",
     small_files: pathlib.Path | None = None,
+    other_parts: OtherParts | None = None,
 ) -> None:
     """Writes a folder that transformers loads.
 
@@ -62,12 +65,20 @@ def export_model(
         tokenizer: None if training read tokens; then the folder has no tokenizer.
         small_files: folder whose tokenizer, chat template and generation config are copied
             unchanged.
+        other_parts: parts that are copied unchanged beside the text model; required if the model's
+            export has them (`other_parts.are_exported`), else None.
     Memory:
         In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError if the folder exists and is not empty, or cannot be written.
     """
     token_ids = model_config.choose_token_ids(fields, tokenizer)
     config = model_config.make_config_json(fields, dtype=dtype, token_ids=token_ids)
+    named: dict[str, ExportTensor | CopiedTensor] = {**list_tensors(master, table)}
+    assert (other_parts is not None) == are_exported(fields), "the caller opens them"
+    if other_parts is not None:
+        config = other_parts.add_fields(config)
+        named = {other_parts.text_names[name]: tensor for name, tensor in named.items()}
+        named |= {name: CopiedTensor(tensor) for name, tensor in other_parts.tensors.items()}
     with create_folder(directory) as target:
         write_json(target / "config.json", config)
         given_ids = {name: ids for name, ids in token_ids.items() if ids is not None}
@@ -76,12 +87,9 @@ def export_model(
             folder.copy_small_files(small_files, target, exclude=("config.json",))
         elif tokenizer is not None:
             tokenizer.save_pretrained(target)
-        _write_weights(
-            target,
-            list_tensors(master, table),
-            dtype=jnp.dtype(dtype),
-            max_shard_size=max_shard_size,
-        )
+        if other_parts is not None:
+            folder.copy_small_files(other_parts.folder, target, patterns=PROCESSOR_FILES)
+        _write_weights(target, named, dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
 
 
 @contextlib.contextmanager
@@ -116,10 +124,10 @@ class ExportTensor(NamedTuple):
     the array of a layer."""
     layer: int | None
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return sum(param.size for param, _ in self.parts)
+    def num_bytes(self, dtype: np.dtype) -> int:
+        """Bytes in the file."""
+        itemsize = self.choose_dtype(dtype).itemsize
+        return itemsize * sum(param.size for param, _ in self.parts)
 
     def choose_dtype(self, dtype: np.dtype) -> np.dtype:
         """dtype in the file: the weight's own if it has one, else `dtype`."""
@@ -142,47 +150,65 @@ class ExportTensor(NamedTuple):
         return part
 
 
+class CopiedTensor(NamedTuple):
+    """A tensor of a file that is copied unchanged, in its own dtype."""
+
+    stored: StoredTensor
+
+    def num_bytes(self, dtype: np.dtype) -> int:
+        """Bytes in the file."""
+        return self.stored.num_bytes
+
+    def to_numpy(self, dtype: np.dtype) -> np.ndarray:
+        try:
+            return tensors.read_unchanged(self.stored)
+        except BadFileError as error:
+            raise UserError(f"{self.stored.file} {error}. Copy or download it again.") from None
+
+
 def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:
     """All tensors by name, layer by layer, so that a layer is mostly in one file."""
-    tensors: dict[str, ExportTensor] = {}
+    named: dict[str, ExportTensor] = {}
     parts = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
     parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
     for param, array in parts:
         if param.layers is None:
-            tensors[param.hf_name] = ExportTensor([(param, array)], None)
+            named[param.hf_name] = ExportTensor([(param, array)], None)
     for layer in sorted({layer for param, _ in parts for layer in param.layers or ()}):
         for param, array in parts:
             if layer in (param.layers or ()):
                 name = param.hf_name.format(layer=layer)
-                tensors.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
-    return tensors
+                named.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
+    return named
 
 
 def _write_weights(
     target: pathlib.Path,
-    tensors: dict[str, ExportTensor],
+    named: dict[str, ExportTensor | CopiedTensor],
     *,
     dtype: np.dtype,
     max_shard_size: str | int,
 ) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor.size * tensor.choose_dtype(dtype).itemsize,
+        named,
+        get_storage_size=lambda tensor: tensor.num_bytes(dtype),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     for name, members in plan.filename_to_tensors.items():
-        write_file(target / name, {member: tensors[member] for member in members}, dtype=dtype)
+        write_file(target / name, {member: named[member] for member in members}, dtype=dtype)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(target / folder.INDEX_FILE, index)
 
 
-def write_file(path: pathlib.Path, tensors: dict[str, ExportTensor], *, dtype: np.dtype) -> None:
+def write_file(
+    path: pathlib.Path, named: Mapping[str, ExportTensor | CopiedTensor], *, dtype: np.dtype
+) -> None:
     """Writes tensors to a safetensors file."""
     path.touch()
     mode = path.stat().st_mode
-    arrays = {name: tensor.to_numpy(dtype) for name, tensor in tensors.items()}
+    arrays = {name: tensor.to_numpy(dtype) for name, tensor in named.items()}
     # transformers refuses files without a format
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
     path.chmod(mode)  # safetensors makes files that only their owner can read

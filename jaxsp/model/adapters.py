@@ -73,7 +73,7 @@ def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -
 
     unknown = [name for name in targets if not any(is_match(p, name) for p in projections)]
     if unknown:
-        names = ", ".join(projection.rpartition(".")[2] for projection in projections)
+        names = ", ".join(abbreviate(projections, projections))
         raise UserError(
             f"adapter.targets = [{', '.join(targets)}]: the layers of this model have no "
             f"projection {', '.join(unknown)}. Use all-linear, or some of: {names}."
@@ -81,12 +81,26 @@ def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -
     return tuple(p for p in projections if any(is_match(p, name) for name in targets))
 
 
+def abbreviate(targets: tuple[str, ...], projections: tuple[str, ...]) -> list[str]:
+    """The shortest names with which `find_targets` and PEFT find these projections.
+
+    Last parts, except where a projection that is not among them ends with it too.
+    """
+
+    def last_part(name: str) -> str:
+        return name.rpartition(".")[2]
+
+    others = {last_part(name) for name in projections if name not in targets}
+    names = [name if last_part(name) in others else last_part(name) for name in targets]
+    return list(dict.fromkeys(names))
+
+
 def describe(model: ModelConfig, lora: Lora, adapter: AdapterConfig) -> str:
     """Describes the adapters, and the model's own weights that are trained with them."""
-    names = [target.rpartition(".")[2] for target in lora.targets]
-    targets = f"all {len(names)} projections"
-    if len(names) < len(list_projections(model)):
-        targets = ", ".join(names)
+    projections = list_projections(model)
+    targets = f"all {len(lora.targets)} projections"
+    if len(lora.targets) < len(projections):
+        targets = ", ".join(abbreviate(lora.targets, projections))
     kind = "DoRA" if lora.is_dora else "LoRA"
     text = f"{kind} of rank {lora.rank}, scale {lora.scale:g}, on {targets}"
     if adapter.dropout:

@@ -36,7 +36,9 @@ class OutsideLayers(nnx.Module):
             std=config.initializer_range,
         )
         self.embedding = declare_param(matrix)
-        self.norm = Norm(config.hidden_size, hf_name="model.norm", config=config)
+        self.norm = Norm(
+            config.hidden_size, hf_name="model.norm", config=config, kind=config.last_norm
+        )
         head = dataclasses.replace(matrix, hf_name="lm_head.weight")
         self.head = None if config.tie_embeddings else declare_param(head)
 
@@ -153,6 +155,8 @@ def hidden_states(
         dtype=dtype,
         padding_id=config.padding_id,
     )
+    if config.has_embedding_norm:
+        x_BlD = layers.NormWithoutWeight(config)(x_BlD)
     x_BlD = layers.scale(x_BlD, config.embedding_scale)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]

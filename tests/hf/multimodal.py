@@ -48,8 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_start_token_id": 129,
         "vision_end_token_id": 130,
     },
+    "muse_glimmer": oracle.add_other_parts(oracle.MODELS["muse_glimmer"]),
 }
-"""Fields of a config.json: three families, and the text models of each."""
+"""Fields of a config.json: four families, and the text models of each."""
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],

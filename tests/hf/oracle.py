@@ -17,6 +17,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.hf.families import FAMILIES
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
@@ -79,6 +80,21 @@ MODELS: dict[str, dict[str, Any]] = {
             "mrope_section": [1, 1, 0],
             "mrope_interleaved": True,
         },
+    },
+    "muse_glimmer": {
+        **SIZES,
+        "model_type": "muse_glimmer_text",
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 5,
+        # a layer with a window has no RoPE, and one without a window has it
+        "layer_rope_theta": [500.0, 0, 500.0, 500.0, 0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "qk_scale_factor": 1.7,
+        "output_multiplier": 0.4,
+        "final_logit_softcapping": 3.0,
+        "post_norm_eps": 0.1,
     },
     "llama": {**SIZES, "model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama3": {
@@ -223,9 +239,34 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
+TEXT_EXPORTS = [
+    name for name in MODELS if FAMILIES[MODELS[name]["model_type"]].multimodal_type is None
+]
+"""The models for which transformers has a class; of the others, it has one with all parts."""
+
+
+def add_other_parts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the multimodal config.json of a text model for which transformers has no class."""
+    return {
+        "model_type": FAMILIES[fields["model_type"]].multimodal_type,
+        "architectures": [FAMILIES[fields["model_type"]].architecture],
+        "text_config": fields,
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4},
+        },
+        "out_hidden_size": 64,
+        "projector_hidden_size": 8,
+        "tie_word_embeddings": fields.get("tie_word_embeddings", False),
+    }
+
 
 def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModelForCausalLM) -> Any:
     """A model with random weights: no bias is 0, no norm is 1, and attention is not uniform."""
+    family = FAMILIES.get(fields["model_type"])
+    if family is not None and family.multimodal_type is not None:
+        whole = add_other_parts(fields)
+        return TextPart(torch_model(whole, transformers.AutoModelForImageTextToText))
     config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
     model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
@@ -275,6 +316,22 @@ def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             renamed[part_name], whole = whole[:count], whole[count:]
         assert not len(whole), name
     return renamed
+
+
+class TextPart(torch.nn.Module):
+    """Text model and head of a multimodal model, with the tensor names of a text model."""
+
+    def __init__(self, whole: Any):
+        super().__init__()
+        self.model = whole.model.language_model
+        self.lm_head = whole.lm_head
+        self.run = whole.forward  # not `whole`, which would be a part of this module
+
+    def forward(self, tokens: Any) -> Any:
+        return self.run(input_ids=tokens)
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
 
 
 def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:

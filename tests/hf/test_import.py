@@ -75,7 +75,7 @@ STORED = [*itertools.product(MESHES, ("float32", "bfloat16", "float16"))]
     ("name", "sizes", "dtype"),
     [
         pytest.param(name, *stored, marks=[] if number % 9 == index else [pytest.mark.slow])
-        for number, name in enumerate(oracle.MODELS)
+        for number, name in enumerate(oracle.TEXT_EXPORTS)
         for index, stored in enumerate(STORED)
     ],
 )

@@ -14,6 +14,7 @@ from jaxsp.blocks.config import (
     QueryScale,
     Rope,
 )
+from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, published
 from scripts.bench import configs
@@ -126,6 +127,9 @@ QWEN3 = {
 
 QWEN3_5: dict[str, Any] = multimodal.QWEN3_5_27B["text_config"]
 """The text_config of Qwen3.5-27B."""
+
+MUSE_GLIMMER: dict[str, Any] = published.read_models()["meta-models/Muse-Glimmer-30B"].fields
+"""Fields of the text_config of Muse-Glimmer-30B."""
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
@@ -589,7 +593,64 @@ def test_fields_of_olmo_hybrid_are_checked_by_name(change, start, parts):
     assert_names(problem.removeprefix("model.config."), *parts, start=start)
 
 
-@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5])
+def test_muse_glimmer_has_windows_and_rope_in_three_of_four_layers():
+    config = read(MUSE_GLIMMER)
+    assert [(layer.window, layer.rope.description) for layer in config.layers] == [
+        *3 * [(2048, "default, theta 10,000")],
+        (None, "none"),
+    ] * 13
+    assert config.attention_scale == 3.87 * 128**-0.5
+    assert (config.norm_eps, config.post_norm_eps, config.logit_softcap) == (1e-5, 1e-8, 20.0)
+    # transformers counts the layers of its defaults from the last one
+    five = read(MUSE_GLIMMER | {"num_hidden_layers": 5})
+    assert [layer.window for layer in five.layers] == [None, *3 * [2048], None]
+    thetas = [0, *51 * [10000]]
+    given = read(MUSE_GLIMMER | {"layer_rope_theta": thetas})
+    assert given.layers[0].window == 2048
+    descriptions = [layer.rope.description for layer in given.layers]
+    assert descriptions == ["none", *51 * ["default, theta 10,000"]]
+
+
+def test_a_changed_theta_is_that_of_all_layers_with_rope():
+    fields = MUSE_GLIMMER | {"layer_rope_theta": [0, *51 * [10000]]}
+    source = ModelSourceConfig(config=fields, rope={"theta": 5e5})
+    for _ in range(2):
+        fields = model_config.resolve_fields(fields, source, field="model.config")
+        assert fields["layer_rope_theta"] == [0, *51 * [5e5]]
+    assert [layer.rope.description for layer in read(fields).layers[:2]] == [
+        "none",
+        "default, theta 500,000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "parts"),
+    [
+        (
+            {"layer_rope_theta": [0, 5e5, *50 * [1e4]]},
+            "layer_rope_theta[1] = 500000.0: ",
+            ["MuseGlimmerForConditionalGeneration", "10000.0", "0"],
+        ),
+        ({"layer_rope_theta": [0, 1e4]}, "layer_rope_theta: ", ["2", "52"]),
+        ({"layer_rope_theta": [0, -1]}, "layer_rope_theta = [0, -1]: ", ["list"]),
+        ({"layer_rope_theta": 1e4}, "layer_rope_theta = 10000.0: ", ["list"]),
+        ({"post_norm_eps": 0.0}, "post_norm_eps = 0.0: ", ["0"]),
+        ({"qk_scale_factor": "4"}, "qk_scale_factor = '4': ", ["0"]),
+        ({"output_multiplier": -1.0}, "output_multiplier = -1.0: ", ["0"]),
+        ({"hidden_activation": "gelu"}, "hidden_activation = gelu: ", ["silu"]),
+        ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: ", ["field"]),
+    ],
+)
+def test_features_of_muse_glimmer_are_checked_by_name(change, start, parts):
+    (problem,) = problems(MUSE_GLIMMER | change)
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+HEAD_DIM = ("qwen3", "qwen3_5_text", "muse_glimmer_text")
+"""Families whose head_dim has no default."""
+
+
+@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5, MUSE_GLIMMER])
 def test_sizes_have_no_default(fields):
     sizes = [
         "vocab_size",
@@ -599,7 +660,7 @@ def test_sizes_have_no_default(fields):
         "intermediate_size",
     ]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
-    sizes += ["head_dim"] if fields["model_type"] in ("qwen3", "qwen3_5_text") else []
+    sizes += ["head_dim"] if fields["model_type"] in HEAD_DIM else []
     sizes += [name for name in fields if name.startswith("linear_")]
     missing = problems({name: value for name, value in fields.items() if name not in sizes})
     assert sorted(problem.partition(":")[0] for problem in missing) == sorted(

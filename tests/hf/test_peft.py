@@ -42,6 +42,7 @@ ALL = ("embed_tokens", "lm_head")
 MODELS = oracle.MODELS | {
     "gemma3 with vision": multimodal.MODELS["gemma3"],
     "qwen3_5 with vision": multimodal.MODELS["qwen3_5"],
+    "muse_glimmer with vision": multimodal.MODELS["muse_glimmer"],
     "phi3 tied": {**oracle.MODELS["phi3"], "tie_word_embeddings": True},
     "llama uneven": {
         **oracle.MODELS["llama3"],
@@ -88,6 +89,11 @@ SLOW_CASES = {
         "qwen3_5 with vision", targets=["in_proj_qkv", "out_proj", "o_proj"]
     ),
     "one of two q_proj": Case("olmo hybrid", targets=["self_attn.q_proj", "v_proj", "g_proj"]),
+    "both gates with vision": Case("muse_glimmer with vision", targets=["gate_proj"]),
+    "one gate with vision": Case("muse_glimmer with vision", targets=["q_proj", "mlp.gate_proj"]),
+    "normalized embedding with vision": Case(
+        "muse_glimmer with vision", type="dora", modules_to_save=ALL
+    ),
     "uneven": Case("llama uneven", type="dora", rank=8),
     "MLP": Case("llama3", rank=64, targets=["gate_proj", "down_proj"]),
 } | {
@@ -306,6 +312,14 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     "with vision": (
         "gemma3 with vision",
         {"target_modules": r".*language_model.*\.(q_proj|k_proj)"},
+    ),
+    "both gates with vision": (
+        "muse_glimmer with vision",
+        {"target_modules": r".*language_model.*\.(gate_proj|o_proj)"},
+    ),
+    "one gate with vision": (
+        "muse_glimmer with vision",
+        {"target_modules": ["q_proj", "self_attn.gate_proj"], "exclude_modules": ".*vision.*"},
     ),
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),

@@ -39,6 +39,9 @@ class RopeSupport:
     """Fields that a group must have in addition to those of its type."""
     is_optional: bool = False
     """True if a `rope_theta` of null means that no layer has RoPE (OLMo Hybrid)."""
+    layer_thetas: str | None = None
+    """Field with rope_theta for each layer that has RoPE, and 0 for the others; None: the family
+    has no such field."""
 
 
 def find_theta(fields: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ def apply(
     changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
     if ORIGINAL in support.outside_fields and ORIGINAL in group:
         changed[ORIGINAL] = group[ORIGINAL]
+    if support.layer_thetas is not None and fields.get(support.layer_thetas) is not None:
+        thetas = fields[support.layer_thetas]
+        changed[support.layer_thetas] = [group["rope_theta"] if theta else 0 for theta in thetas]
     positions = model.max_position_embeddings
     if positions is None:
         positions = own_positions

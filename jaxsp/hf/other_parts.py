@@ -1,0 +1,84 @@
+"""Parts of a multimodal checkpoint beside the text model, for exports that have all parts.
+
+transformers has no class for some text models (see `Family.multimodal_type`). Their export is the
+multimodal model: the trained text model, and the other parts as they are in the checkpoint that
+the run started from.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from jaxsp.blocks import layers
+from jaxsp.core.errors import UserError
+from jaxsp.hf import config_checks, text_part, weights
+from jaxsp.hf.families import FAMILIES
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.tensors import StoredTensor
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Small files of a multimodal model for images and videos."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherParts:
+    """All of a multimodal checkpoint except the weights of its text model."""
+
+    folder: pathlib.Path
+    config_fields: dict[str, Any]
+    """Fields of its config.json."""
+    text_names: dict[str, str]
+    """Name of each tensor of the text model in its files, by the name in a text model's."""
+    tensors: dict[str, StoredTensor]
+    """Tensors of the other parts, by their names in its files."""
+
+    def add_fields(self, text: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the whole model's config.json.
+
+        Fields that it has beside text_config too are those of the text model.
+
+        Args: text: fields of the text model's config.json.
+        """
+        shared = ("dtype", "torch_dtype", "architectures", "tie_word_embeddings")
+        given_ids = [name for name in config_checks.TOKEN_ID_FIELDS if name in self.config_fields]
+        text_config = {name: value for name, value in text.items() if name != "architectures"}
+        return {
+            **self.config_fields,
+            **{name: text[name] for name in (*shared, *given_ids) if name in text},
+            "text_config": text_config,
+        }
+
+
+def are_exported(fields: dict[str, Any]) -> bool:
+    """True for a text model whose export has the other parts. Args: fields: of its config.json."""
+    return FAMILIES[fields["model_type"]].multimodal_type is not None
+
+
+def open_folder(source: ModelFolder, table: layers.Weights) -> OtherParts:
+    """Opens the files of a multimodal checkpoint, after downloading those that are on the hub.
+
+    Args: table: the parameter table of the text model without adapters.
+    Raises: UserError if it is not a multimodal checkpoint, or its text model is not that of the
+        table.
+    """
+    if text_part.find_family(source.config_fields) is None:
+        raise UserError(
+            f"{source.field} = {source.source}: has only a text model, for which transformers has "
+            "no class. Give a multimodal checkpoint: its other parts are copied into the export."
+        )
+    reader = weights.open_folder(source, table)
+    source.download_files(PROCESSOR_FILES)
+    return OtherParts(
+        folder=source.path,
+        config_fields=source.config_fields,
+        text_names={
+            name: tensor.name
+            for name, tensor in reader.tensors.items()
+            if isinstance(tensor, StoredTensor)  # no family with other parts has divided ones
+        },
+        tensors=reader.other_tensors,
+    )

@@ -1,0 +1,134 @@
+"""Exports of a multimodal model whose text model has no class of its own in transformers."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp import library
+from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
+from jaxsp.hf import folder, model_config, other_parts, weights, writer
+from jaxsp.model import decoder
+from jaxsp.training import weight_init
+from tests import batches, tolerances
+from tests.hf import multimodal, oracle
+from tests.messages import assert_names
+
+FIELDS = multimodal.MODELS["muse_glimmer"]
+
+PREFIX = "model.language_model."
+
+
+def save(directory: pathlib.Path, dtype: str) -> dict[str, np.ndarray]:
+    """Saves the whole model with transformers, and returns its tensors."""
+    model = multimodal.torch_model(FIELDS).to(getattr(oracle.torch, dtype))
+    model.save_pretrained(directory, max_shard_size="60KB")
+    (directory / "processor_config.json").write_text('{"size": 4}')
+    return tensors(directory)
+
+
+def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 2
+    return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}
+
+
+def is_text(name: str) -> bool:
+    return name.startswith(PREFIX) or name == "lm_head.weight"
+
+
+def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, Any]:
+    """Exports the text model with doubled embeddings in float32, and returns it."""
+    found = folder.find(str(source))
+    config = ModelSourceConfig(source=str(source), **model)
+    fields = model_config.resolve_fields(found.config_fields, config, field="config.json")
+    parsed = model_config.parse_model_config(fields, field="config.json")
+    table = decoder.param_table(parsed)
+    read = weights.open_folder(found, table).read
+    master = weight_init.load_weights(table, batches.mesh(1, 1, 1), read)
+    master["embedding"] = 2 * master["embedding"]
+    writer.export_model(
+        master,
+        table=table,
+        fields=fields,
+        tokenizer=None,
+        directory=out,
+        dtype="float32",
+        max_shard_size="60KB",
+        other_parts=other_parts.open_folder(found, table),
+    )
+    return parsed, master
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_export_has_the_trained_text_model_and_unchanged_other_parts(tmp_path, dtype):
+    before = save(tmp_path / "in", dtype)
+    export(tmp_path / "in", tmp_path / "out")
+    after = tensors(tmp_path / "out")
+    assert after.keys() == before.keys()
+    parts = {name.split(".")[1] for name in before if not is_text(name)}
+    assert parts == {"vision_tower", "vision_adapter", "vision_projection"}
+    for name, array in before.items():
+        expected = array.astype(np.float32) if is_text(name) else array
+        factor = 2 if name == f"{PREFIX}embed_tokens.weight" else 1
+        assert after[name].dtype == expected.dtype
+        assert batches.is_bitwise_equal(after[name], factor * expected), name
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in after.values())
+    assert (tmp_path / "out/processor_config.json").read_text() == '{"size": 4}'
+
+
+def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(tmp_path):
+    save(tmp_path / "in", "float32")
+    config, master = export(tmp_path / "in", tmp_path / "out", rope={"theta": 77.0})
+    loaded, info = oracle.transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager", dtype="auto"
+    )
+    assert not any(info.values()), info
+    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
+    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
+    with oracle.torch.no_grad():
+        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
+        expected = loaded(input_ids=tokens).logits.numpy()
+    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY
+
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out")
+    )
+    text = after["text_config"]
+    assert text["rope_parameters"]["rope_theta"] == 77.0
+    assert text["layer_rope_theta"] == [77.0, 0, 77.0, 77.0, 0]
+    changed = {"text_config", "dtype", "torch_dtype"}
+    assert {name: x for name, x in after.items() if name not in changed} == {
+        name: x for name, x in before.items() if name not in changed
+    }
+    fields = folder.find(str(tmp_path / "out")).config_fields
+    again = model_config.resolve_fields(fields, ModelSourceConfig(config=fields), field="out")
+    assert model_config.parse_model_config(again, field="out") == config
+
+
+def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
+    before = save(tmp_path / "in", "float32")
+    config = {
+        **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
+        **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
+    }
+    run_spec, master = library.load_model(str(tmp_path / "in"), config)
+    library.save_model(master, tmp_path / "out", run_spec, dtype="float32")
+    after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert batches.is_bitwise_equal(after, before)
+
+
+def test_a_folder_without_other_parts_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(oracle.MODELS["muse_glimmer"]))
+    source = folder.find(str(tmp_path))
+    with pytest.raises(UserError) as raised:
+        other_parts.open_folder(source, {})
+    assert_names(raised.value, str(tmp_path), "multimodal checkpoint", start="model.source = ")
