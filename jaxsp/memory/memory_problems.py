@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding import host_offload
@@ -15,9 +16,18 @@ MIN_DOUBLE_BUFFER_RELEASE = (0, 11, 2)
 uses from optimization level O1 on."""
 
 
-def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+def find_problems(
+    config: Config,
+    *,
+    platform: str,
+    model: ModelConfig | None = None,
+    version: str = jax.__version__,
+) -> list[str]:
     """Reasons that the memory options of a config of one row length do not work with this release
-    of JAX on these devices."""
+    of JAX on these devices.
+
+    Args: model: None if it is not known.
+    """
     memory = config.memory
     problems = []
     release = compile_options.parse_version(version)
@@ -36,6 +46,8 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
     if release < host_offload.MIN_RELEASE:
         problems += _find_host_problems(memory, version)
     problems += _find_level_problems(memory, release)
+    if model is not None:
+        problems += _find_period_problems(memory, model)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
@@ -46,6 +58,30 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return problems
+
+
+def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]:
+    """Reasons that options do not work if the layers of a model differ in their weights.
+
+    JAX's backward pass would return the gradients of all layers of a period on the device.
+    """
+    period = max(len(segment.period) for segment in model.segments)
+    policy = RematPolicy(
+        offload_every=memory.offload_every,
+        offloads_during_attention=memory.offload_during_attention == "always",
+    )
+    if (
+        memory.offload_optimizer != "state_and_gradients"
+        or period == 1
+        or policy.has_own_backward_pass
+    ):
+        return []
+    return [
+        "memory.offload_optimizer = state_and_gradients: the layers of this model differ, so it "
+        f"needs whole periods of them in host memory. Use memory.offload_every={period} "
+        "memory.offload_activations=layer_inputs memory.remat=full, or "
+        "memory.offload_optimizer=state."
+    ]
 
 
 def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:

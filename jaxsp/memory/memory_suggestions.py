@@ -34,7 +34,7 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     for change in memory_changes:
         config = memory_fit.replace_memory(spec, **change).config
         if not memory_problems.find_problems(
-            config, platform="gpu"
+            config, platform="gpu", model=spec.model
         ):  # a limit is known only for GPUs
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:

@@ -203,7 +203,7 @@ def _find_problems(
 ) -> list[str]:
     """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    problems = memory_problems.find_problems(config, platform="gpu")
+    problems = memory_problems.find_problems(config, platform="gpu", model=model)
     problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     layout = None
     try:

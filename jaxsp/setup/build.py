@@ -283,7 +283,7 @@ def _check_step(
     """Checks meshes, memory options, batch and groups."""
     platform = devices[0].platform
     found = [
-        memory_problems.find_problems(row_config, platform=platform)
+        memory_problems.find_problems(row_config, platform=platform, model=model)
         for row_config in config.row_configs.values()
     ]
     problems += dict.fromkeys(itertools.chain(*found))

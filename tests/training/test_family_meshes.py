@@ -87,7 +87,7 @@ HYBRID_SEGMENTS = [
     [(0, 7), (7, 393), (400, 1), (401, 1)],
     [(16, 130), (146, 30), (176, 2), (178, 300)],
 ]
-"""As SEGMENTS, of 1 to 400 tokens."""
+"""Start and length of each document: 1 to 400 tokens, and padding."""
 
 HYBRID_MESHES = {
     "1x1": (1, make_strategy(seq=1)),

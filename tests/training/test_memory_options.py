@@ -16,6 +16,7 @@ from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.config.schema import AttentionConfig, MemoryConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
+from jaxsp.hf import model_config
 from jaxsp.memory import (
     available_memory,
     memory_causes,
@@ -393,6 +394,26 @@ def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
         jax.config.update("jax_optimization_level", "UNKNOWN")
     assert len(found) == is_refused
     assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
+
+
+def test_gradients_in_host_memory_need_whole_periods_of_layers_that_differ():
+    def find(**memory):
+        config = batches.make_config(memory=memory)
+        return memory_problems.find_problems(
+            config, platform="gpu", model=model, version="0.12.0.1"
+        )
+
+    fields = batches.UNEVEN_HYBRID | {
+        "num_hidden_layers": 8,
+        "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+    }
+    model = model_config.parse_model_config(fields, field="model.config")
+    (message,) = find(offload_optimizer="state_and_gradients", offload_activations="layer_inputs")
+    says = ("state_and_gradients", "memory.offload_every=4", "memory.offload_optimizer=state")
+    assert re.search(messages.containing(*says), message)
+    assert find(offload_optimizer="state") == []
+    options = {"offload_activations": "layer_inputs", "remat": "full", "offload_every": 4}
+    assert find(offload_optimizer="state_and_gradients", **options) == []
 
 
 def test_old_releases_name_the_release_that_offloads():
