@@ -128,7 +128,7 @@ STAGES = {
         ),
     ),
     "hybrid": Stage(
-        topics="the same of a model with gated delta nets, without Transformers",
+        topics="step times and errors of plans of a model with gated delta nets",
         parts=(
             Part(
                 name="table",

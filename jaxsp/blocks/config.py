@@ -13,8 +13,7 @@ class Rope:
 
     frequencies: tuple[float, ...] = dataclasses.field(repr=False)
     """Radians per position of each rotated pair of a head's elements, computed in float64. Fewer
-    than head_dim / 2: only the first elements are rotated. Empty, or all
-    0: none."""
+    than head_dim / 2: only the first elements are rotated. Empty, or all 0: none."""
     scale: float = 1.0
     """Factor on cosines and sines (the attention factor of YaRN and LongRoPE)."""
     description: str
@@ -85,8 +84,8 @@ class DeltaNetConfig:
     filter_size: int
     """Tokens that the convolution sees, including the token itself."""
     strength_scale: float = 1.0
-    """Factor on the sigmoids that are the strengths. With 2, a token can change the sign of what
-    its key finds (OLMo Hybrid: negative eigenvalues)."""
+    """Factor on the sigmoids that are the strengths. Strengths up to 2 allow negative eigenvalues
+    of a state's change (OLMo Hybrid)."""
     norm_eps: float | None = None
     """Epsilon of the norm of each head; None: that of the model's other norms."""
     names: Literal["qwen", "olmo"] = "qwen"
@@ -94,7 +93,7 @@ class DeltaNetConfig:
     norm_names: NormNames = NormNames()
     """Names of the norms of the layers with delta nets."""
     decay_range: tuple[float, float] = (0.01, 16.0)
-    """Range of the uniform numbers whose logarithms random A_log are."""
+    """Range of exp(A_log) of random weights, which is uniform."""
     step_range: tuple[float, float] | None = None
     """Range of the softplus of random dt_bias, whose logarithm is uniform; None: dt_bias is 1."""
 

@@ -5,7 +5,6 @@ change training are ignored. Every other field is refused by name: a feature tha
 out gives plausible losses of another model.
 """
 
-import math
 from typing import Any
 
 from jaxsp.config import json_values
@@ -135,7 +134,7 @@ def find_problems(
         *rope_checks.find_problems(fields, path, family.rope),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
-    return problems or _size_problems(fields, path)
+    return problems or _size_problems(fields, defaults, path)
 
 
 def find_multimodal_problems(
@@ -285,8 +284,8 @@ def _unknown_problem(name: str, accepted: set[str], *, model_type: str) -> str:
     return f"is not a field of {model_type} that jaxsp reads.{hint or ' Leave it out.'}"
 
 
-def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
-    """Sizes that do not fit together."""
+def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
+    """Sizes that do not fit together. Args: defaults: those of transformers."""
     problems = []
     num_heads = fields["num_attention_heads"]
     hidden_size = fields["hidden_size"]
@@ -322,12 +321,14 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    problems += [
-        f"{path}.linear_{name}_min = {fields[f'linear_{name}_min']}: must be below "
-        f"linear_{name}_max, which is {fields[f'linear_{name}_max']}."
-        for name in ("a_log", "dt")
-        if fields.get(f"linear_{name}_min", 0) >= fields.get(f"linear_{name}_max", math.inf)
-    ]
+    for name in ("linear_a_log", "linear_dt"):
+        low, high = (
+            (defaults | fields).get(f"{name}_{end}", end == "max") for end in ("min", "max")
+        )
+        if low >= high:
+            problems.append(
+                f"{path}.{name}_min = {low}: must be below {name}_max, which is {high}."
+            )
     num_layers = fields["num_hidden_layers"]
     problems += [
         f"{path}.{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "

@@ -38,6 +38,8 @@ class Family:
     """Fields of ModelConfig from those of a config.json with transformers' defaults."""
     fields: tuple[str, ...] = ()
     """Fields of a config.json that only this family has."""
+    null_fields: tuple[str, ...] = ()
+    """Fields in which null means none of it, and is not transformers' default."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Fields with a fixed meaning in this family, and the values that match it."""
     norm_eps_field: str = "rms_norm_eps"
@@ -57,8 +59,8 @@ class Family:
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other names that modules have in some files, and the names that jaxsp reads and writes."""
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Modules of transformers whose tensors are stored as those of several modules, below each
-    other. Files may divide the rows at other places than jaxsp, or not at all."""
+    """Modules of transformers whose tensors are stored as those of several modules, concatenated
+    along the rows. Files may divide the rows at other places than jaxsp, or not at all."""
     multimodal_type: str | None = None
     """Multimodal model_type that is exported with all its parts, because transformers has no class
     for its text model with the head; None: exports are text models."""
@@ -117,6 +119,7 @@ _GEMMA: dict[str, Any] = {
     "window_fields": TYPED_WINDOW_FIELDS,
     "activation_field": "hidden_activation",
     "fields": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+    "null_fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "values": {
         "use_bidirectional_attention": (False,),
         "hidden_act": ("gelu_pytorch_tanh",),
@@ -425,6 +428,7 @@ FAMILIES["muse_glimmer_text"] = Family(
         *("qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
         *("post_norm_eps", "layer_rope_theta"),
     ),
+    null_fields=("final_logit_softcapping",),  # refused by transformers
     read=_read_muse_glimmer,
     rope=RopeSupport(layer_thetas="layer_rope_theta"),
     has_rope=lambda given, layer: given["layer_rope_theta"][layer] != 0,

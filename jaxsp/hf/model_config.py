@@ -184,6 +184,7 @@ def _parse_fields(
         raise UserError(problems)
     names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
     passed = {name: fields[name] for name in names if name in fields}
+    passed |= {name: None for name in family.null_fields if given_fields.get(name, 0) is None}
     if family.rope.is_optional and theta == rope_forms.NO_ROPE:
         passed = {name: passed[name] for name in passed.keys() - {*rope_forms.FIELDS}}
         passed["rope_parameters"] = {"rope_type": "default", **theta}

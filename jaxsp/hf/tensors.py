@@ -43,7 +43,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredRows:
-    """A tensor whose rows are some of those of other tensors, below each other."""
+    """A tensor whose rows are some of those of other tensors, concatenated along the rows."""
 
     parts: tuple[StoredTensor, ...]
     first: int

@@ -153,7 +153,12 @@ def _rename(name: str) -> str:
 
 
 def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
-    """Describes tensors that are not read; empty if all are. Args: as `select_tensors` has them."""
+    """Describes tensors that are not read; empty if all are.
+
+    Args:
+        names: stored names of the tensors.
+        fields: fields of the config.json beside them.
+    """
     parts = [_find_part(name) for name in names]
     if not parts:
         return ""

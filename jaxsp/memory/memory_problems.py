@@ -63,24 +63,29 @@ def find_problems(
 def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]:
     """Reasons that options do not work if the layers of a model differ in their weights.
 
-    JAX's backward pass would return the gradients of all layers of a period on the device.
+    JAX's backward pass would return the gradients of all layers of a kind on the device.
     """
-    period = max(len(segment.period) for segment in model.segments)
     policy = RematPolicy(
         offload_every=memory.offload_every,
         offloads_during_attention=memory.offload_during_attention == "always",
     )
+    kinds = [kind for segment in model.segments for kind in {*segment.period}]
+    is_divided = len(kinds) > len({*kinds})
     if (
         memory.offload_optimizer != "state_and_gradients"
-        or period == 1
-        or policy.has_own_backward_pass
+        or len(model.kinds) == 1
+        or (policy.has_own_backward_pass and not is_divided)
     ):
         return []
+    period = max(len(segment.period) for segment in model.segments)
+    instead = (
+        f"memory.offload_every={max(2, period)} memory.offload_activations=layer_inputs "
+        "memory.remat=full, or "
+    )
     return [
-        "memory.offload_optimizer = state_and_gradients: the layers of this model differ, so it "
-        f"needs whole periods of them in host memory. Use memory.offload_every={period} "
-        "memory.offload_activations=layer_inputs memory.remat=full, or "
-        "memory.offload_optimizer=state."
+        "memory.offload_optimizer = state_and_gradients: needs a whole period of layers in host "
+        "memory, because the layers of this model differ. Use "
+        f"{'' if is_divided else instead}memory.offload_optimizer=state."
     ]
 
 

@@ -156,7 +156,8 @@ def hidden_states(
         padding_id=config.padding_id,
     )
     if config.has_embedding_norm:
-        x_BlD = layers.NormWithoutWeight(config)(x_BlD)
+        # Recomputed: its backward pass would keep the embeddings in float32 for the whole step
+        x_BlD = jax.checkpoint(layers.NormWithoutWeight(config))(x_BlD)
     x_BlD = layers.scale(x_BlD, config.embedding_scale)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]

@@ -3,30 +3,19 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.blocks.config import DeltaNetConfig
+from jaxsp.hf import model_config, published
 from jaxsp.run.delta_rule_check import DeltaRuleCheck
 
 pytestmark = pytest.mark.gpu
 
-HEADS = {
-    "Qwen3.5-9B": (16, 32, 128, 128),
-    "Qwen3.6-27B": (16, 48, 128, 128),
-    "Olmo-Hybrid-7B": (30, 30, 96, 192),
-}
-"""Key heads, value heads, and the sizes of a key and a value."""
+MODELS = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-27B", "allenai/Olmo-Hybrid-7B")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_recurrence(gpu, name, dtype):
-    num_key_heads, num_heads, key_size, value_size = HEADS[name]
-    sizes = DeltaNetConfig(
-        num_key_heads=num_key_heads,
-        num_heads=num_heads,
-        key_size=key_size,
-        value_size=value_size,
-        filter_size=4,
-    )
+    fields = published.read_models()[name].fields
+    sizes = model_config.parse_model_config(fields, field=name).delta_net
     check = DeltaRuleCheck.of_model(sizes, jnp.dtype(dtype))
     errors = check.measure_errors(gpu)
     assert max(errors.values()) < check.tolerance, errors

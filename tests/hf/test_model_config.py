@@ -583,6 +583,7 @@ def test_a_theta_of_null_means_no_rope_where_transformers_reads_it(changes, desc
         ({"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval = 2: ", ["true or false"]),
         ({"linear_num_key_heads": 7}, "linear_num_value_heads = 30: ", ["7"]),
         ({"linear_dt_min": 1.0}, "linear_dt_min = 1.0: ", ["linear_dt_max", "0.1"]),
+        ({"linear_a_log_min": 20.0}, "linear_a_log_min = 20.0: ", ["linear_a_log_max", "16.0"]),
         ({"linear_use_gate": False}, "linear_use_gate = false: ", ["olmo_hybrid"]),
         ({"layer_types": 32 * ["sliding_attention"]}, "layer_types = [", ["linear_attention"]),
     ],
@@ -591,6 +592,18 @@ def test_fields_of_olmo_hybrid_are_checked_by_name(change, start, parts):
     defaults = {"linear_dt_max": 0.1}
     (problem,) = problems(OLMO_HYBRID | defaults | change)
     assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_a_limit_of_null_is_no_limit_in_gemma2(name):
+    """transformers' default is a limit."""
+    sizes = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    model = read({**LLAMA, "model_type": "gemma2", **sizes, name: None})
+    limits = {
+        "final_logit_softcapping": model.logit_softcap,
+        "attn_logit_softcapping": model.attention_softcap,
+    }
+    assert [key for key, limit in limits.items() if limit is None] == [name]
 
 
 def test_muse_glimmer_has_windows_and_rope_in_three_of_four_layers():
@@ -638,6 +651,7 @@ def test_a_changed_theta_is_that_of_all_layers_with_rope():
         ({"qk_scale_factor": "4"}, "qk_scale_factor = '4': ", ["0"]),
         ({"output_multiplier": -1.0}, "output_multiplier = -1.0: ", ["0"]),
         ({"hidden_activation": "gelu"}, "hidden_activation = gelu: ", ["silu"]),
+        ({"final_logit_softcapping": None}, "model.config: transformers", ["final_logit_softcapping"]),
         ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: ", ["field"]),
     ],
 )

@@ -344,7 +344,12 @@ def test_delta_nets_are_checked_in_models_that_have_them(monkeypatch, gpu):
             spec.model,
             layers=(LayerConfig(rope=None, mixer=DELTA_NET),),
             delta_net=DeltaNetConfig(
-                num_key_heads=16, num_heads=48, key_size=128, value_size=64, filter_size=4
+                num_key_heads=16,
+                num_heads=48,
+                key_size=128,
+                value_size=64,
+                filter_size=4,
+                strength_scale=2.0,
             ),
         ),
     )

@@ -396,24 +396,31 @@ def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
     assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
 
 
-def test_gradients_in_host_memory_need_whole_periods_of_layers_that_differ():
-    def find(**memory):
-        config = batches.make_config(memory=memory)
-        return memory_problems.find_problems(
-            config, platform="gpu", model=model, version="0.12.0.1"
-        )
-
+def find_period_problems(layer_types, **memory):
     fields = batches.UNEVEN_HYBRID | {
-        "num_hidden_layers": 8,
-        "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
     }
-    model = model_config.parse_model_config(fields, field="model.config")
-    (message,) = find(offload_optimizer="state_and_gradients", offload_activations="layer_inputs")
+    return memory_problems.find_problems(
+        batches.make_config(memory=memory),
+        platform="gpu",
+        model=model_config.parse_model_config(fields, field="model.config"),
+        version="0.12.0.1",
+    )
+
+
+def test_gradients_in_host_memory_need_whole_periods_of_layers_that_differ():
+    periods = 2 * [*3 * ["linear_attention"], "full_attention"]
+    inputs = {"offload_activations": "layer_inputs", "remat": "full"}
+    gradients = {"offload_optimizer": "state_and_gradients"}
+    (message,) = find_period_problems(periods, **gradients, **inputs)
     says = ("state_and_gradients", "memory.offload_every=4", "memory.offload_optimizer=state")
     assert re.search(messages.containing(*says), message)
-    assert find(offload_optimizer="state") == []
-    options = {"offload_activations": "layer_inputs", "remat": "full", "offload_every": 4}
-    assert find(offload_optimizer="state_and_gradients", **options) == []
+    assert find_period_problems(periods, **gradients, **inputs, offload_every=4) == []
+    assert find_period_problems(periods, offload_optimizer="state") == []
+    divided = [*periods, "linear_attention"]  # layers of a kind in two segments
+    (message,) = find_period_problems(divided, **gradients, **inputs, offload_every=4)
+    assert message.endswith("Use memory.offload_optimizer=state.")
 
 
 def test_old_releases_name_the_release_that_offloads():

@@ -105,9 +105,8 @@ def _make_group(
         )
     if "rope_theta" not in group:
         problems.append(
-            "model.rope.theta: missing. The model has no RoPE, so rows of any length need no "
-            "extension: leave model.rope out. To add RoPE, set it, for example model.rope.theta="
-            "500000."
+            "model.rope.theta: missing. The model has no RoPE to extend: leave model.rope out. To "
+            "add RoPE, set it, for example model.rope.theta=500000."
         )
     if rope.longrope_factors is not None and name_of_type != "longrope":
         problems.append(

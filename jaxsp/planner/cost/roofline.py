@@ -10,6 +10,7 @@ training logs as `attention_imbalance`.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
@@ -48,6 +49,9 @@ LIKELY_RANGE = (1.0, 1.3)
 Published runs of other systems with cuDNN's attention took 0.98 to 1.13 times the estimate. One on
 H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/anchors.py).
 """
+
+_IN_DELTA_NET = re.compile(rf"\b{delta_net.SCOPE}\)*/")
+"""Part of the names of a delta net's operations, also of those that JAX derives from them."""
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -166,7 +170,7 @@ def sum_transfers(
 
 def _find_cause(kernel: KernelCost) -> str:
     """Cause of the time of a kernel on the device."""
-    if f"{delta_net.SCOPE}/" in kernel.op_name:
+    if _IN_DELTA_NET.search(kernel.op_name):
         return DELTA_NETS
     return MATMULS if kernel.flops else MEMORY_BANDWIDTH
 

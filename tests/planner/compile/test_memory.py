@@ -110,17 +110,31 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
 
 GROUPS = ["memory.remat=full", "memory.offload_every=2"]
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+"""Fields of a model whose layers repeat with a period of four."""
+
 
 @pytest.mark.parametrize(
-    ("microbatches", "options"),
+    ("microbatches", "options", "family"),
     [
-        pytest.param(1, [], marks=pytest.mark.slow),
-        pytest.param(2, [], marks=pytest.mark.slow),
-        (8, []),
-        (2, GROUPS),
+        pytest.param(1, [], {}, marks=pytest.mark.slow),
+        pytest.param(2, [], {}, marks=pytest.mark.slow),
+        (8, [], {}),
+        (2, GROUPS, {}),
+        pytest.param(2, [], HYBRID, marks=pytest.mark.slow, id="hybrid"),
     ],
 )
-def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microbatches, options):
+def test_several_microbatches_take_no_more_host_or_device_memory_than_one(
+    microbatches, options, family
+):
     """Gradients added up after the backward pass would need two microbatches' of both."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     config = programs.settings(
@@ -129,7 +143,7 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
         f"batch.rows_per_step={2 * microbatches}",
         "memory.offload_activations=layer_inputs",
         *options,
-        **SIZES,
+        **SIZES | family,
         num_hidden_layers=16,
     )
     if found := memory_problems.find_problems(config, platform="gpu"):

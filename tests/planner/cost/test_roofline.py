@@ -144,6 +144,35 @@ def kernels_s(estimated):
     return estimated.seconds[roofline.MATMULS] + estimated.seconds[roofline.MEMORY_BANDWIDTH]
 
 
+@pytest.mark.parametrize(
+    ("op_name", "flops", "cause"),
+    [
+        ("jit(step)/while/body/delta_net/dot_general", 2.0, roofline.DELTA_NETS),
+        (
+            "jit(step)/transpose(jvp())/checkpoint/delta_net/vmap()/while/mul",
+            0.0,
+            roofline.DELTA_NETS,
+        ),
+        ("jit(step)/transpose(jvp(delta_net))/while/body/mul", 0.0, roofline.DELTA_NETS),
+        ("jit(step)/while/body/dot_general", 2.0, roofline.MATMULS),
+        ("jit(step)/while/body/mul", 0.0, roofline.MEMORY_BANDWIDTH),
+    ],
+)
+def test_kernels_of_delta_nets_are_a_cause_of_their_own(op_name, flops, cause):
+    kernel = hlo_cost.KernelCost(
+        line_number=1,
+        op_name=op_name,
+        flops=flops,
+        device_bytes=1.0,
+        bytes_from_host=0.0,
+        bytes_to_host=0.0,
+        num_runs=1,
+        begin_line=1,
+        end_line=1,
+    )
+    assert roofline._find_cause(kernel) == cause
+
+
 @pytest.mark.e2e
 def test_attention_has_two_and_a_half_times_the_arithmetic_backward(step):
     forward = flops.attention_flops(step.spec.model, programs.segment_lengths(step)) / 8
