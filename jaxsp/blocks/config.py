@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Literal, NamedTuple
 
 from jaxsp.attention import ScoreConfig
@@ -233,6 +234,14 @@ class ModelConfig:
             segments.append(_find_segment(kinds, first))
             first += segments[-1].num_layers
         return tuple(segments)
+
+    @property
+    def inner_loop(self) -> int:
+        """Number of layers of the longest loop over layers of a kind inside a loop over periods; 0
+        if there is none."""
+        periods = [segment.period for segment in self.segments if len(segment.period) > 1]
+        runs = (len(list(run)) for period in periods for _, run in itertools.groupby(period))
+        return max((length for length in runs if length > 1), default=0)
 
     @property
     def attention_layers(self) -> tuple[LayerConfig, ...]:

@@ -38,6 +38,11 @@ def find_problems(
                 f"{requested} reads offloaded activations back in the wrong order, and gradients "
                 "would be wrong. Install another release, or use memory.offload_activations=none."
             )
+        elif release < host_offload.MIN_RELEASE and model is not None and model.inner_loop:
+            problems.append(
+                f"{requested} cannot compile it for models whose layers differ. Install jax 0.11.1 "
+                "or later (Python 3.12), or use memory.offload_activations=none."
+            )
         elif release < host_offload.MIN_RELEASE and platform == "cpu":
             problems.append(
                 f"{requested} cannot compile it for CPUs. Install jax 0.11.1 or later (Python "

@@ -651,7 +651,11 @@ def test_a_changed_theta_is_that_of_all_layers_with_rope():
         ({"qk_scale_factor": "4"}, "qk_scale_factor = '4': ", ["0"]),
         ({"output_multiplier": -1.0}, "output_multiplier = -1.0: ", ["0"]),
         ({"hidden_activation": "gelu"}, "hidden_activation = gelu: ", ["silu"]),
-        ({"final_logit_softcapping": None}, "model.config: transformers", ["final_logit_softcapping"]),
+        (
+            {"final_logit_softcapping": None},
+            "model.config: transformers",
+            ["final_logit_softcapping"],
+        ),
         ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0: ", ["field"]),
     ],
 )

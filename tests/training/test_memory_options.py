@@ -396,7 +396,7 @@ def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
     assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
 
 
-def find_period_problems(layer_types, **memory):
+def find_period_problems(layer_types, version="0.12.0.1", **memory):
     fields = batches.UNEVEN_HYBRID | {
         "num_hidden_layers": len(layer_types),
         "layer_types": layer_types,
@@ -405,8 +405,18 @@ def find_period_problems(layer_types, **memory):
         batches.make_config(memory=memory),
         platform="gpu",
         model=model_config.parse_model_config(fields, field="model.config"),
-        version="0.12.0.1",
+        version=version,
     )
+
+
+def test_old_releases_offload_no_activations_of_layers_in_inner_loops():
+    inputs = {"offload_activations": "layer_inputs"}
+    periods = 2 * [*3 * ["linear_attention"], "full_attention"]
+    (message,) = find_period_problems(periods, "0.10.1", **inputs)
+    assert re.search(messages.containing("offload_activations", "0.11.1 or later"), message)
+    assert find_period_problems(periods, "0.11.1", **inputs) == []
+    alternating = 2 * ["linear_attention", "full_attention"]
+    assert find_period_problems(alternating, "0.10.1", **inputs) == []
 
 
 def test_gradients_in_host_memory_need_whole_periods_of_layers_that_differ():
