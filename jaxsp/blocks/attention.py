@@ -14,15 +14,14 @@ from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Worklo
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
-    Linear,
     Norm,
     NormWithoutWeight,
     Parameter,
     Weights,
     apply_norm,
-    declare_fused,
     declare_param,
 )
+from jaxsp.blocks.linear import Linear, declare_fused
 
 
 class AttentionInput(MixerInput):

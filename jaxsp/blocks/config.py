@@ -72,6 +72,21 @@ class NormNames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetNames:
+    """Names of a delta net's weights in Hugging Face's files, after `linear_attn.`."""
+
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    """Projections to queries, keys and values: one for all of them, or one for each."""
+    filters: tuple[str, ...] = ("conv1d",)
+    """Filters of the convolution, in the same order; one for all, or one for each."""
+    gate: str = "in_proj_z"
+    decay: str = "in_proj_a"
+    strength: str = "in_proj_b"
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig:
     """Gated delta nets, and what differs in the layers that have them."""
 
@@ -89,8 +104,7 @@ class DeltaNetConfig:
     of a state's change (OLMo Hybrid)."""
     norm_eps: float | None = None
     """Epsilon of the norm of each head; None: that of the model's other norms."""
-    names: Literal["qwen", "olmo"] = "qwen"
-    """Names of the weights in Hugging Face's files: see `delta_net.WeightNames`."""
+    names: DeltaNetNames = DeltaNetNames()
     norm_names: NormNames = NormNames()
     """Names of the norms of the layers with delta nets."""
     decay_range: tuple[float, float] = (0.01, 16.0)

@@ -8,7 +8,6 @@ Source: Yang et al. 2024, arXiv:2412.06464.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from jaxtyping import Array, Float
 from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
 from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Linear, Parameter, Weights, declare_param, scale
+from jaxsp.blocks.layers import Parameter, Weights, declare_param, scale
+from jaxsp.blocks.linear import Linear
 from jaxsp.delta_rule import convolution, delta_rule
 from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
 from jaxsp.delta_rule.spans import RowSpans, find_segments
@@ -29,43 +29,6 @@ OUTPUT = "delta_net_out"
 
 _PREFIX = "linear_attn"
 
-
-class WeightNames(NamedTuple):
-    """Names of a delta net's weights in Hugging Face's files, after `linear_attn.`."""
-
-    qkv: tuple[str, ...]
-    """Projections to queries, keys and values: one for all of them, or one for each."""
-    filters: tuple[str, ...]
-    """Filters of the convolution, in the same order; one for all, or one for each."""
-    gate: str
-    decay: str
-    strength: str
-    norm: str
-    out: str
-
-
-NAMES = {
-    "qwen": WeightNames(
-        qkv=("in_proj_qkv",),
-        filters=("conv1d",),
-        gate="in_proj_z",
-        decay="in_proj_a",
-        strength="in_proj_b",
-        norm="norm",
-        out="out_proj",
-    ),
-    "olmo": WeightNames(
-        qkv=("q_proj", "k_proj", "v_proj"),
-        filters=("q_conv1d", "k_conv1d", "v_conv1d"),
-        gate="g_proj",
-        decay="a_proj",
-        strength="b_proj",
-        norm="o_norm",
-        out="o_proj",
-    ),
-}
-"""Values of `DeltaNetConfig.names`."""
-
 _FILTERS = {"qkv": "filters", "q": "q_filters", "k": "k_filters", "v": "v_filters"}
 """Keys of the convolution's filters, by the part that they are for; in the order of channels."""
 
@@ -73,10 +36,6 @@ _FILTERS = {"qkv": "filters", "q": "q_filters", "k": "k_filters", "v": "v_filter
 def _sizes(config: ModelConfig) -> DeltaNetConfig:
     assert config.delta_net is not None, "a layer is a delta net"
     return config.delta_net
-
-
-def _names(config: ModelConfig) -> WeightNames:
-    return NAMES[_sizes(config).names]
 
 
 def _split_channels(sizes: DeltaNetConfig, names: tuple[str, ...]) -> dict[str, int]:
@@ -100,20 +59,19 @@ class DeltaNetInput(MixerInput):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         sizes = _sizes(config)
-        names = _names(config)
         H = sizes.num_heads
 
         def declare(size: int, name: str) -> Linear:
             hf_name = f"{_PREFIX}.{name}"
             return Linear(config.hidden_size, size, hf_name=hf_name, bias=False, config=config)
 
-        channels = _split_channels(sizes, names.qkv)
+        channels = _split_channels(sizes, sizes.names.qkv)
         self.qkv_parts = tuple(channels)
-        for part, name in zip(channels, names.qkv, strict=True):
+        for part, name in zip(channels, sizes.names.qkv, strict=True):
             setattr(self, part, declare(channels[part], name))
-        self.z = declare(H * sizes.value_size, names.gate)
-        self.a = declare(H, names.decay)
-        self.b = declare(H, names.strength)
+        self.z = declare(H * sizes.value_size, sizes.names.gate)
+        self.a = declare(H, sizes.names.decay)
+        self.b = declare(H, sizes.names.strength)
         self.decay = declare_param(
             Parameter(
                 shape=(H,),
@@ -152,7 +110,7 @@ class Filters(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
-        names = _names(config).filters
+        names = sizes.names.filters
         channels = _split_channels(sizes, names)
         for part, name in zip(channels, names, strict=True):
             param = Parameter(
@@ -170,14 +128,15 @@ class DeltaNetOutput(nnx.Module):
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
         # The weight w is a factor, also in models whose other norms have 1 + w
-        names = _names(config)
         self.norm = declare_param(
-            Parameter(shape=(sizes.value_size,), hf_name=f"{_PREFIX}.{names.norm}.weight", mean=1.0)
+            Parameter(
+                shape=(sizes.value_size,), hf_name=f"{_PREFIX}.{sizes.names.norm}.weight", mean=1.0
+            )
         )
         self.out = Linear(
             sizes.num_heads * sizes.value_size,
             config.hidden_size,
-            hf_name=f"{_PREFIX}.{names.out}",
+            hf_name=f"{_PREFIX}.{sizes.names.out}",
             bias=False,
             config=config,
         )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxsp.blocks.block import FeedForward
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Linear, declare_fused
+from jaxsp.blocks.linear import Linear, declare_fused
 
 
 class Mlp(FeedForward):

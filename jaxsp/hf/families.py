@@ -8,7 +8,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.blocks.config import ATTENTION, DELTA_NET, DeltaNetConfig, NormNames, QueryScale
+from jaxsp.blocks.config import (
+    ATTENTION,
+    DELTA_NET,
+    DeltaNetConfig,
+    DeltaNetNames,
+    NormNames,
+    QueryScale,
+)
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
 
@@ -317,6 +324,16 @@ _OLMO_INIT_FIELDS = (
 )
 """Ranges of random weights."""
 
+OLMO_DELTA_NET_NAMES = DeltaNetNames(
+    qkv=("q_proj", "k_proj", "v_proj"),
+    filters=("q_conv1d", "k_conv1d", "v_conv1d"),
+    gate="g_proj",
+    decay="a_proj",
+    strength="b_proj",
+    norm="o_norm",
+    out="o_proj",
+)
+
 _MIN_DECAY = 1e-4
 """Minimum of random decays of OLMo Hybrid, whose range begins at 0: its logarithm is -inf."""
 
@@ -342,7 +359,7 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
     decay_min, decay_max, step_min, step_max, floor = (given[name] for name in _OLMO_INIT_FIELDS)
     return _read_delta_net(
         given,
-        names="olmo",
+        names=OLMO_DELTA_NET_NAMES,
         strength_scale=2.0 if given["linear_allow_neg_eigval"] else 1.0,
         norm_eps=1e-5,  # whatever rms_norm_eps is
         decay_range=(max(decay_min, _MIN_DECAY), decay_max),

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsp.blocks import registry
 from jaxsp.blocks.block import FeedForward, Mixer, MixerInput
 from jaxsp.blocks.config import LayerConfig
-from jaxsp.blocks.layers import Linear, Parameter, declare_param
+from jaxsp.blocks.layers import Parameter, declare_param
+from jaxsp.blocks.linear import Linear
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.delta_rule.spans import RowSpans, find_segments
 from jaxsp.hf import weights

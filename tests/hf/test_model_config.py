@@ -16,7 +16,7 @@ from jaxsp.blocks.config import (
 )
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, published
+from jaxsp.hf import families, model_config, published
 from scripts.bench import configs
 from tests import batches
 from tests.hf import multimodal
@@ -542,7 +542,7 @@ def test_olmo_hybrid():
         filter_size=4,
         strength_scale=2.0,
         norm_eps=1e-5,
-        names="olmo",
+        names=families.OLMO_DELTA_NET_NAMES,
         decay_range=(1e-4, 16.0),
         step_range=(0.001, 0.1),
     )

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora
+from jaxsp.blocks.linear import Linear
 from jaxsp.setup import merging
 from tests import batches
 
@@ -24,7 +24,7 @@ WEIGHT, A, B = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 8), 
 
 def adapted_product(weight, b, magnitude):
     """The matrix that a projection multiplies with, and gradients of the adapter."""
-    linear = layers.Linear(8, 6, hf_name=NAME, bias=False, config=MODEL)
+    linear = Linear(8, 6, hf_name=NAME, bias=False, config=MODEL)
     graphdef, _ = nnx.split(linear)
     x = jnp.eye(8)[None]
 

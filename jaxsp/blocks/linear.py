@@ -1,0 +1,152 @@
+"""Linear layers, and the adapters beside them.
+
+Dims: i and o, a matrix's inputs and outputs; r and s, an adapter's rank; else as in
+`blocks.layers`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from jaxsp.blocks import dropout
+from jaxsp.blocks.config import Lora, ModelConfig
+from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks.layers import Parameter, declare_param, scale
+
+
+class Linear(nnx.Module):
+    """x -> x W^T + b, with an adapter if it is one of `Lora.targets`."""
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        *,
+        hf_name: str,
+        bias: bool,
+        config: ModelConfig,
+        hf_rows: tuple[int, int] | None = None,
+        fused_with: "Linear | None" = None,
+    ):
+        """Args: fused_with: another part of the same tensor in Hugging Face's files."""
+        matrix = Parameter(
+            shape=(dim_out, dim_in),
+            hf_name=f"{hf_name}.weight",
+            hf_rows=hf_rows,
+            std=config.initializer_range,
+        )
+        self.weight = declare_param(matrix)
+        vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
+        self.bias = declare_param(vector) if bias else None
+        adapter: LoraAdapter | None = None
+        if config.lora is not None and hf_name in config.lora.targets:
+            shared = None if fused_with is None else fused_with.adapter
+            adapter = LoraAdapter(matrix, config.lora, shared=shared)
+        self.adapter: LoraAdapter | None = adapter
+
+    def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
+        """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.weight[...], keys)
+        if self.bias is None:
+            return y
+        # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
+        y32 = y.astype(jnp.float32)
+        bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+        return (y32 + bias).astype(y.dtype)
+
+
+class LoraAdapter(nnx.Module):
+    """Adapter of a projection: see `blocks.config.Lora`. Names are those of PEFT.
+
+    A has random weights of the variance that PEFT gives them, B is 0, and DoRA's magnitudes are the
+    norms of the rows of W (`training.weight_init.init_magnitudes`).
+    """
+
+    def __init__(self, weight: Parameter, lora: Lora, *, shared: "LoraAdapter | None"):
+        """Args: shared: adapter of another part of the same tensor, which has the same A."""
+        dim_out, dim_in = weight.shape
+        name = weight.hf_name.removesuffix(".weight")
+        a = Parameter(
+            shape=(lora.rank, dim_in),
+            hf_name=f"{name}.lora_A.weight",
+            std=(3 * dim_in) ** -0.5,
+            is_adapter=True,
+        )
+        b = Parameter(
+            shape=(dim_out, lora.rank),
+            hf_name=f"{name}.lora_B.weight",
+            hf_rows=weight.hf_rows,
+            is_adapter=True,
+        )
+        self.a: nnx.Param = declare_param(a) if shared is None else shared.a
+        self.b = declare_param(b)
+        magnitude = Parameter(
+            shape=(dim_out,),
+            hf_name=f"{name}.lora_magnitude_vector",
+            hf_rows=weight.hf_rows,
+            is_adapter=True,
+        )
+        self.magnitude = declare_param(magnitude) if lora.is_dora else None
+        self.scale = lora.scale
+        self.dropout = lora.dropout
+        self.name = name
+
+    def __call__(
+        self,
+        x: Float[Array, "B l i"],
+        y: Float[Array, "B l o"],
+        weight_oi: Float[Array, "o i"],
+        keys: Keys | None,
+    ) -> Float[Array, "B l o"]:
+        """The adapted product.
+
+        Args:
+            y: the product of x and the frozen weight.
+            keys: of the tokens, for dropout; None: no dropout.
+        """
+        a_ri = self.a[...]
+        b_or = self.b[...]
+        if keys is not None:
+            x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
+        delta = jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a_ri), b_or)
+        y = y + scale(delta, self.scale)
+        if self.magnitude is None:
+            return y
+        norm_o = jax.lax.stop_gradient(self._row_norms(weight_oi, a_ri, b_or))
+        # A row of zeros has no direction: it stays zero
+        is_zero_o = norm_o == 0
+        divisor_o = jnp.where(is_zero_o, 1, norm_o)
+        factor_o = self.magnitude[...].astype(jnp.float32) / divisor_o
+        factor_o = jnp.where(is_zero_o, 0, factor_o)
+        # In float32 and broadcast, so that the gradient is summed over tokens in float32
+        return (y.astype(jnp.float32) * jnp.broadcast_to(factor_o, y.shape)).astype(y.dtype)
+
+    def _row_norms(self, weight_oi: Array, a_ri: Array, b_or: Array) -> Float32[Array, "o"]:
+        """Norms of the rows of W + scale * B A, without that matrix."""
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        b_or = self.scale * b_or.astype(jnp.float32)
+        weight_squares_o = jnp.sum(jnp.square(weight_oi.astype(jnp.float32)), axis=-1)
+        mixed_or = product("oi,ri->or", weight_oi, a_ri)
+        a_squares_rs = product("ri,si->rs", a_ri, a_ri)
+        rest_o = jnp.sum(b_or * (2 * mixed_or + b_or @ a_squares_rs), axis=-1)
+        # Rounding makes the sum slightly negative where W + scale * B A nearly cancels
+        return jnp.sqrt(jnp.maximum(weight_squares_o + rest_o, 0))
+
+
+def declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -> list[Linear]:
+    """Matrices that are parts of one tensor in Hugging Face's files, below each other."""
+    parts: list[Linear] = []
+    for index, size in enumerate(rows):
+        part = linear(
+            size,
+            hf_name=hf_name,
+            hf_rows=(sum(rows[:index]), sum(rows)),
+            fused_with=parts[0] if parts else None,
+        )
+        parts.append(part)
+    return parts
