@@ -20,7 +20,7 @@ LAYERS = (
     "processes conversion",
     "runtime",
     "storage",
-    "attention data delta_rule",
+    "attention data delta_rule experts",
     "blocks",
     "model",
     "hf sharding",

@@ -29,6 +29,14 @@ DELTA_NET = "delta_net"
 """Name of the mixer that is a gated delta net."""
 
 
+MLP = "mlp"
+"""Name of the feed-forward that is the same for all tokens."""
+
+
+EXPERTS = "experts"
+"""Name of the feed-forward that is a choice of experts."""
+
+
 class LayerKind(NamedTuple):
     """Names of the blocks of a layer. Weights of layers of one kind are stacked."""
 
@@ -53,7 +61,7 @@ class LayerConfig:
     rope: Rope | None
     """None for a layer without attention."""
     mixer: str = "attention"
-    feed_forward: str = "mlp"
+    feed_forward: str = MLP
 
     @property
     def kind(self) -> LayerKind:
@@ -117,6 +125,34 @@ class DeltaNetConfig:
         """Elements of all queries, keys and values of a token."""
         keys = 2 * self.num_key_heads * self.key_size
         return keys + self.num_heads * self.value_size
+
+
+class ExpertNames(NamedTuple):
+    """Names of the weights of experts in Hugging Face's files, in which `{expert}`
+    stands for the number of an expert with a tensor of its own."""
+
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{expert}.gate_proj.weight"
+    """If it is also `up`, the tensor has the rows of both."""
+    up: str = "mlp.experts.{expert}.up_proj.weight"
+    down: str = "mlp.experts.{expert}.down_proj.weight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose feed-forward is a choice of experts for each token."""
+
+    num_experts: int
+    num_chosen: int
+    """Number of experts of a token."""
+    size: int
+    """Elements between the two matrices of an expert."""
+    is_normalized: bool = True
+    """True if the weights of a token's experts are divided by their sum."""
+    names: ExpertNames = ExpertNames()
+    shared_size: int | None = None
+    """Elements between the matrices of an expert that all tokens have, times the sigmoid of a gate
+    (Qwen3.5); None: there is none."""
 
 
 class LayerSegment(NamedTuple):
@@ -227,6 +263,8 @@ class ModelConfig:
     """Standard deviation of randomly initialized matrices."""
     delta_net: DeltaNetConfig | None = None
     """Sizes of the layers whose mixer is a gated delta net; None: there are none."""
+    experts: ExpertsConfig | None = None
+    """Sizes of the layers whose feed-forward is experts; None: there are none."""
     lora: Lora | None = None
 
     @property

@@ -78,6 +78,7 @@ class DeltaNetInput(MixerInput):
                 hf_name=f"{_PREFIX}.A_log",
                 log_uniform=sizes.decay_range,
                 compute_dtype="float32",
+                file_dtype="float32",
             )
         )
         self.step = declare_param(
@@ -87,6 +88,7 @@ class DeltaNetInput(MixerInput):
                 mean=1.0,
                 softplus_range=sizes.step_range,
                 compute_dtype="float32",
+                file_dtype="float32",
             )
         )
         self.strength_scale = sizes.strength_scale

@@ -27,10 +27,13 @@ class Parameter:
     shape: tuple[int, ...]
     """Shape of one layer's tensor, in Hugging Face's layout."""
     hf_name: str
-    """The tensor's name in a safetensors file; `{layer}` stands for the layer's number."""
+    """The tensor's name in a safetensors file; `{layer}` stands for the layer's number, and
+    `{expert}` for that of an expert with a tensor of its own."""
     hf_rows: tuple[int, int] | None = None
     """First row of this parameter in that tensor, and number of rows of the tensor; None: this
     parameter is the whole tensor."""
+    num_experts: int | None = None
+    """Number of experts, the first dim of `shape`; None: there are none."""
     layers: tuple[int, ...] | None = None
     """Numbers of the layers that have such a tensor, which the array stacks in front of `shape`;
     None for a tensor outside the layers."""
@@ -45,6 +48,10 @@ class Parameter:
     normal."""
     compute_dtype: str | None = None
     """dtype that the model gets this weight in; None: that of the run."""
+    file_dtype: str | None = None
+    """dtype in exported files; None: that of the export."""
+    is_projection: bool = False
+    """True for a matrix that may have an adapter beside it."""
     is_filter: bool = False
     """True for filters of a convolution, which are treated like vectors."""
     is_adapter: bool = False
@@ -74,17 +81,40 @@ class Parameter:
 
         Weight decay applies to matrices only.
         """
-        return len(self.shape) > 1 and not self.is_filter
+        return len(self.matrix_shape) > 1 and not self.is_filter
 
     @property
     def size(self) -> int:
-        """Number of elements of one layer's tensor."""
+        """Number of elements of one layer's tensor, with all experts."""
         return math.prod(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of one layer's tensor, or of one expert's."""
+        return self.shape if self.num_experts is None else self.shape[1:]
+
+    @property
+    def has_tensor_per_expert(self) -> bool:
+        """True if each expert has a tensor in the files."""
+        return "{expert}" in self.hf_name
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in a safetensors file."""
-        return self.shape if self.hf_rows is None else (self.hf_rows[1], *self.shape[1:])
+        rows, *others = self.matrix_shape
+        matrix = (rows if self.hf_rows is None else self.hf_rows[1], *others)
+        if self.num_experts is None or self.has_tensor_per_expert:
+            return matrix
+        return (self.num_experts, *matrix)
+
+    def tensor_name(self, layer: int | None, expert: int | None = None) -> str:
+        """Name of a tensor in a safetensors file. Args: layer: None for one outside the layers."""
+        return self.hf_name.format(layer=layer, expert=expert)
+
+    def list_tensors(self, layer: int | None) -> list[tuple[int | None, str]]:
+        """Experts and names of a layer's tensors; None: the tensor has all that there is."""
+        experts = range(self.num_experts or 0) if self.has_tensor_per_expert else (None,)
+        return [(expert, self.tensor_name(layer, expert)) for expert in experts]
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ class Linear(nnx.Module):
             hf_name=f"{hf_name}.weight",
             hf_rows=hf_rows,
             std=config.initializer_range,
+            is_projection=True,
         )
         self.weight = declare_param(matrix)
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)

@@ -19,28 +19,24 @@ class Mlp(FeedForward):
     description = "an MLP"
     checkpoint_names = ("mlp_gate", "mlp_up")
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, size: int | None = None, name: str = "mlp"):
+        """Args: size: elements of gate and up; None: that of the model. name: in the files."""
         D = config.hidden_size
-        F = config.intermediate_size
+        F = size or config.intermediate_size
         linear = functools.partial(Linear, bias=config.mlp_bias, config=config)
         if config.has_fused_gate_up:
             fused = functools.partial(linear, D)
-            self.gate, self.up = declare_fused(fused, [F, F], hf_name="mlp.gate_up_proj")
+            self.gate, self.up = declare_fused(fused, [F, F], hf_name=f"{name}.gate_up_proj")
         else:
-            self.gate = linear(D, F, hf_name="mlp.gate_proj")
-            self.up = linear(D, F, hf_name="mlp.up_proj")
-        self.down = linear(F, D, hf_name="mlp.down_proj")
+            self.gate = linear(D, F, hf_name=f"{name}.gate_proj")
+            self.up = linear(D, F, hf_name=f"{name}.up_proj")
+        self.down = linear(F, D, hf_name=f"{name}.down_proj")
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
         products = (self.gate(x, keys), self.up(x, keys))
         gate, up = map(checkpoint_name, products, self.checkpoint_names)
-        return self.down(self._activate(gate) * up, keys)
-
-    def _activate(self, gate: Array) -> Array:
-        if self.activation == "silu":
-            return jax.nn.silu(gate)
-        return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
+        return self.down(activate(gate, self.activation) * up, keys)
 
     @staticmethod
     def saved_widths(config: ModelConfig) -> list[int]:
@@ -50,3 +46,10 @@ class Mlp(FeedForward):
     def backward_width(config: ModelConfig) -> int:
         """Gate, up, and the gradients of both."""
         return 4 * config.intermediate_size
+
+
+def activate(gate: Array, activation: str) -> Array:
+    """Args: activation: see `ModelConfig.activation`."""
+    if activation == "silu":
+        return jax.nn.silu(gate)
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)

@@ -2,8 +2,9 @@
 
 from jaxsp.blocks.attention import Attention
 from jaxsp.blocks.block import FeedForward, Mixer
-from jaxsp.blocks.config import ATTENTION, DELTA_NET
+from jaxsp.blocks.config import ATTENTION, DELTA_NET, EXPERTS, MLP
 from jaxsp.blocks.delta_net import DeltaNet
+from jaxsp.blocks.experts import Experts
 from jaxsp.blocks.mlp import Mlp
 
 MIXERS: dict[str, Mixer] = {
@@ -12,5 +13,6 @@ MIXERS: dict[str, Mixer] = {
 }
 
 FEED_FORWARDS: dict[str, type[FeedForward]] = {
-    "mlp": Mlp,
+    MLP: Mlp,
+    EXPERTS: Experts,
 }

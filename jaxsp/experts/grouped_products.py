@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
     block: int,
@@ -19,8 +20,7 @@ def multiply(
     matrices_Eoi: Float[Array, "E o i"],
     experts_N: Int32[Array, "N"],
 ) -> Float[Array, "N t o"]:
-    """Each tile times the transposed matrix of its expert. Args: block: number of tiles of a block.
-    """
+    """Each tile times the transposed matrix of its expert. Args: block: number of tiles of a block."""
     return _map_blocks("bti,boi->bto", block, x_Nti, matrices_Eoi, experts_N)
 
 

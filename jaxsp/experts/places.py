@@ -57,9 +57,7 @@ def choose_tiles(num_slots: int, num_experts: int) -> Tiles:
     return Tiles(size, block, block * num_blocks)
 
 
-def find_places(
-    experts_TK: Int32[Array, "T K"], tiles: Tiles, *, num_experts: int
-) -> Places:
+def find_places(experts_TK: Int32[Array, "T K"], tiles: Tiles, *, num_experts: int) -> Places:
     """Places of all slots."""
     experts_S = experts_TK.reshape(-1)
     num_slots = experts_S.size
@@ -79,7 +77,10 @@ def find_places(
     return Places(
         slots_Nt=slots_P.reshape(tiles.number, tiles.size),
         experts_N=jnp.minimum(experts_N, num_experts - 1),
-        places_TK=jnp.zeros(num_slots, jnp.int32).at[order_S].set(places_S).reshape(experts_TK.shape),
+        places_TK=jnp.zeros(num_slots, jnp.int32)
+        .at[order_S]
+        .set(places_S)
+        .reshape(experts_TK.shape),
     )
 
 

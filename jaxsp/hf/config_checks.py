@@ -44,6 +44,17 @@ _DELTA_NET_EXAMPLES = {
 }
 """Sizes of delta nets, which only some families have."""
 
+_EXPERT_EXAMPLES = {
+    "num_experts": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "shared_expert_intermediate_size": 512,
+}
+"""Sizes of experts, which only some families have."""
+
+_ALL_EXAMPLES = _SIZE_EXAMPLES | _DELTA_NET_EXAMPLES | _EXPERT_EXAMPLES
+
 _DERIVED_SIZES = ("num_key_value_heads", "head_dim")
 """Sizes that may be left out if the family derives them from the others."""
 
@@ -155,15 +166,13 @@ def find_multimodal_problems(
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
     """Names of the sizes that a config.json must have and lacks."""
     required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
-    names = (*_SIZE_EXAMPLES, *_DELTA_NET_EXAMPLES)
-    return [name for name in names if name in required and name not in fields]
+    return [name for name in _ALL_EXAMPLES if name in required and name not in fields]
 
 
 def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    examples = _SIZE_EXAMPLES | _DELTA_NET_EXAMPLES
     return [
         f"{path}.{name}: missing. There is no size that suits every model; "
-        f"for example {path}.{name}={examples[name]}."
+        f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
         for name in find_missing_sizes(fields, family)
     ]
 
@@ -186,16 +195,23 @@ _FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 
 _ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
 _RULES = {
-    **dict.fromkeys((*_SIZE_EXAMPLES, *_DELTA_NET_EXAMPLES, "max_position_embeddings"), _COUNT),
+    **dict.fromkeys((*_ALL_EXAMPLES, "max_position_embeddings"), _COUNT),
     **dict.fromkeys(
         (
             *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
             *("linear_num_key_heads", "linear_num_value_heads"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok"),
         ),
         _FEW,
     ),
     "linear_conv_kernel_dim": Rule(lambda x: _is_size(x) and x > 1, "a whole number from 2"),
     "full_attention_interval": _COUNT,
+    "decoder_sparse_step": _COUNT,
+    "mlp_only_layers": Rule(
+        lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
+    ),
+    "norm_topk_prob": SWITCH,
+    "router_aux_loss_coef": NOT_NEGATIVE,
     **dict.fromkeys(("linear_a_log_min", "linear_dt_min"), NOT_NEGATIVE),
     **dict.fromkeys(("linear_a_log_max", "linear_dt_max", "linear_dt_init_floor"), POSITIVE),
     "rms_norm_eps": POSITIVE,
@@ -320,6 +336,13 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) 
         problems.append(
             f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
+        )
+    num_experts = fields.get("num_experts", fields.get("num_local_experts"))
+    num_chosen = fields.get("num_experts_per_tok")
+    if num_experts is not None and num_chosen is not None and num_chosen > num_experts:
+        problems.append(
+            f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
+            f"which is {num_experts}."
         )
     for name in ("linear_a_log", "linear_dt"):
         low, high = (

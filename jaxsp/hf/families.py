@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp.blocks.config import ExpertNames, ExpertsConfig
 from jaxsp.blocks.config import (
     ATTENTION,
     DELTA_NET,
@@ -71,6 +72,8 @@ class Family:
     multimodal_type: str | None = None
     """Multimodal model_type that is exported with all its parts, because transformers has no class
     for its text model with the head; None: exports are text models."""
+    has_experts: Callable[[dict[str, Any], int], bool] = lambda given, layer: False
+    """Function that returns True if a layer, by its number, has experts in place of an MLP."""
     mixers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
 
@@ -366,6 +369,78 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
         step_range=(max(step_min, floor), max(step_max, floor)),
     )
 
+
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+_NO_ROUTER_LOSS = {"output_router_logits": (False,)}
+"""The loss of a router is added only where its logits are asked for."""
+
+
+def _read_experts(
+    given: dict[str, Any], num_experts: int, size: int, **options: Any
+) -> dict[str, Any]:
+    """Args: options: fields of ExpertsConfig in which the family differs from Qwen3."""
+    num_chosen = given["num_experts_per_tok"]
+    experts = ExpertsConfig(num_experts=num_experts, num_chosen=num_chosen, size=size, **options)
+    return {"experts": experts}
+
+
+FAMILIES["qwen3_moe"] = Family(
+    architecture="Qwen3MoeForCausalLM",
+    bias_fields=("attention_bias",),
+    required_fields=("num_key_value_heads", "head_dim", *_EXPERT_SIZES),
+    model={"qk_norm": "head"},
+    fields=(
+        *_EXPERT_SIZES,
+        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef"),
+    ),
+    has_experts=lambda given, layer: (
+        layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
+    ),
+    read=lambda given: _read_experts(
+        given,
+        given["num_experts"],
+        given["moe_intermediate_size"],
+        is_normalized=given["norm_topk_prob"],
+    ),
+    values=_NO_ROUTER_LOSS,
+)
+
+FAMILIES["mixtral"] = Family(
+    architecture="MixtralForCausalLM",
+    required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
+    window_fields=("sliding_window",),
+    fields=("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    has_experts=lambda given, layer: True,
+    read=lambda given: _read_experts(
+        given,
+        given["num_local_experts"],
+        given["intermediate_size"],
+        names=ExpertNames(
+            router="block_sparse_moe.gate.weight",
+            gate="block_sparse_moe.experts.{expert}.w1.weight",
+            up="block_sparse_moe.experts.{expert}.w3.weight",
+            down="block_sparse_moe.experts.{expert}.w2.weight",
+        ),
+    ),
+    values={"router_jitter_noise": (0,), **_NO_ROUTER_LOSS},
+)
+
+FAMILIES["olmoe"] = Family(
+    architecture="OlmoeForCausalLM",
+    bias_fields=("attention_bias",),
+    required_fields=("num_experts", "num_experts_per_tok"),
+    model={"qk_norm": "projection"},
+    fields=("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef"),
+    has_experts=lambda given, layer: True,
+    read=lambda given: _read_experts(
+        given,
+        given["num_experts"],
+        given["intermediate_size"],
+        is_normalized=given["norm_topk_prob"],
+    ),
+    values={"clip_qkv": (), **_NO_ROUTER_LOSS},
+)
 
 FAMILIES["qwen3_5_text"] = Family(
     architecture="Qwen3_5ForCausalLM",

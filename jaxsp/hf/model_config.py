@@ -4,7 +4,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.blocks.config import ATTENTION, LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.config import ATTENTION, EXPERTS, MLP, LayerConfig, ModelConfig, Rope
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
@@ -99,6 +99,7 @@ def make_config_json(
     family = FAMILIES[fields["model_type"]]
     return {
         **resolved.to_diff_dict(),
+        **_renamed_fields(resolved, family),
         **token_ids,
         "pad_token_id": read_padding_id(fields),
         "architectures": [family.architecture],
@@ -193,7 +194,7 @@ def _parse_fields(
     except Exception as error:  # any, depending on the family
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
-    given = resolved.to_dict()
+    given = resolved.to_dict() | _renamed_fields(resolved, family)
     given |= {name: fields[name] for name in ("layer_types",) if name in fields}
     has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
@@ -215,6 +216,15 @@ def _parse_fields(
         "initializer_range": float(given["initializer_range"]),
     }
     return ModelConfig(**model | family.model | family.read(given)), resolved
+
+
+def _renamed_fields(resolved: "transformers.PreTrainedConfig", family: Family) -> dict[str, Any]:
+    """Fields of the family under the names of published models, where transformers 5 has others.
+
+    Transformers 4 reads these only.
+    """
+    names = resolved.attribute_map.keys() & {*family.fields}
+    return {name: getattr(resolved, name) for name in sorted(names)}
 
 
 def _parse_layers(
@@ -243,14 +253,15 @@ def _parse_layers(
     layers = []
     for layer, (window, layer_type) in enumerate(zip(windows, types, strict=True)):
         mixer = family.mixers.get(layer_type, ATTENTION)
+        feed_forward = EXPERTS if family.has_experts(given, layer) else MLP
         if mixer != ATTENTION:
-            layers.append(LayerConfig(mixer=mixer, rope=None))
+            layers.append(LayerConfig(mixer=mixer, feed_forward=feed_forward, rope=None))
             continue
         layer_rope = parse_rope(layer_type)
         if not family.has_rope(given, layer):
             frequencies = (0.0,) * len(layer_rope.frequencies)
             layer_rope = Rope(frequencies=frequencies, description="none")
-        layers.append(LayerConfig(window=window, rope=layer_rope))
+        layers.append(LayerConfig(window=window, feed_forward=feed_forward, rope=layer_rope))
     return tuple(layers)
 
 

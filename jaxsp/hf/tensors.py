@@ -9,7 +9,7 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,17 +117,29 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def read_slice(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns a slice of a tensor, float32. Raises: BadFileError.
+    """Returns a slice of a tensor, like `read_slices`."""
+    return read_slices(tensor.file, [(tensor, index)])[0]
+
+
+def read_slices(
+    path: pathlib.Path, parts: Iterable[tuple[StoredTensor, tuple[slice, ...]]]
+) -> list[np.ndarray]:
+    """Returns slices of tensors of a file, float32. Raises: BadFileError.
 
     Args:
-        index: a slice without a step for each dim; as in numpy, it may reach past the end.
+        parts: tensors, and a slice without a step for each dim; as in numpy, it may reach past the
+            end.
     """
+    with _open(path) as file:
+        return [_read_slice(file, *part) for part in parts]
+
+
+def _read_slice(file: Any, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     spans = [range(*part.indices(size)) for part, size in zip(index, tensor.shape, strict=True)]
     shape = [len(span) for span in spans]
     if 0 in shape:  # safetensors refuses an empty slice at the end of a dim
         return np.zeros(shape, np.float32)
-    with _open(tensor.file) as file:
-        part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
+    part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
     return part.astype(np.float32, copy=False)
 
 

@@ -1,10 +1,11 @@
 """Weights of a Hugging Face folder, checked before any of them is read."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -55,25 +56,42 @@ class WeightReader:
             index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
-        name = param.hf_name if layer is None else param.hf_name.format(layer=layer)
+        experts, matrix = (), index
+        if param.num_experts is not None:
+            experts, matrix = index[:1], index[1:]
         if param.hf_rows is not None:
             first = param.hf_rows[0]
-            rows, *rest = index
+            rows, *rest = matrix
             # bounds within this parameter, not within the tensor
-            start, stop, _ = rows.indices(param.shape[0])
-            index = (slice(first + start, first + stop), *rest)
-        return self.read_slice(self.tensors[name], index)
+            start, stop, _ = rows.indices(param.matrix_shape[0])
+            matrix = (slice(first + start, first + stop), *rest)
+        tensors_by_expert = [self.tensors[name] for _, name in param.list_tensors(layer)]
+        if not param.has_tensor_per_expert:
+            return self.read_slice(tensors_by_expert[0], (*experts, *matrix))
+        chosen = tensors_by_expert[experts[0]]
+        if not chosen:
+            sizes = zip(matrix, param.matrix_shape, strict=True)
+            return np.zeros((0, *(len(range(*part.indices(size))) for part, size in sizes)))
+        return np.stack(self._read_slices([(tensor, matrix) for tensor in chosen]))
 
     def read_slice(self, tensor: StoredTensor | StoredRows, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""
         if isinstance(tensor, StoredRows):
-            return np.concatenate([self.read_slice(*part) for part in tensor.split(index)])
-        try:
-            return tensors.read_slice(tensor, index)
-        except BadFileError as error:
-            raise UserError(
-                f"{self.error_prefix}: {tensor.file} {error}. Copy or download it again."
-            ) from None
+            return np.concatenate(self._read_slices(tensor.split(index)))
+        return self._read_slices([(tensor, index)])[0]
+
+    def _read_slices(
+        self, parts: Iterable[tuple[StoredTensor, tuple[slice, ...]]]
+    ) -> list[np.ndarray]:
+        slices: list[np.ndarray] = []
+        for file, members in itertools.groupby(parts, lambda part: part[0].file):
+            try:
+                slices += tensors.read_slices(file, members)
+            except BadFileError as error:
+                raise UserError(
+                    f"{self.error_prefix}: {file} {error}. Copy or download it again."
+                ) from None
+        return slices
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -232,7 +250,7 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
     shapes = {param.hf_name: param.hf_shape for param in params if param.num_layers is None}
     for param in params:
         for layer in param.layers or ():
-            shapes[param.hf_name.format(layer=layer)] = param.hf_shape
+            shapes |= dict.fromkeys((name for _, name in param.list_tensors(layer)), param.hf_shape)
     return shapes
 
 

@@ -1,7 +1,9 @@
 """Writes a model as a Hugging Face folder, completely or not at all."""
 
 import contextlib
+import functools
 import json
+import math
 import pathlib
 import secrets
 import shutil
@@ -123,20 +125,24 @@ class ExportTensor(NamedTuple):
     """Parameters below each other in the tensor, with their arrays, or with functions that return
     the array of a layer."""
     layer: int | None
+    expert: int | None = None
+    """Number of the expert; None: the tensor has all that there is."""
 
     def num_bytes(self, dtype: np.dtype) -> int:
         """Bytes in the file."""
-        itemsize = self.choose_dtype(dtype).itemsize
-        return itemsize * sum(param.size for param, _ in self.parts)
+        return self.choose_dtype(dtype).itemsize * math.prod(self.parts[0][0].hf_shape)
 
     def choose_dtype(self, dtype: np.dtype) -> np.dtype:
         """dtype in the file: the weight's own if it has one, else `dtype`."""
-        own = self.parts[0][0].compute_dtype
+        own = self.parts[0][0].file_dtype
         return dtype if own is None else np.dtype(own)
 
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
         dtype = self.choose_dtype(dtype)
-        whole = np.concatenate([self._part_to_numpy(*part, dtype) for part in self.parts])
+        parts = [self._part_to_numpy(*part, dtype) for part in self.parts]
+        whole = (
+            parts[0] if len(parts) == 1 else np.concatenate(parts, axis=max(0, parts[0].ndim - 2))
+        )
         return np.ascontiguousarray(whole)  # safetensors ignores strides
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
@@ -144,9 +150,12 @@ class ExportTensor(NamedTuple):
             stored = array(self.layer)
         else:
             stored = array if self.layer is None else array[param.find(self.layer)]
-        unpadded = tuple(slice(size) for size in param.shape)
-        part = np.asarray(stored.astype(dtype))[unpadded]
-        assert part.shape == param.shape, (param.hf_name, part.shape)
+        shape = param.shape
+        if self.expert is not None:
+            stored = stored[self.expert]
+            shape = param.matrix_shape
+        part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
+        assert part.shape == shape, (param.hf_name, part.shape)
         return part
 
 
@@ -169,7 +178,11 @@ class CopiedTensor(NamedTuple):
 def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:
     """All tensors by name, layer by layer, so that a layer is mostly in one file."""
     named: dict[str, ExportTensor] = {}
-    parts = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
+    arrays = [
+        functools.lru_cache(maxsize=1)(array) if callable(array) else array
+        for array in jax.tree.leaves(master)
+    ]
+    parts = list(zip(jax.tree.leaves(table), arrays, strict=True))
     parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
     for param, array in parts:
         if param.layers is None:
@@ -177,8 +190,9 @@ def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, Exp
     for layer in sorted({layer for param, _ in parts for layer in param.layers or ()}):
         for param, array in parts:
             if layer in (param.layers or ()):
-                name = param.hf_name.format(layer=layer)
-                named.setdefault(name, ExportTensor([], layer)).parts.append((param, array))
+                for expert, name in param.list_tensors(layer):
+                    tensor = named.setdefault(name, ExportTensor([], layer, expert))
+                    tensor.parts.append((param, array))
     return named
 
 

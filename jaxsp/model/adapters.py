@@ -23,7 +23,7 @@ def find_projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     plain = dataclasses.replace(model, lora=None)
     found: dict[str, set[int]] = {}
     for param in jax.tree.leaves(decoder.param_table(plain)["layers"]):
-        if param.is_matrix:
+        if param.is_projection:
             # Parts of one tensor have the same name, and so have tensors of several kinds of layers
             name = param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")
             found.setdefault(name, set()).update(param.layers)

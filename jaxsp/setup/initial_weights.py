@@ -46,9 +46,7 @@ class InitialWeights:
         def is_in_adapter(param: Parameter) -> bool:
             if self.adapter_reader is None:
                 return param.is_adapter
-            return (
-                param.hf_name.format(layer=(param.layers or [0])[0]) in self.adapter_reader.tensors
-            )
+            return param.tensor_name((param.layers or [0])[0]) in self.adapter_reader.tensors
 
         def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
             if reader is None:

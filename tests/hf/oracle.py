@@ -60,7 +60,38 @@ OLMO_HYBRID = {
     "pad_token_id": 0,
 }
 
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        **SIZES,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        **SIZES,
+        "model_type": "mixtral",
+        "sliding_window": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+    },
+    "olmoe": {
+        **SIZES,
+        "model_type": "olmoe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "eos_token_id": 1,
+    },
     "qwen3_5": {
         **SIZES,
         "model_type": "qwen3_5_text",
@@ -298,7 +329,7 @@ def float64_gradients(model: Any, documents: list[np.ndarray]) -> "Result":
 def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors under the names of files on the hub.
 
-    Of OLMo Hybrid, the modules of transformers have one convolution for q, k and v, and the files
+    Of experts, the modules of transformers have one tensor for all. Of OLMo Hybrid, the modules of transformers have one convolution for q, k and v, and the files
     that it writes have other norms, and rows of the convolution divided into equal parts.
     """
     renamed = {}
@@ -315,7 +346,29 @@ def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             count = len(renamed[f"{layer}{part}_proj.weight"])
             renamed[part_name], whole = whole[:count], whole[count:]
         assert not len(whole), name
+    for name in [
+        name for name in renamed if ".mlp.experts." in name and "_proj.weight" not in name
+    ]:
+        layer, _, module = name.partition("mlp.experts.")
+        for expert, whole in enumerate(renamed.pop(name)):
+            parts = np.split(whole, 2) if module == "gate_up_proj" else [whole]
+            ends = ("gate", "up") if module == "gate_up_proj" else ("down",)
+            for end, part in zip(ends, parts, strict=True):
+                renamed[f"{layer}mlp.experts.{expert}.{end}_proj.weight"] = part
     return renamed
+
+
+_MIXTRAL_NAMES = {
+    "mlp": "block_sparse_moe",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+
+
+def as_mixtral(name: str) -> str:
+    """Name of a tensor of a layer's experts in Mixtral's files."""
+    return ".".join(_MIXTRAL_NAMES.get(part, part) for part in name.split("."))
 
 
 class TextPart(torch.nn.Module):
@@ -337,19 +390,24 @@ class TextPart(torch.nn.Module):
 def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     """Tensors by their Hugging Face name, as jaxsp's nested dict; each is used exactly once."""
     left = as_published({name: tensor.detach().numpy() for name, tensor in named.items()})
+    if any("block_sparse_moe" in param.hf_name for param in jax.tree.leaves(table)):
+        left = {as_mixtral(name): array for name, array in left.items()}
 
     used = set()
 
     def take_one(param: Parameter, name: str) -> np.ndarray:
         used.add(name)
         first, _ = param.hf_rows or (0, 0)
-        return left[name][first : first + param.shape[0]]
+        return left[name][first : first + param.matrix_shape[0]]
+
+    def take_layer(param: Parameter, layer: int | None) -> np.ndarray:
+        parts = [take_one(param, name) for _, name in param.list_tensors(layer)]
+        return np.stack(parts) if param.num_experts else parts[0]
 
     def take(param: Parameter) -> np.ndarray:
         if param.layers is None:
-            return take_one(param, param.hf_name)
-        names = [param.hf_name.format(layer=layer) for layer in param.layers]
-        return np.stack([take_one(param, name) for name in names])
+            return take_layer(param, None)
+        return np.stack([take_layer(param, layer) for layer in param.layers])
 
     weights = jax.tree.map(take, table)
     assert used == left.keys(), f"jaxsp has no parameter for {sorted(left.keys() - used)}"
