@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-
 MIN_TILE = 16
 MAX_TILE = 512
 """Limits of the places of a tile, powers of two."""

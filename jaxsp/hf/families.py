@@ -8,12 +8,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.blocks.config import ExpertNames, ExpertsConfig
 from jaxsp.blocks.config import (
     ATTENTION,
     DELTA_NET,
     DeltaNetConfig,
     DeltaNetNames,
+    ExpertNames,
+    ExpertsConfig,
     NormNames,
     QueryScale,
 )
