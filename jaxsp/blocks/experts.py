@@ -1,13 +1,12 @@
 """Experts as the feed-forward of a layer: a router chooses some of them for each token.
 
-Dims: T tokens, E experts, K experts of a token, F elements between an expert's matrices, N tiles of
-t places (`experts.places`); else as in `blocks.layers`.
+Dims: T tokens, E experts, K experts of a token, F elements between an expert's matrices; else as in
+`blocks.layers`.
 """
 
 import dataclasses
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward
@@ -16,14 +15,15 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, declare_param
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
-from jaxsp.experts import grouped_products, places, routing
+from jaxsp.experts import routing, tiled
+from jaxsp.experts.tiled import Weight
 
 
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
     description = "experts"
-    checkpoint_names = ("experts_gate", "experts_up", *Mlp.checkpoint_names)
+    checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
 
     def __init__(self, config: ModelConfig):
         sizes = _sizes(config)
@@ -64,40 +64,34 @@ class Experts(FeedForward):
 
     def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
         x_TD = x.reshape(-1, x.shape[-1])
-        weights_TK, experts_TK = routing.route(
+        shares_TK, experts_TK = routing.route(
             x_TD,
             self.router[...],
             num_chosen=self.sizes.num_chosen,
             is_normalized=self.sizes.is_normalized,
         )
-        num_experts = self.sizes.num_experts
-        tiles = places.choose_tiles(experts_TK.size, num_experts)
-        where = places.find_places(experts_TK, tiles, num_experts=num_experts)
-
-        def multiply(x_Nti: Array, matrices: Array) -> Array:
-            return grouped_products.multiply(tiles.block, x_Nti, matrices, where.experts_N)
-
-        x_NtD = places.spread(x_TD, where)
-        products = (multiply(x_NtD, self.gate[...]), multiply(x_NtD, self.up[...]))
-        gate, up = map(checkpoint_name, products, self.checkpoint_names)
-        y_NtD = multiply(activate(gate, self.activation) * up, self.down[...])
-        out = places.combine(y_NtD, weights_TK, where).reshape(x.shape)
+        weights = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
+        out_TD = tiled.apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
+        out = out_TD.reshape(x.shape)
         if self.shared is None or self.shared_gate is None:
             return out
         return out + jax.nn.sigmoid(self.shared_gate(x, keys)) * self.shared(x, keys)
 
+    def _run_block(self, x: Array, weights: dict[str, Weight]) -> Array:
+        gate, up = (tiled.multiply(x, weights[name]) for name in ("gate", "up"))
+        return tiled.multiply(activate(gate, self.activation) * up, weights["down"])
+
     @staticmethod
     def saved_widths(config: ModelConfig) -> list[int]:
-        sizes = _sizes(config)
-        shared = 2 * [sizes.shared_size] if sizes.shared_size else []
-        return [*2 * [_num_places(sizes) * sizes.size], *shared]
+        return 2 * [_sizes(config).shared_size or 0]
 
     @staticmethod
     def backward_width(config: ModelConfig) -> int:
-        """Gate, up and their gradients, and inputs, outputs and their gradients, of all places."""
+        """Gradients of all places, and of slots in the order of tokens."""
         sizes = _sizes(config)
-        widths = 4 * sizes.size + 4 * config.hidden_size
-        return _num_places(sizes) * widths + 4 * (sizes.shared_size or 0)
+        # Of the places, a third may be empty (`places.choose_tiles`)
+        slots = 5 * sizes.num_chosen // 2
+        return slots * config.hidden_size + 4 * (sizes.shared_size or 0)
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
@@ -109,7 +103,3 @@ def _sizes(config: ModelConfig) -> ExpertsConfig:
     assert config.experts is not None, "layers with experts need their sizes"
     return config.experts
 
-
-def _num_places(sizes: ExpertsConfig) -> int:
-    """Places for each token, rounded up: with `choose_tiles`, a third of all may be empty."""
-    return -(-3 * sizes.num_chosen // 2)

@@ -1,0 +1,170 @@
+"""The experts of all tokens, a block of tiles at a time, in XLA on any device.
+
+A loop reads the tokens of a block and copies of their experts' matrices, so that intermediate
+values exist for one block only. Every sum has a fixed order, without atomic additions: a result is
+the same in every run.
+
+Dims: T tokens, K experts of a token, E experts, N tiles of t places (`experts.places`), b tiles of
+a block, D model, i and o of a matrix.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxsp.experts import places
+from jaxsp.experts.places import Places
+
+
+class Weight(NamedTuple):
+    """A weight of a block's experts, and zeros whose gradient is the weight's, in float32."""
+
+    value: Float[Array, "b ..."]
+    holder: Float32[Array, "b ..."]
+
+
+BlockFunction = Callable[[Float[Array, "b t D"], Any], Float[Array, "b t D"]]
+"""Function that computes the outputs of a block from its tokens and a tree of `Weight`."""
+
+
+@jax.custom_vjp
+def multiply(x_bti: Float[Array, "b t i"], matrix: Weight) -> Float[Array, "b t o"]:
+    """Each tile times the transposed matrix of its expert, [b, o, i]."""
+    return jnp.einsum("bti,boi->bto", x_bti, matrix.value)
+
+
+def _multiply_backward(residuals: tuple[Array, Weight], dy_bto: Array) -> tuple[Array, Weight]:
+    x_bti, matrix = residuals
+    dx_bti = jnp.einsum("bto,boi->bti", dy_bto, matrix.value)
+    gradient = jnp.einsum("bto,bti->boi", dy_bto, x_bti, preferred_element_type=jnp.float32)
+    return dx_bti, Weight(jnp.zeros_like(matrix.value), gradient)
+
+
+multiply.defvjp(lambda x, matrix: (multiply(x, matrix), (x, matrix)), _multiply_backward)
+
+
+def apply(
+    function: BlockFunction,
+    weights: Any,
+    x_TD: Float[Array, "T D"],
+    shares_TK: Float32[Array, "T K"],
+    experts_TK: Int32[Array, "T K"],
+) -> Float[Array, "T D"]:
+    """Sum of the outputs of a token's experts, each times the token's share of it.
+
+    Memory: outputs, and in the backward pass gradients, of all places, and float32 gradients of all
+        experts' weights.
+
+    Args:
+        function: gets the weights of a block's experts, [b, ...], in the structure of `weights`.
+        weights: tree of arrays [E, ...].
+    """
+    num_experts = len(jax.tree.leaves(weights)[0])
+    tiles = places.choose_tiles(experts_TK.size, num_experts)
+    where = places.find_places(experts_TK, tiles, num_experts=num_experts)
+    return _apply(function, tiles.block, weights, x_TD, shares_TK, where)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _apply(
+    function: BlockFunction,
+    block: int,
+    weights: Any,
+    x_TD: Array,
+    shares_TK: Array,
+    where: Places,
+) -> Array:
+    def run_block(number: Array, y_NtD: Array) -> Array:
+        slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
+        x_btD = _read_tokens(x_TD, slots_bt, shares_TK.shape[1])
+        y_btD = function(x_btD, _read_weights(weights, experts_b))
+        return _write_block(y_NtD, y_btD, number)
+
+    y_NtD = jax.lax.empty((*where.slots_Nt.shape, x_TD.shape[1]), x_TD.dtype)
+    y_NtD = jax.lax.fori_loop(0, len(where.experts_N) // block, run_block, y_NtD)
+    y_TKD = _read_places(y_NtD, where).astype(jnp.float32)
+    return jnp.sum(y_TKD * shares_TK[..., None], axis=1).astype(x_TD.dtype)
+
+
+def _apply_forward(
+    function: BlockFunction, block: int, *inputs: Any
+) -> tuple[Array, tuple[Any, ...]]:
+    return _apply(function, block, *inputs), inputs
+
+
+def _apply_backward(
+    function: BlockFunction, block: int, residuals: tuple[Any, ...], dout_TD: Array
+) -> tuple[Any, Array, Array, None]:
+    weights, x_TD, shares_TK, where = residuals
+    num_chosen = shares_TK.shape[1]
+
+    def pull_block(number: Array, state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        dx_NtD, dshares_Nt, sums = state
+        slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
+        x_btD = _read_tokens(x_TD, slots_bt, num_chosen)
+        dout_btD = _read_tokens(dout_TD, slots_bt, num_chosen).astype(jnp.float32)
+        shares_bt = shares_TK.reshape(-1).at[slots_bt].get(mode="fill", fill_value=0)
+        y_btD, pull = jax.vjp(function, x_btD, _read_weights(weights, experts_b))
+        dx_btD, dweights = pull((dout_btD * shares_bt[..., None]).astype(y_btD.dtype))
+        dshares_bt = jnp.sum(y_btD.astype(jnp.float32) * dout_btD, axis=-1)
+        gradients = jax.tree.map(lambda x: x.holder, dweights, is_leaf=_is_weight)
+        sums = jax.lax.fori_loop(
+            0, block, lambda tile, sums: _add_tile(sums, gradients, experts_b, tile), sums
+        )
+        return _write_block(dx_NtD, dx_btD, number), _write_block(dshares_Nt, dshares_bt, number), sums
+
+    state = (
+        jax.lax.empty((*where.slots_Nt.shape, x_TD.shape[1]), x_TD.dtype),
+        jax.lax.empty(where.slots_Nt.shape, jnp.float32),
+        jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), weights),
+    )
+    num_blocks = len(where.experts_N) // block
+    dx_NtD, dshares_Nt, sums = jax.lax.fori_loop(0, num_blocks, pull_block, state)
+    dx_TD = jnp.sum(_read_places(dx_NtD, where).astype(jnp.float32), axis=1).astype(x_TD.dtype)
+    dshares_TK = dshares_Nt.reshape(-1)[where.places_TK]
+    dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), weights, sums)
+    return dweights, dx_TD, dshares_TK, None
+
+
+_apply.defvjp(_apply_forward, _apply_backward)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def _read_block(number: Array, block: int, *arrays: Array) -> list[Array]:
+    return [jax.lax.dynamic_slice_in_dim(x, number * block, block) for x in arrays]
+
+
+def _write_block(whole: Array, part: Array, number: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, number * len(part), 0)
+
+
+def _read_weights(weights: Any, experts_b: Array) -> Any:
+    """Weights of a block's experts, in a tree of `Weight`."""
+
+    def read(weight: Array) -> Weight:
+        value = weight[experts_b]
+        return Weight(value, jnp.zeros(value.shape, jnp.float32))
+
+    return jax.tree.map(read, weights)
+
+
+def _add_tile(sums: Any, gradients: Any, experts_b: Array, tile: Array) -> Any:
+    """Adds a tile's gradients to those of its expert."""
+    return jax.tree.map(lambda sum, part: sum.at[experts_b[tile]].add(part[tile]), sums, gradients)
+
+
+def _read_tokens(x_TD: Array, slots_bt: Array, num_chosen: int) -> Float[Array, "b t D"]:
+    """The token of each place; zeros where there is none."""
+    return x_TD.at[slots_bt // num_chosen].get(mode="fill", fill_value=0)
+
+
+def _read_places(x_NtD: Array, where: Places) -> Float[Array, "T K D"]:
+    """What is at the places of each token."""
+    return x_NtD.reshape(-1, x_NtD.shape[-1])[where.places_TK]
