@@ -25,6 +25,11 @@ FIELDS = multimodal.MODELS["muse_glimmer"]
 
 PREFIX = "model.language_model."
 
+CONFIG = {
+    **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
+    **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
+}
+
 
 def save(directory: pathlib.Path, dtype: str) -> dict[str, np.ndarray]:
     """Saves the whole model with transformers, and returns its tensors."""
@@ -62,7 +67,7 @@ def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, 
         directory=out,
         dtype="float32",
         max_shard_size="60KB",
-        other_parts=other_parts.open_folder(found, table),
+        other_parts=other_parts.open_folder(found, parsed),
     )
     return parsed, master
 
@@ -116,19 +121,47 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
 
 def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
     before = save(tmp_path / "in", "float32")
-    config = {
-        **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
-        **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
-    }
-    run_spec, master = library.load_model(str(tmp_path / "in"), config)
+    run_spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
     library.save_model(master, tmp_path / "out", run_spec, dtype="float32")
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
 
 
-def test_a_folder_without_other_parts_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(oracle.MODELS["muse_glimmer"]))
-    source = folder.find(str(tmp_path))
+def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
+    before = save(tmp_path / "whole", "float32")
+    text = {
+        f"model.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name: x
+        for name, x in before.items()
+        if is_text(name)
+    }
+    (tmp_path / "text").mkdir()
+    safetensors.numpy.save_file(text, tmp_path / "text/model.safetensors")
+    (tmp_path / "text/config.json").write_text(json.dumps(FIELDS["text_config"]))
+    run_spec, master = library.load_model(str(tmp_path / "text"), CONFIG)
     with pytest.raises(UserError) as raised:
-        other_parts.open_folder(source, {})
-    assert_names(raised.value, str(tmp_path), "multimodal checkpoint", start="model.source = ")
+        library.save_model(master, tmp_path / "out", run_spec)
+    parts = ("multimodal checkpoint", "--source", "save_model(..., source=...)")
+    assert_names(raised.value, *parts, start=f"model.source = {tmp_path / 'text'}: ")
+    source = str(tmp_path / "whole")
+    library.save_model(master, tmp_path / "out", run_spec, dtype="float32", source=source)
+    after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert batches.is_bitwise_equal(after, before)
+
+
+def test_a_source_that_no_part_is_read_from_is_refused(tmp_path):
+    oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(tmp_path / "in")
+    run_spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
+    with pytest.raises(UserError) as raised:
+        library.save_model(master, tmp_path / "out", run_spec, source="elsewhere")
+    assert_names(raised.value, "llama", "Leave it out", start="source = elsewhere: ")
+
+
+def test_the_parts_that_an_export_needs_are_described_if_the_run_does_not_have_them(tmp_path):
+    for name, fields in (("whole", FIELDS), ("text", FIELDS["text_config"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    describe = other_parts.describe_missing
+    assert describe(FIELDS["text_config"], tmp_path / "whole") == ""
+    for directory in (None, tmp_path, tmp_path / "text"):
+        assert describe(oracle.MODELS["llama3"], directory) == ""
+        assert_names(describe(FIELDS["text_config"], directory), "muse_glimmer_text", "--source")
