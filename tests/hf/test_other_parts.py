@@ -4,20 +4,16 @@ import json
 import pathlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from jaxsp import library
 from jaxsp.config.schema import ModelSourceConfig
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, other_parts, weights, writer
+from jaxsp.hf import folder, model_config, other_parts, writer
 from jaxsp.model import decoder
-from jaxsp.training import weight_init
-from tests import batches, tolerances
+from tests import batches
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
@@ -51,13 +47,9 @@ def is_text(name: str) -> bool:
 
 def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, Any]:
     """Exports the text model with doubled embeddings in float32, and returns it."""
-    found = folder.find(str(source))
-    config = ModelSourceConfig(source=str(source), **model)
-    fields = model_config.resolve_fields(found.config_fields, config, field="config.json")
+    found, fields, master = multimodal.import_folder(source, **model)
     parsed = model_config.parse_model_config(fields, field="config.json")
     table = decoder.param_table(parsed)
-    read = weights.open_folder(found, table).read
-    master = weight_init.load_weights(table, batches.mesh(1, 1, 1), read)
     master["embedding"] = 2 * master["embedding"]
     writer.export_model(
         master,
@@ -97,12 +89,7 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager", dtype="auto"
     )
     assert not any(info.values()), info
-    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
-    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
-    with oracle.torch.no_grad():
-        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
-        expected = loaded(input_ids=tokens).logits.numpy()
-    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY
+    multimodal.check_logits(loaded, config, master)
 
     before, after = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out")
