@@ -1,7 +1,6 @@
 """jaxsp export RUN_OR_CHECKPOINT OUT_DIR: exports weights to Hugging Face format."""
 
 import argparse
-import dataclasses
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.other_parts import OtherParts
-from jaxsp.model import adapters, decoder
+from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import merging, resume, stop_tokens
@@ -47,29 +46,41 @@ def main(arguments: list[str]) -> None:
         )
     copies.fetch(checkpoint)
     meta = reader.read_meta(checkpoint)
-    config = _replace_source(config_file.parse(meta.config), args)
+    config = config_file.parse(meta.config)
     model = model_config.parse_model_config(
         meta.model, field="model.config", row_tokens=config.data.max_row_tokens
     )
     model = adapters.add_adapter(model, config.adapter)
     if args.merge and model.lora is None:
         raise UserError(f"--merge: {args.run} has no adapter. Leave the flag out.")
-    console = rich.console.Console(markup=False)
     is_adapter = model.lora is not None and not args.merge
+    if args.source is not None:
+        has_other_parts = not is_adapter and other_parts.are_exported(meta.model)
+        config = _replace_source(config, args, has_other_parts=has_other_parts)
+    console = rich.console.Console(markup=False)
     export = _export_adapter if is_adapter else _export_model
     for line in export(args, checkpoint, meta, config, model):
         output.print_line(console, line)
 
 
-def _replace_source(config: Config, args: argparse.Namespace) -> Config:
-    """The run's config with the model of --source, if it is given."""
-    if args.source is None:
+def _replace_source(config: Config, args: argparse.Namespace, *, has_other_parts: bool) -> Config:
+    """The run's config with the model of --source.
+
+    A run from random weights keeps them: only other parts can be read from --source.
+
+    Args: has_other_parts: True if the export has parts that are read from --source.
+    Raises: UserError if nothing is read from there.
+    """
+    is_random = config.model.source is None
+    reason = ""
+    if not has_other_parts and is_random:
+        reason = "started from random weights (model.config), not from a checkpoint"
+    elif not has_other_parts and not config.has_frozen_weights:
+        reason = "has all weights of the export in its checkpoint"
+    if reason:
+        raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
+    if is_random:
         return config
-    if config.model.source is None:
-        raise UserError(
-            f"--source = {args.source}: {args.run} started from random weights (model.config), not "
-            "from a checkpoint. Leave it out."
-        )
     model = config.model.model_copy(update={"source": args.source})
     return config.model_copy(update={"model": model})
 
@@ -177,28 +188,23 @@ def _open_other_parts(
 ) -> OtherParts | None:
     """Opens the parts that are exported beside the text model; None if exports have only that.
 
-    Raises: UserError if the checkpoint that the run started from is not there.
+    Raises: UserError if the checkpoint that has them is not there.
     """
     if not other_parts.are_exported(meta.model):
         return None
-    model_type = meta.model["model_type"]
+    if args.source is not None:
+        return other_parts.open_folder(folder.find(args.source, field="--source"), model)
+    suggestion = (
+        f"The export of {meta.model['model_type']} copies the other parts of a multimodal "
+        "checkpoint: name its folder with --source."
+    )
     if config.model.source is None:
-        raise UserError(
-            f"{args.run}: cannot be exported: transformers has no class for {model_type} without "
-            "the parts of a multimodal checkpoint, and the run started from random weights "
-            "(model.config). Start runs from a checkpoint: model.source."
-        )
+        raise UserError(f"{args.run}: started from random weights (model.config). {suggestion}")
     try:
         source = folder.find(config.model.source)
     except UserError as error:
-        suggestion = (
-            f"The export of {model_type} copies the other parts of its checkpoint: name the folder "
-            "that it is in now with --source."
-        )
         raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
-    return other_parts.open_folder(
-        source, decoder.param_table(dataclasses.replace(model, lora=None))
-    )
+    return other_parts.open_folder(source, model)
 
 
 def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
@@ -241,8 +247,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--source",
         metavar="FOLDER_OR_NAME",
-        help="the checkpoint that the run started from, if it is no longer at model.source; used "
-        "with --merge, with frozen weights, and for multimodal models that are exported whole",
+        help="the checkpoint that the run started from, if it is no longer at model.source; only "
+        "with adapters, frozen weights, and multimodal models that are exported whole",
     )
     parser.add_argument(
         "--dtype",

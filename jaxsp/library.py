@@ -24,7 +24,6 @@ Example:
     library.save_model(state.master, "models/tuned", run_spec)
 """
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +45,6 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import row_meshes
-from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
@@ -207,6 +205,7 @@ def save_model(
     run_spec: RunSpec,
     *,
     dtype: Literal["bfloat16", "float32"] | None = None,
+    source: str | None = None,
 ) -> None:
     """Saves weights as a Hugging Face folder that transformers loads.
 
@@ -218,20 +217,28 @@ def save_model(
         weights: float32, sharded or whole, such as `state.master`.
         directory: a folder that does not exist or is empty.
         dtype: of the saved weights; None: model.compute_dtype.
+        source: folder or hub name of a multimodal checkpoint, for families that are saved with
+            all parts (Muse Glimmer); None: the model that `load_model` loaded.
     Memory:
         One file of weights (5 GB) at a time on the host. Weights that are offloaded to host memory
         are copied there once more.
-    Raises: UserError if the folder has files or cannot be written, and with several processes.
+    Raises: UserError if the folder has files or cannot be written, with several processes, and for
+        a source that is not used or has no other parts.
     Example: `save_model(state.master, "models/tuned", run_spec)`
     """
     config = run_spec.config.model
-    source, weights = _prepare_to_save(weights, directory, config)
-    field = str(source.path / "config.json")
-    fields = model_config.resolve_fields(source.config_fields, config, field=field)
+    model_folder, weights = _prepare_to_save(weights, directory, config)
+    field = str(model_folder.path / "config.json")
+    fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
     parts = None
     if other_parts.are_exported(fields):
-        plain = dataclasses.replace(run_spec.longest.model, lora=None)
-        parts = other_parts.open_folder(source, decoder.param_table(plain))
+        whole = model_folder if source is None else folder.find(source, field="source")
+        parts = other_parts.open_folder(whole, run_spec.longest.model)
+    elif source is not None:
+        raise UserError(
+            f"source = {source}: {fields['model_type']} is saved without parts of another folder. "
+            "Leave it out."
+        )
     table = run_spec.longest.table
     if run_spec.config.has_frozen_weights:
         table, weights = merging.merge_state(weights, table=table, model=run_spec.longest.model)
@@ -240,7 +247,7 @@ def save_model(
         table=table,
         fields=fields,
         tokenizer=None,
-        small_files=source.path,
+        small_files=model_folder.path,
         directory=directory,
         dtype=dtype or config.compute_dtype,
         other_parts=parts,

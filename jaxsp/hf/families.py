@@ -70,19 +70,18 @@ class Family:
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Modules of transformers whose tensors are stored as those of several modules, concatenated
     along the rows. Files may divide the rows at other places than jaxsp, or not at all."""
-    multimodal_type: str | None = None
-    """Multimodal model_type that is exported with all its parts, because transformers has no class
-    for its text model with the head; None: exports are text models."""
     has_experts: Callable[[dict[str, Any], int], bool] = lambda given, layer: False
     """Function that returns True if a layer, by its number, has experts in place of an MLP."""
+    has_other_parts: bool = False
+    """True if exports are the multimodal model with all its parts, because transformers has no
+    class for the text model with the head."""
     mixers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Mixer of each layer type, if `layer_types` selects it; empty: all layers have attention."""
 
     @property
     def auto_class(self) -> str:
         """Class of transformers that loads an export."""
-        is_text_model = self.multimodal_type is None
-        return "AutoModelForCausalLM" if is_text_model else "AutoModelForImageTextToText"
+        return "AutoModelForImageTextToText" if self.has_other_parts else "AutoModelForCausalLM"
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -504,7 +503,7 @@ def _read_muse_glimmer(given: dict[str, Any]) -> dict[str, Any]:
 
 FAMILIES["muse_glimmer_text"] = Family(
     architecture="MuseGlimmerForConditionalGeneration",
-    multimodal_type="muse_glimmer",
+    has_other_parts=True,
     bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim"),
     model={

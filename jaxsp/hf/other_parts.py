@@ -1,6 +1,6 @@
 """Parts of a multimodal checkpoint beside the text model, for exports that have all parts.
 
-transformers has no class for some text models (see `Family.multimodal_type`). Their export is the
+transformers has no class for some text models (see `Family.has_other_parts`). Their export is the
 multimodal model: the trained text model, and the other parts as they are in the checkpoint that
 the run started from.
 """
@@ -9,12 +9,13 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jaxsp.blocks import layers
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import config_checks, text_part, weights
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.tensors import StoredTensor
+from jaxsp.model import decoder
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -55,22 +56,39 @@ class OtherParts:
 
 def are_exported(fields: dict[str, Any]) -> bool:
     """True for a text model whose export has the other parts. Args: fields: of its config.json."""
-    return FAMILIES[fields["model_type"]].multimodal_type is not None
+    return FAMILIES[fields["model_type"]].has_other_parts
 
 
-def open_folder(source: ModelFolder, table: layers.Weights) -> OtherParts:
+def describe_missing(fields: dict[str, Any], directory: pathlib.Path | None) -> str:
+    """Describes the parts that an export needs; empty if the run's model has them.
+
+    Args:
+        fields: of the text model's config.json.
+        directory: folder with the config.json that the run started from; None: random weights.
+    """
+    has_parts = directory is not None and text_part.is_multimodal(directory)
+    if has_parts or not are_exported(fields):
+        return ""
+    return (
+        f"transformers has no class for {fields['model_type']}. An export needs the other parts of "
+        "a multimodal checkpoint with a text model of the same sizes: give its folder to jaxsp "
+        "export with --source."
+    )
+
+
+def open_folder(source: ModelFolder, model: ModelConfig) -> OtherParts:
     """Opens the files of a multimodal checkpoint, after downloading those that are on the hub.
 
-    Args: table: the parameter table of the text model without adapters.
-    Raises: UserError if it is not a multimodal checkpoint, or its text model is not that of the
-        table.
+    Args: model: the trained text model; its adapters are left out.
+    Raises: UserError if it is not a multimodal checkpoint, or its text model has other sizes.
     """
     if text_part.find_family(source.config_fields) is None:
         raise UserError(
             f"{source.field} = {source.source}: has only a text model, for which transformers has "
-            "no class. Give a multimodal checkpoint: its other parts are copied into the export."
+            "no class. Give a multimodal checkpoint, whose other parts are copied into the export: "
+            "`jaxsp export --source`, or `library.save_model(..., source=...)`."
         )
-    reader = weights.open_folder(source, table)
+    reader = weights.open_folder(source, decoder.plain_table(model))
     source.download_files(PROCESSOR_FILES)
     return OtherParts(
         folder=source.path,

@@ -54,7 +54,10 @@ def find_phases(spec: StepSpec) -> dict[str, int]:
         "the backward pass of attention": in_layer
         + max(_mixer_bytes(spec, kind) for kind in model.kinds),
         "the loss": saved + loss_gradients + _loss_bytes(spec),
-        "the gradient of the embedding": gradients + embedding + 2 * stream,
+        "the gradient of the embedding": gradients
+        + embedding
+        + 2 * stream
+        + _kept_embedding_bytes(spec),
     }
 
 
@@ -67,7 +70,7 @@ class ResidentBytes(NamedTuple):
     """Bytes of the optimizer state, such as AdamW's moments."""
     gradients: int
     activations: int
-    """Activations that all layers save for the backward pass."""
+    """Activations that all layers save for the backward pass, and embeddings before their norm."""
 
 
 def resident_bytes(spec: StepSpec) -> ResidentBytes:
@@ -85,13 +88,19 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
         weights=weights,
         moments=_device_state_bytes(spec),
         gradients=gradients,
-        activations=sum(_saved_bytes(spec, layer.kind) for layer in spec.model.layers),
+        activations=sum(_saved_bytes(spec, layer.kind) for layer in spec.model.layers)
+        + _kept_embedding_bytes(spec),
     )
 
 
 def _stream_bytes(spec: StepSpec) -> int:
     """Bytes of a layer's input."""
     return spec.tokens_per_device * spec.model.hidden_size * spec.dtype.itemsize
+
+
+def _kept_embedding_bytes(spec: StepSpec) -> int:
+    """Bytes of the tokens' embeddings, which are kept if they are the input of a norm."""
+    return _stream_bytes(spec) if spec.model.has_embedding_norm else 0
 
 
 def _saved_bytes(spec: StepSpec, kind: LayerKind) -> int:

@@ -20,9 +20,8 @@ def find_projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     Names are those of Hugging Face's files. Example: `self_attn.q_proj`.
     """
-    plain = dataclasses.replace(model, lora=None)
     found: dict[str, set[int]] = {}
-    for param in jax.tree.leaves(decoder.param_table(plain)["layers"]):
+    for param in jax.tree.leaves(decoder.plain_table(model)["layers"]):
         if param.is_projection:
             # Parts of one tensor have the same name, and so have tensors of several kinds of layers
             name = param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")

@@ -66,6 +66,11 @@ def param_table(config: ModelConfig) -> layers.Weights:
     return _make_table(OutsideLayers(config)) | {"layers": join_kinds(tables)}
 
 
+def plain_table(config: ModelConfig) -> layers.Weights:
+    """The parameter table of the model without adapters."""
+    return param_table(dataclasses.replace(config, lora=None))
+
+
 def split_kinds(config: ModelConfig, tree: Any) -> dict[LayerKind, Any]:
     """Weights of each kind of layers, from those of all layers in the structure of the table."""
     if len(config.kinds) == 1:

@@ -92,6 +92,7 @@ def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntr
     run = config.run
     return [
         BannerEntry("stop", inputs.stop_tokens),
+        BannerEntry("note", inputs.missing_parts),
         BannerEntry(
             "note",
             context_range.describe_excess(

@@ -19,7 +19,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.hf import model_config
+from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, row_meshes
 from jaxsp.model import decoder
@@ -115,6 +115,7 @@ def build_training(
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
         stop_tokens=_describe_stop(resolved),
+        missing_parts=_describe_missing_parts(resolved, model_dir),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return run_spec, inputs
@@ -193,6 +194,13 @@ def _describe_stop(resolved: ResolvedConfig) -> str:
     if not description:
         return ""
     return f"{description}; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
+
+
+def _describe_missing_parts(resolved: ResolvedConfig, model_dir: pathlib.Path | None) -> str:
+    """Describes the parts that an export of the run needs. Args: model_dir: of a resumed run."""
+    if model_dir is None and resolved.model_folder is not None:
+        model_dir = resolved.model_folder.path
+    return other_parts.describe_missing(resolved.hf_config, model_dir)
 
 
 def resolve_config(

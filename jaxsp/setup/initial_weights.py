@@ -74,8 +74,7 @@ def open_sources(
     """
     reader = None
     if source is not None:
-        model = dataclasses.replace(spec.model, lora=None)
-        reader = weights.open_folder(source, decoder.param_table(model))
+        reader = weights.open_folder(source, decoder.plain_table(spec.model))
     adapter_reader = None
     if adapter_source is not None:
         adapter_reader = peft.open_weights(adapter_source, spec.table)

@@ -1,6 +1,5 @@
 """Merges the trained weights of a run, such as adapters, with the frozen base of the run."""
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -48,7 +47,7 @@ def merge_base(
             f"{suggestion}"
         )
     source = folder.find(config.model.source)
-    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    plain_table = decoder.plain_table(model)
     reader = weights.open_folder(source, plain_table)
     table = trainable.build_table(model, config)
     read: dict[_Key, ReadLayer] = {}
@@ -79,7 +78,7 @@ def merge_state(
 
     jax.tree.map(add, table, weights)
     merge = functools.partial(_merge_weight, read, model.lora)
-    plain_table = decoder.param_table(dataclasses.replace(model, lora=None))
+    plain_table = decoder.plain_table(model)
     return plain_table, jax.tree.map(merge, plain_table)
 
 

@@ -56,6 +56,8 @@ class RunInputs:
     """Description of the source of the weights."""
     stop_tokens: str
     """Description of the tokens that end the turns of chats; empty without chats."""
+    missing_parts: str
+    """Description of the parts that an export needs; empty if the run's model has them."""
     is_mesh_automatic: bool
     """True if the config has `mesh.seq: auto`."""
     make_weights: Callable[[], layers.Weights]

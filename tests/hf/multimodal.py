@@ -1,9 +1,22 @@
 """Small multimodal models with random weights, and config.json of published ones."""
 
+import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import transformers
 
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.layers import Weights
+from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.core.batch import Batch
+from jaxsp.hf import folder, model_config, weights
+from jaxsp.hf.folder import ModelFolder
+from jaxsp.model import decoder
+from jaxsp.training import weight_init
+from tests import batches, tolerances
 from tests.hf import oracle
 
 VISION = {
@@ -168,3 +181,25 @@ three."""
 def torch_model(fields: dict[str, Any]) -> Any:
     """The multimodal model with random weights."""
     return oracle.torch_model(fields, transformers.AutoModelForImageTextToText)
+
+
+def import_folder(
+    directory: pathlib.Path, **model: Any
+) -> tuple[ModelFolder, dict[str, Any], Weights]:
+    """Folder, fields of the text model, and its weights. Args: model: other fields of `model`."""
+    source = folder.find(str(directory))
+    config = ModelSourceConfig(source=str(directory), **model)
+    fields = model_config.resolve_fields(source.config_fields, config, field="config.json")
+    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    reader = weights.open_folder(source, table)
+    return source, fields, weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
+
+
+def check_logits(model: Any, config: ModelConfig, master: Weights) -> None:
+    """Checks the logits of a text model against those of transformers' model without images."""
+    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
+    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
+    with oracle.torch.no_grad():
+        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
+        expected = model(input_ids=tokens).logits.numpy()
+    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY

@@ -17,7 +17,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.hf.families import FAMILIES
+from jaxsp.hf.families import FAMILIES, MULTIMODAL_FAMILIES
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
@@ -270,17 +270,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
-TEXT_EXPORTS = [
-    name for name in MODELS if FAMILIES[MODELS[name]["model_type"]].multimodal_type is None
-]
+TEXT_EXPORTS = [name for name in MODELS if not FAMILIES[MODELS[name]["model_type"]].has_other_parts]
 """The models for which transformers has a class; of the others, it has one with all parts."""
 
 
 def add_other_parts(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of the multimodal config.json of a text model for which transformers has no class."""
+    text_type = fields["model_type"]
+    (multimodal_type,) = (
+        name for name, family in MULTIMODAL_FAMILIES.items() if text_type in family.text_types
+    )
     return {
-        "model_type": FAMILIES[fields["model_type"]].multimodal_type,
-        "architectures": [FAMILIES[fields["model_type"]].architecture],
+        "model_type": multimodal_type,
+        "architectures": [FAMILIES[text_type].architecture],
         "text_config": fields,
         "vision_config": {
             **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
@@ -295,7 +297,7 @@ def add_other_parts(fields: dict[str, Any]) -> dict[str, Any]:
 def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModelForCausalLM) -> Any:
     """A model with random weights: no bias is 0, no norm is 1, and attention is not uniform."""
     family = FAMILIES.get(fields["model_type"])
-    if family is not None and family.multimodal_type is not None:
+    if family is not None and family.has_other_parts:
         whole = add_other_parts(fields)
         return TextPart(torch_model(whole, transformers.AutoModelForImageTextToText))
     config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))

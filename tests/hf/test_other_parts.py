@@ -4,26 +4,27 @@ import json
 import pathlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from jaxsp import library
 from jaxsp.config.schema import ModelSourceConfig
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, other_parts, weights, writer
+from jaxsp.hf import folder, model_config, other_parts, writer
 from jaxsp.model import decoder
-from jaxsp.training import weight_init
-from tests import batches, tolerances
+from tests import batches
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
 FIELDS = multimodal.MODELS["muse_glimmer"]
 
 PREFIX = "model.language_model."
+
+CONFIG = {
+    **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
+    **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
+}
 
 
 def save(directory: pathlib.Path, dtype: str) -> dict[str, np.ndarray]:
@@ -46,13 +47,9 @@ def is_text(name: str) -> bool:
 
 def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, Any]:
     """Exports the text model with doubled embeddings in float32, and returns it."""
-    found = folder.find(str(source))
-    config = ModelSourceConfig(source=str(source), **model)
-    fields = model_config.resolve_fields(found.config_fields, config, field="config.json")
+    found, fields, master = multimodal.import_folder(source, **model)
     parsed = model_config.parse_model_config(fields, field="config.json")
     table = decoder.param_table(parsed)
-    read = weights.open_folder(found, table).read
-    master = weight_init.load_weights(table, batches.mesh(1, 1, 1), read)
     master["embedding"] = 2 * master["embedding"]
     writer.export_model(
         master,
@@ -62,7 +59,7 @@ def export(source: pathlib.Path, out: pathlib.Path, **model: Any) -> tuple[Any, 
         directory=out,
         dtype="float32",
         max_shard_size="60KB",
-        other_parts=other_parts.open_folder(found, table),
+        other_parts=other_parts.open_folder(found, parsed),
     )
     return parsed, master
 
@@ -92,12 +89,7 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager", dtype="auto"
     )
     assert not any(info.values()), info
-    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
-    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
-    with oracle.torch.no_grad():
-        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
-        expected = loaded(input_ids=tokens).logits.numpy()
-    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY
+    multimodal.check_logits(loaded, config, master)
 
     before, after = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out")
@@ -116,19 +108,47 @@ def test_transformers_loads_an_export_with_a_changed_rope_and_computes_the_same(
 
 def test_a_model_that_the_library_has_loaded_is_saved_with_all_parts(tmp_path):
     before = save(tmp_path / "in", "float32")
-    config = {
-        **{"run": {"steps": 1}, "mesh": {"seq": 2}, "data": {"row_tokens": 32}},
-        **{"batch": {"rows_per_step": 4}, "optimizer": {"learning_rate": 0.1}},
-    }
-    run_spec, master = library.load_model(str(tmp_path / "in"), config)
+    run_spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
     library.save_model(master, tmp_path / "out", run_spec, dtype="float32")
     after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
     assert batches.is_bitwise_equal(after, before)
 
 
-def test_a_folder_without_other_parts_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(oracle.MODELS["muse_glimmer"]))
-    source = folder.find(str(tmp_path))
+def test_a_text_model_is_saved_with_the_parts_of_another_folder(tmp_path):
+    before = save(tmp_path / "whole", "float32")
+    text = {
+        f"model.{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name: x
+        for name, x in before.items()
+        if is_text(name)
+    }
+    (tmp_path / "text").mkdir()
+    safetensors.numpy.save_file(text, tmp_path / "text/model.safetensors")
+    (tmp_path / "text/config.json").write_text(json.dumps(FIELDS["text_config"]))
+    run_spec, master = library.load_model(str(tmp_path / "text"), CONFIG)
     with pytest.raises(UserError) as raised:
-        other_parts.open_folder(source, {})
-    assert_names(raised.value, str(tmp_path), "multimodal checkpoint", start="model.source = ")
+        library.save_model(master, tmp_path / "out", run_spec)
+    parts = ("multimodal checkpoint", "--source", "save_model(..., source=...)")
+    assert_names(raised.value, *parts, start=f"model.source = {tmp_path / 'text'}: ")
+    source = str(tmp_path / "whole")
+    library.save_model(master, tmp_path / "out", run_spec, dtype="float32", source=source)
+    after = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert batches.is_bitwise_equal(after, before)
+
+
+def test_a_source_that_no_part_is_read_from_is_refused(tmp_path):
+    oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(tmp_path / "in")
+    run_spec, master = library.load_model(str(tmp_path / "in"), CONFIG)
+    with pytest.raises(UserError) as raised:
+        library.save_model(master, tmp_path / "out", run_spec, source="elsewhere")
+    assert_names(raised.value, "llama", "Leave it out", start="source = elsewhere: ")
+
+
+def test_the_parts_that_an_export_needs_are_described_if_the_run_does_not_have_them(tmp_path):
+    for name, fields in (("whole", FIELDS), ("text", FIELDS["text_config"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    describe = other_parts.describe_missing
+    assert describe(FIELDS["text_config"], tmp_path / "whole") == ""
+    for directory in (None, tmp_path, tmp_path / "text"):
+        assert describe(oracle.MODELS["llama3"], directory) == ""
+        assert_names(describe(FIELDS["text_config"], directory), "muse_glimmer_text", "--source")

@@ -6,21 +6,16 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import ModelSourceConfig
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, model_config, published, weights, writer
-from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf import model_config, published, weights, writer
 from jaxsp.model import decoder
-from jaxsp.training import weight_init
-from tests import batches, tolerances
+from tests import batches
 from tests.hf import multimodal, oracle
 from tests.messages import assert_names
 
@@ -68,15 +63,6 @@ def save(model: Any, directory: pathlib.Path, layout: str) -> None:
         safetensors.numpy.save_file(stored, path, metadata={"format": "pt"})
 
 
-def import_folder(directory: pathlib.Path) -> tuple[ModelFolder, dict[str, Any], layers.Weights]:
-    """Folder, fields of the text model, and its weights."""
-    source = folder.find(str(directory))
-    fields = resolve(source.config_fields)
-    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
-    reader = weights.open_folder(source, table)
-    return source, fields, weight_init.load_weights(table, batches.mesh(1, 1, 1), reader.read)
-
-
 @pytest.mark.parametrize("layout", ["hub, several files", "modules of transformers 5"])
 @pytest.mark.parametrize("name", TEXT_CLASSES)
 def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, layout):
@@ -89,7 +75,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
         prefix = "model.language_model."
     assert f"{prefix}norm.weight" in names
     assert (len(files) > 1) == ("several" in layout)
-    source, fields, master = import_folder(tmp_path / "in")
+    source, fields, master = multimodal.import_folder(tmp_path / "in")
     config = model_config.parse_model_config(fields, field="config.json")
     table = decoder.param_table(config)
     expected = text_tensors(model)
@@ -132,7 +118,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
         tmp_path,
         **{f"mtp.{name}": np.zeros((2, 2), np.float32) for name in ("fc.weight", "norm.weight")},
     )
-    source, fields, master = import_folder(tmp_path)
+    source, fields, master = multimodal.import_folder(tmp_path)
     table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
     expected = jax.tree.map(oracle.torch.from_numpy, text_tensors(model))
     assert batches.is_bitwise_equal(master, oracle.stacked(expected, table))
@@ -157,14 +143,9 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
 def test_logits_equal_those_of_the_multimodal_model_without_images(tmp_path, name):
     model = multimodal.torch_model(multimodal.MODELS[name])
     save(model, tmp_path, "hub")
-    _, fields, master = import_folder(tmp_path)
+    _, fields, master = multimodal.import_folder(tmp_path)
     config = model_config.parse_model_config(fields, field="config.json")
-    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
-    result = oracle.jaxsp_result(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays)))
-    with oracle.torch.no_grad():
-        tokens = oracle.torch.from_numpy(arrays["tokens_BL"].astype(np.int64))
-        expected = model(input_ids=tokens).logits.numpy()
-    assert batches.relative_error(result.logits, expected) < tolerances.FP32_PARITY
+    multimodal.check_logits(model, config, master)
 
 
 def test_sizes_that_gemma_leaves_out_are_those_of_transformers():
@@ -350,11 +331,11 @@ def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(t
         before = (tmp_path / "model.safetensors").read_bytes()
         rewrite(tmp_path, **changes)
         with pytest.raises(UserError) as raised:
-            import_folder(tmp_path)
+            multimodal.import_folder(tmp_path)
         (problem,) = raised.value.problems
         assert_names(problem, *parts)
         (tmp_path / "model.safetensors").write_bytes(before)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
     with pytest.raises(UserError, match="gemma3, mistral3, qwen3_5 or muse_glimmer"):
-        import_folder(tmp_path)
+        multimodal.import_folder(tmp_path)

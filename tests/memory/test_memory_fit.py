@@ -18,7 +18,7 @@ from jaxsp.processes import hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.runtime import memory_limits
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.training import train_state
+from jaxsp.training import train_state, train_step
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planner import programs
@@ -492,6 +492,25 @@ def check_formula(made):
 @pytest.mark.e2e
 def test_the_formula_is_close_to_what_is_compiled():
     check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, microbatches=1))
+
+
+@pytest.mark.e2e
+def test_embeddings_before_their_norm_are_kept_during_the_step():
+    """XLA's buffers for the step grow by the same bytes."""
+    predicted = []
+    compiled_bytes = []
+    for has_embedding_norm in (False, True):
+        model = dataclasses.replace(batches.model(), has_embedding_norm=has_embedding_norm)
+        memory = {"remat": "full", "loss_tile_tokens": 256, "mlp_tile_tokens": 256}
+        spec = runs.make_spec(
+            memory, model=model, row_tokens=2048, sizes=(1, 1, 1), compute_dtype="float32"
+        )
+        predicted.append(memory_formula.predict_bytes(spec))
+        lowered = train_step.build_step(spec).lower(*train_state.abstract_inputs(spec))
+        compiled_bytes.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    expected = 4 * 2048 * batches.model().hidden_size
+    assert predicted[1] - predicted[0] == expected
+    assert compiled_bytes[1] - compiled_bytes[0] == pytest.approx(expected, rel=0.1)
 
 
 ALL_AT_ONCE = 10**9

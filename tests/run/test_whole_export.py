@@ -142,13 +142,25 @@ def test_adapters_are_trained_and_exported_alone_and_merged(folder, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_from_random_weights_is_not_exported(folder):
+def test_a_run_from_random_weights_is_exported_with_the_parts_of_source(folder):
     words = ("model.source=null", f"model.config={json.dumps(FIELDS['text_config'])}")
     train(folder, "random", *words, "run.steps=1", groups=1, seq=1)
-    for options, parts in (
-        ((), ["muse_glimmer_text", "model.source"]),
-        (("--source", folder / "model"), ["--source", "model.config"]),
+    messages.assert_names(messages.read_banner(folder / "random"), "note", "--source")
+    with pytest.raises(UserError) as raised:
+        run_export(folder / "random", folder / "none")
+    messages.assert_names(raised.value, "muse_glimmer_text", "--source", "model.config")
+    run_export(folder / "random", folder / "filled", "--source", folder / "model")
+    check_export(folder, folder / "filled")
+
+
+@pytest.mark.slow
+def test_a_source_is_refused_by_name_if_nothing_is_read_from_it(folder):
+    oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(folder / "llama")
+    for name, words in (
+        ("trained", (f"model.source={folder / 'llama'}",)),
+        ("random", ("model.source=null", f"model.config={json.dumps(oracle.MODELS['llama3'])}")),
     ):
+        train(folder, f"llama {name}", *words, "run.steps=1", groups=1, seq=1)
         with pytest.raises(UserError) as raised:
-            run_export(folder / "random", folder / "none", *options)
-        messages.assert_names(raised.value, *parts)
+            run_export(folder / f"llama {name}", folder / "none", "--source", folder / "llama")
+        messages.assert_names(raised.value, "Leave it out", start="--source = ")
