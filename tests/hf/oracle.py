@@ -329,8 +329,9 @@ def float64_gradients(model: Any, documents: list[np.ndarray]) -> "Result":
 def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors under the names of files on the hub.
 
-    Of experts, the modules of transformers have one tensor for all. Of OLMo Hybrid, the modules of transformers have one convolution for q, k and v, and the files
-    that it writes have other norms, and rows of the convolution divided into equal parts.
+    Of experts, the modules of transformers have one tensor for all. Of OLMo Hybrid, they have one
+    convolution for q, k and v, and the files that it writes have other norms, and rows of the
+    convolution divided into equal parts.
     """
     renamed = {}
     for name, array in named.items():
