@@ -5,6 +5,7 @@ is closed, and a file that is truncated while it is mapped kills the process (SI
 about 1 ms for 400 tensors, and checks the header again.
 """
 
+import abc
 import dataclasses
 import math
 import pathlib
@@ -16,6 +17,9 @@ from typing import Any
 import numpy as np
 import safetensors
 
+Index = tuple[slice, ...]
+"""A slice without a step for each dim; as in numpy, it may reach past the end."""
+
 DTYPES = ("F32", "F16", "BF16")
 """Dtypes that jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
@@ -25,14 +29,34 @@ class BadFileError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class TensorView(abc.ABC):
+    """A tensor of a model, which is made of slices of stored tensors."""
+
+    dtype: str
+    """Name in safetensors."""
+    shape: tuple[int, ...]
+
+    @abc.abstractmethod
+    def list_slices(self, index: Index) -> "list[StoredSlice]":
+        """Slices of stored tensors that a slice of this tensor is made of."""
+
+    @abc.abstractmethod
+    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+        """The slice of this tensor. Args: slices: values of the result of `list_slices`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor(TensorView):
     """A tensor in a file."""
 
     file: pathlib.Path
     name: str
-    dtype: str
-    """Name in safetensors."""
-    shape: tuple[int, ...]
+
+    def list_slices(self, index: Index) -> "list[StoredSlice]":
+        return [(self, index)]
+
+    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+        return slices[0]
 
     @property
     def num_bytes(self) -> int:
@@ -41,49 +65,112 @@ class StoredTensor:
         return math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
+StoredSlice = tuple[StoredTensor, Index]
+"""Slice of a tensor in a file."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredRows:
+class StoredRows(TensorView):
     """A tensor whose rows are some of those of other tensors, concatenated along the rows."""
 
     parts: tuple[StoredTensor, ...]
     first: int
     """Number of the first row, counted from the first row of the first part."""
-    count: int
-    """Number of rows."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.parts[0].shape[1:])
-
-    @property
-    def dtype(self) -> str:
-        """dtype of a part; one that jaxsp does not read, if there is one."""
-        return min((part.dtype for part in self.parts), key=lambda dtype: dtype in DTYPES)
-
-    def split(self, index: tuple[slice, ...]) -> Iterator[tuple[StoredTensor, tuple[slice, ...]]]:
-        """Yields all parts, with the slices of them that a slice of this tensor consists of."""
+    def list_slices(self, index: Index) -> list[StoredSlice]:
         rows, *others = index
-        start, stop, _ = rows.indices(self.count)
+        start, stop, _ = rows.indices(self.shape[0])
         start += self.first
         stop += self.first
+        slices = []
         for part in self.parts:
-            yield part, (slice(max(start, 0), max(stop, 0)), *others)
+            slices.append((part, (slice(max(start, 0), max(stop, 0)), *others)))
             start -= part.shape[0]
             stop -= part.shape[0]
+        return slices
+
+    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(slices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredExpert(TensorView):
+    """The matrix of one expert: some rows of a tensor [experts, rows, columns]."""
+
+    whole: TensorView
+    expert: int
+    first: int
+    """Number of the first row."""
+
+    def list_slices(self, index: Index) -> list[StoredSlice]:
+        rows, columns = index
+        start, stop, _ = rows.indices(self.shape[0])
+        rows = slice(self.first + start, self.first + stop)
+        return self.whole.list_slices((slice(self.expert, self.expert + 1), rows, columns))
+
+    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+        return self.whole.join(slices)[0]
+
+
+FUSED_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+}
+"""Names of tensors with the matrices of all experts, and the modules of each expert that they have,
+below each other. transformers has such tensors in memory, and so have the files of Qwen3.5."""
+
+
+def fused_names(shapes: Iterable[str]) -> dict[str, str]:
+    """Names that the matrices of all experts may be stored under, where the model has one for each
+    expert; and the beginning of those names. Args: shapes: names of the model's tensors."""
+    first = "mlp.experts.0.down_proj.weight"
+    prefixes = [name.removesuffix(first) for name in shapes if name.endswith(first)]
+    return {prefix + name: prefix for prefix in prefixes for name in FUSED_EXPERTS}
+
+
+def split_experts(
+    stored: Mapping[str, TensorView], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorView]:
+    """Returns a matrix for each expert, where the model has those; other tensors as they are.
+
+    Args: shapes: shapes of the model's tensors.
+    """
+    views = {**stored}
+    for name, prefix in fused_names(shapes).items():
+        if name not in stored or len(stored[name].shape) != 3:
+            continue
+        modules = FUSED_EXPERTS[name.removeprefix(prefix)]
+        num_experts, num_rows, num_columns = stored[name].shape
+        count = num_rows // len(modules)
+        parts = {
+            f"{prefix}mlp.experts.{expert}.{module}.weight": StoredExpert(
+                dtype=stored[name].dtype,
+                shape=(count, num_columns),
+                whole=stored[name],
+                expert=expert,
+                first=number * count,
+            )
+            for expert in range(num_experts)
+            for number, module in enumerate(modules)
+        }
+        if count * len(modules) == num_rows and not parts.keys() & stored.keys():
+            del views[name]  # otherwise it is named as surplus
+            views |= parts
+    return views
 
 
 def divide_rows(
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]],
     divided: Mapping[str, tuple[str, ...]],
-) -> dict[str, StoredTensor | StoredRows]:
+) -> dict[str, TensorView]:
     """Returns tensors whose rows are divided as in a model; others as they are.
 
     Args:
         shapes: shapes of the model's tensors.
         divided: `families.Family.divided_tensors`.
     """
-    result: dict[str, StoredTensor | StoredRows] = {**stored}
+    result: dict[str, TensorView] = {**stored}
     for whole, modules in divided.items():
         ends = [f"{module}.weight" for module in modules]
         for prefix in [x.removesuffix(ends[0]) for x in shapes if x.endswith(ends[0])]:
@@ -96,11 +183,13 @@ def divide_rows(
                 continue  # named as missing, surplus or of another shape
             for name in given:
                 del result[name]
+            # One that jaxsp does not read, if there is one
+            dtype = min((part.dtype for part in parts), key=lambda dtype: dtype in DTYPES)
             first = 0
             for name in names:
-                count = shapes[name][0]
-                result[name] = StoredRows(parts=parts, first=first, count=count)
-                first += count
+                shape = shapes[name]
+                result[name] = StoredRows(dtype=dtype, shape=shape, parts=parts, first=first)
+                first += shape[0]
     return result
 
 
@@ -116,25 +205,18 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         }
 
 
-def read_slice(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+def read_slice(tensor: StoredTensor, index: Index) -> np.ndarray:
     """Returns a slice of a tensor, like `read_slices`."""
     return read_slices(tensor.file, [(tensor, index)])[0]
 
 
-def read_slices(
-    path: pathlib.Path, parts: Iterable[tuple[StoredTensor, tuple[slice, ...]]]
-) -> list[np.ndarray]:
-    """Returns slices of tensors of a file, float32. Raises: BadFileError.
-
-    Args:
-        parts: tensors, and a slice without a step for each dim; as in numpy, it may reach past the
-            end.
-    """
+def read_slices(path: pathlib.Path, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
+    """Returns slices of tensors of a file, float32. Raises: BadFileError."""
     with _open(path) as file:
         return [_read_slice(file, *part) for part in parts]
 
 
-def _read_slice(file: Any, tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
+def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
     spans = [range(*part.indices(size)) for part, size in zip(index, tensor.shape, strict=True)]
     shape = [len(span) for span in spans]
     if 0 in shape:  # safetensors refuses an empty slice at the end of a dim

@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.tensors import BadFileError, StoredRows, StoredTensor
+from jaxsp.hf.tensors import BadFileError, Index, StoredSlice, StoredTensor, TensorView
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -42,13 +42,13 @@ class WeightReader:
 
     error_prefix: str
     """Field and value of the config that names the folder."""
-    tensors: Mapping[str, StoredTensor | StoredRows]
+    tensors: Mapping[str, TensorView]
     left_out: str
     """Description of `other_tensors`; empty if there are none."""
     other_tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
     """Tensors of parts that are not trained, by their names in the files."""
 
-    def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
         """Returns a slice of one tensor, float32.
 
         Args:
@@ -56,33 +56,37 @@ class WeightReader:
             index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
-        experts, matrix = (), index
-        if param.num_experts is not None:
-            experts, matrix = index[:1], index[1:]
+        num_stacked = 0 if param.num_experts is None else 1
+        experts, matrix = index[:num_stacked], index[num_stacked:]
         if param.hf_rows is not None:
             first = param.hf_rows[0]
             rows, *rest = matrix
             # bounds within this parameter, not within the tensor
             start, stop, _ = rows.indices(param.matrix_shape[0])
             matrix = (slice(first + start, first + stop), *rest)
-        tensors_by_expert = [self.tensors[name] for _, name in param.list_tensors(layer)]
+        views = [self.tensors[name] for _, name in param.list_tensors(layer)]
         if not param.has_tensor_per_expert:
-            return self.read_slice(tensors_by_expert[0], (*experts, *matrix))
-        chosen = tensors_by_expert[experts[0]]
+            return self.read_slice(views[0], (*experts, *matrix))
+        chosen = [(view, matrix) for part in experts for view in views[part]]
         if not chosen:
             sizes = zip(matrix, param.matrix_shape, strict=True)
             return np.zeros((0, *(len(range(*part.indices(size))) for part, size in sizes)))
-        return np.stack(self._read_slices([(tensor, matrix) for tensor in chosen]))
+        return np.stack(self._read_views(chosen))
 
-    def read_slice(self, tensor: StoredTensor | StoredRows, index: tuple[slice, ...]) -> np.ndarray:
+    def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""
-        if isinstance(tensor, StoredRows):
-            return np.concatenate(self._read_slices(tensor.split(index)))
-        return self._read_slices([(tensor, index)])[0]
+        return self._read_views([(tensor, index)])[0]
 
-    def _read_slices(
-        self, parts: Iterable[tuple[StoredTensor, tuple[slice, ...]]]
-    ) -> list[np.ndarray]:
+    def _read_views(self, parts: list[tuple[TensorView, Index]]) -> list[np.ndarray]:
+        """Slices of tensors; each file is opened once for all that follow each other in it."""
+        lists = [view.list_slices(index) for view, index in parts]
+        slices = iter(self._read_slices(itertools.chain(*lists)))
+        return [
+            view.join(list(itertools.islice(slices, len(members))))
+            for (view, _), members in zip(parts, lists, strict=True)
+        ]
+
+    def _read_slices(self, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
         slices: list[np.ndarray] = []
         for file, members in itertools.groupby(parts, lambda part: part[0].file):
             try:
@@ -113,19 +117,20 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     except ValueError as error:
         raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
     shapes = tensor_shapes(table)
-    stored = _rename(stored, {*shapes, _HEAD_NAME})
+    stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
     embedding_name = table["embedding"].hf_name
     head = None
     if "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
-    divided = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
-    problems = _find_differences(divided, shapes, source, is_multimodal=is_multimodal)
+    views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
+    views = tensors.split_experts(views, shapes)
+    problems = _find_differences(views, shapes, source, is_multimodal=is_multimodal)
     if problems:
         raise UserError(problems)
     reader = WeightReader(
         error_prefix=asked,
-        tensors={name: divided[name] for name in shapes},
+        tensors={name: views[name] for name in shapes},
         left_out=text_part.describe_left_out(others, source.config_fields),
         other_tensors=others,
     )
@@ -255,7 +260,7 @@ def tensor_shapes(table: Any) -> dict[str, tuple[int, ...]]:
 
 
 def compare(
-    stored: Mapping[str, StoredTensor | StoredRows], shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, TensorView], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of missing and of surplus tensors, and descriptions of those of another shape."""
     missing = [name for name in shapes if name not in stored]
@@ -269,7 +274,7 @@ def compare(
 
 
 def _find_differences(
-    stored: Mapping[str, StoredTensor | StoredRows],
+    stored: Mapping[str, TensorView],
     shapes: dict[str, tuple[int, ...]],
     source: ModelFolder,
     *,

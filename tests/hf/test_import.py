@@ -142,6 +142,39 @@ def test_tensors_of_olmo_hybrid_are_read_under_all_their_names(tmp_path, naming)
         read(tmp_path)
 
 
+def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
+    fields = oracle.MODELS["qwen3_moe"]
+    model = oracle.torch_model(fields)
+    written = checkpoint(tmp_path, fields)
+    assert "model.layers.0.mlp.experts.5.up_proj.weight" in written
+    expected = [read(tmp_path, sizes)[1] for sizes in MESHES]
+    fused = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    first = "model.layers.0.mlp.experts."
+    assert fused[f"{first}gate_up_proj"].shape == (6, 80, 48)
+    names = {f"{name.removeprefix('model.')}": array for name, array in fused.items()}  # AutoModel
+    for stored in (fused, names):
+        safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+        for sizes, same in zip(MESHES, expected, strict=True):
+            assert batches.is_bitwise_equal(read(tmp_path, sizes)[1], same)
+
+    gate_up = fused[f"{first}gate_up_proj"]
+    problems = {
+        rf"missing tensors: {first}5\.gate_proj\.weight, {first}5\.up_proj\.weight\.": gate_up[:5],
+        rf"another shape .*: {first}0\.gate_proj\.weight \[40, 47\]": gate_up[..., :-1],
+        rf"does not have: {first}6\.gate_proj\.weight": np.concatenate([gate_up, gate_up[:1]]),
+        rf"does not have: {first}gate_up_proj\.": gate_up[:, 1:],
+    }
+    for problem, array in problems.items():
+        changed = fused | {f"{first}gate_up_proj": np.ascontiguousarray(array)}
+        safetensors.numpy.save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=problem):
+            read(tmp_path)
+    both = fused | {f"{first}0.down_proj.weight": fused[f"{first}down_proj"][0]}
+    safetensors.numpy.save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"does not have: {first}down_proj\."):
+        read(tmp_path)
+
+
 def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tmp_path):
     """safetensors.torch.save_model keeps the first name in the alphabet, which is the head's."""
     source = checkpoint(tmp_path, oracle.MODELS["llama tied"])

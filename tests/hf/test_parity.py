@@ -23,12 +23,13 @@ LAYOUTS = [("a document per row", pytest.mark.slow), ("packed, with padding", ()
 """Names of SEGMENTS with their marks: packed rows prove more."""
 
 
-HYBRID_MARKS = {
+MARKS = {
     "qwen3_5": pytest.mark.e2e,
     "olmo hybrid": pytest.mark.e2e,
     "olmo hybrid with RoPE": pytest.mark.slow,
+    **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe"), pytest.mark.e2e),
 }
-"""Marks of models with delta nets, which compile for 20 s."""
+"""Marks of models with delta nets, which compile for 20 s, and of those with experts, 10 s."""
 
 
 def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -63,7 +64,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks) for layout, marks in LAYOUTS])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=HYBRID_MARKS.get(name, [])) for name in oracle.MODELS],
+    [pytest.param(name, marks=MARKS.get(name, [])) for name in oracle.MODELS],
 )
 def test_loss_logits_and_every_gradient_equal_transformers(name, layout):
     actual, expected = run(name, layout)
