@@ -1,8 +1,9 @@
 """Exchange of layers for shards, for updates that need whole matrices on a device.
 
-An all-to-all exchanges layers for shards: of a group of as many layers as there are shards, each
-device gets one whole matrix. Another all-to-all brings the shards back. Nothing is computed twice,
-and a device sends its shard twice. An all-gather of all matrices would send num_shards / 2 times as
+An all-to-all exchanges matrices for shards: of a group of as many layers as there are shards, each
+device gets one whole matrix. A layer with experts has a matrix for each, so a group of fewer layers
+is enough. Another all-to-all brings the shards back. Nothing is computed twice, and a device sends
+its shard twice. An all-gather of all matrices would send num_shards / 2 times as
 much (Muon, Llama-3.1-8B on 8 GPUs: 12.2 GB instead of 3.1 GB per step), and each device would
 repeat all arithmetic.
 
@@ -30,19 +31,23 @@ SCOPE = "matrix_exchange"
 
 
 def group_size(param: Parameter, num_shards: int) -> int:
-    """Number of layers that are exchanged at a time, so that each device has one whole matrix."""
+    """Number of layers that are exchanged at a time, so that each device has one whole matrix.
+
+    It has several if a layer has more experts than there are shards.
+    """
     is_sharded = sharding.choose_placement(param, num_shards).dim is not None
-    return num_shards if is_sharded else 1
+    return max(1, num_shards // (param.num_experts or 1)) if is_sharded else 1
 
 
 def map_matrices(
     param: Parameter,
     function: Callable[[Array], Array],
-    matrices: Float[Array, "n o i"],
+    matrices: Float[Array, "n *e o i"],
     *,
     mesh: Mesh,
-) -> Float[Array, "n o i"]:
-    """Results of a function of whole matrices, for a group of layers with padding as stored.
+) -> Float[Array, "n *e o i"]:
+    """Results of a function of whole matrices [m, o, i], for a group of layers, with padding as
+    stored; m counts the experts of all layers.
 
     The function must return zeros for a matrix of zeros, and keep zero rows and columns.
 
@@ -52,35 +57,40 @@ def map_matrices(
     dim = sharding.choose_placement(param, num_shards).dim
     with jax.named_scope(SCOPE):
         if dim is None:
-            return function(matrices)
+            return function(_flatten(matrices)).reshape(matrices.shape)
+        axis = dim if param.num_experts else dim + 1
 
-        def exchange(shards: Array) -> Array:
-            num_layers = shards.shape[0]
-            padding = [(0, -num_layers % num_shards), (0, 0), (0, 0)]
+        def exchange(layers: Array) -> Array:
+            shards = _flatten(layers)
+            num_matrices = len(shards)
+            padding = [(0, -num_matrices % num_shards), (0, 0), (0, 0)]
             whole = jax.lax.all_to_all(
-                jnp.pad(shards, padding),
-                axes.SHARDS,
-                split_axis=0,
-                concat_axis=dim + 1,
-                tiled=True,
+                jnp.pad(shards, padding), axes.SHARDS, split_axis=0, concat_axis=axis, tiled=True
             )
             result = jax.lax.all_to_all(
-                function(whole), axes.SHARDS, split_axis=dim + 1, concat_axis=0, tiled=True
+                function(whole), axes.SHARDS, split_axis=axis, concat_axis=0, tiled=True
             )
-            return result[:num_layers]
+            return result[:num_matrices].reshape(layers.shape)
 
         spec = sharding.partition_spec(param, num_shards)
         on_mesh = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return on_mesh(matrices)
 
 
+def _flatten(layers: Float[Array, "n *e o i"]) -> Float[Array, "m o i"]:
+    return layers.reshape(-1, *layers.shape[-2:])
+
+
 def sent_bytes(param: Parameter, num_shards: int, itemsize: int) -> dict[str, float]:
     """Bytes that a device sends for all layers of a weight: two all-to-alls of its shards.
 
-    A group that is not full is padded with layers of zeros: 36 layers on 32 devices count as 64.
+    A group that is not full is padded with matrices of zeros: 36 layers on 32 devices count as 64.
     """
     if param.num_layers is None or sharding.choose_placement(param, num_shards).dim is None:
         return {}
-    size = sharding.shard_size(param, num_shards) // param.num_layers
-    num_layers = -(-param.num_layers // num_shards) * num_shards
-    return {"all-to-all": 2 * itemsize * num_layers * size * (1 - 1 / num_shards)}
+    num_experts = param.num_experts or 1
+    size = sharding.shard_size(param, num_shards) // (param.num_layers * num_experts)
+    num_groups, num_remaining = divmod(param.num_layers, group_size(param, num_shards))
+    layers = [*num_groups * [group_size(param, num_shards)], num_remaining]
+    num_matrices = sum(-(-n * num_experts // num_shards) * num_shards for n in layers)
+    return {"all-to-all": 2 * itemsize * num_matrices * size * (1 - 1 / num_shards)}

@@ -59,7 +59,7 @@ def orthogonalize(param: Parameter, matrices: Float[Array, "n o i"]) -> Float[Ar
     Zero rows and columns, such as padding, stay zero.
     """
     dtype = matrices.dtype
-    is_tall = param.shape[0] > param.shape[1]
+    is_tall = param.matrix_shape[0] > param.matrix_shape[1]
     x32 = matrices.astype(jnp.float32)
     norms = jnp.sqrt(jnp.sum(x32 * x32, axis=(1, 2), keepdims=True))
     x = (x32 / (norms + _EPS)).astype(dtype)
@@ -74,5 +74,5 @@ def orthogonalize(param: Parameter, matrices: Float[Array, "n o i"]) -> Float[Ar
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa
     with jax.default_matmul_precision("float32" if dtype == jnp.float32 else None):
         x = jax.lax.fori_loop(0, _NUM_ITERATIONS, iterate, x)
-    scale = jnp.asarray(_RMS * max(param.shape) ** 0.5, dtype)
+    scale = jnp.asarray(_RMS * max(param.matrix_shape) ** 0.5, dtype)
     return scale * (x.mT if is_tall else x)

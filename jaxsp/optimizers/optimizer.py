@@ -26,18 +26,20 @@ from jaxsp.sharding import host_offload
 def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
     """Optax transform of one layer's gradient, without the learning rate; only matrices decay.
 
-    Of updates that need whole matrices, it is the part before `Optimizer.finish_matrices`.
+    Each expert is transformed for itself, and has its own state. Of updates that need whole
+    matrices, it is the part before `Optimizer.finish_matrices`.
     """
     own = OPTIMIZERS[config.name]
+    decay = optax.add_decayed_weights(param_groups.weight_decay(config, param))
     if not registry.is_layer_matrix(param) or own.make_matrix_transform is None:
-        return optax.chain(own.make_transform(config), _decay(config, param))
-    if own.finish_matrices is not None:
-        return own.make_matrix_transform(config)
-    return optax.chain(own.make_matrix_transform(config), _decay(config, param))
-
-
-def _decay(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
-    return optax.add_decayed_weights(param_groups.weight_decay(config, param))
+        transform = optax.chain(own.make_transform(config), decay)
+    elif own.finish_matrices is None:
+        transform = optax.chain(own.make_matrix_transform(config), decay)
+    else:
+        transform = own.make_matrix_transform(config)
+    if param.num_experts is None:
+        return transform
+    return optax.GradientTransformation(jax.vmap(transform.init), jax.vmap(transform.update))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ averages of rows, are the same on all devices.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,12 +141,15 @@ def sent_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, float
     (all-gather). A few bytes for clipping are left out. Args: state: as for `held_bytes`.
     """
     placement = sharding.choose_placement(param, num_shards)
-    layers = [_layer_shape(param, x.shape) for x in jax.tree.leaves(state)]
-    has_averages = any(len(shape) == 1 and shape[0] in param.shape for shape in layers)
-    if placement.dim is None or len(param.shape) != 2 or not has_averages:
+    experts = param.shape[: -len(param.matrix_shape)]
+    averages = [(*experts, size) for size in param.matrix_shape]
+    has_averages = any(_layer_shape(param, x.shape) in averages for x in jax.tree.leaves(state))
+    if placement.dim is None or len(param.matrix_shape) != 2 or not has_averages:
         return {}
-    moved = 4 * (param.num_layers or 1) * (1 - 1 / num_shards)
+    num_matrices = (param.num_layers or 1) * math.prod(experts)
+    moved = 4 * num_matrices * (1 - 1 / num_shards)
+    other_dim = 2 * len(experts) + 1 - placement.dim
     return {
         "all-gather": moved * placement.stored_shape[placement.dim],
-        "all-reduce": 2 * moved * param.shape[1 - placement.dim],
+        "all-reduce": 2 * moved * param.shape[other_dim],
     }

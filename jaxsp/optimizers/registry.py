@@ -17,8 +17,8 @@ MakeTransform = Callable[[OptimizerConfig], optax.GradientTransformation]
 class Optimizer:
     """An optimizer: transforms of gradients, without weight decay and learning rate.
 
-    A transform gets one layer of one weight, whole and without padding, as a global array: means
-    and maxima over it need no collective. Its state starts at zero.
+    A transform gets one layer of one weight, or one expert of it, whole and without padding, as a
+    global array: means and maxima over it need no collective. Its state starts at zero.
     """
 
     make_transform: MakeTransform
@@ -54,7 +54,8 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     """Adafactor of transformers (`--optim adafactor`): its learning rate is that of the config.
 
     Parts of a fused tensor (q, k and v, or gate and up, of Phi-3 and GLM-4) are matrices of their
-    own, while transformers takes the statistics of the whole tensor.
+    own, while transformers takes the statistics of the whole tensor. So are the matrices of
+    experts, of which transformers clips all updates of a layer together.
 
     Averages of squared gradients are by row and column in matrices of at least 128 x 128. Updates
     are clipped at a root mean square of 1. Source: arXiv:1804.04235, sections 3, 6 and 7.2.
@@ -82,4 +83,4 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 def is_layer_matrix(param: Parameter) -> bool:
     """True for matrices of the layers; not for the embedding, the head, norms and biases."""
-    return param.num_layers is not None and len(param.shape) == 2
+    return param.num_layers is not None and len(param.matrix_shape) == 2

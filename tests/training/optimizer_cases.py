@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.config.schema import Config
-from jaxsp.optimizers import optimizer, optimizer_state, registry, schedules
+from jaxsp.optimizers import adamw8bit, optimizer, optimizer_state, registry, schedules
 from jaxsp.sharding import host_offload
 from tests import batches
 from tests.training import runs
@@ -21,9 +21,9 @@ NUM_LAYERS = 3
 NUM_STEPS = 5
 
 
-def _param(name, *shape, layers=tuple(range(NUM_LAYERS)), mean=0.0):
+def _param(name, *shape, layers=tuple(range(NUM_LAYERS)), **options):
     prefix = "model.layers.{layer}." if layers else "model."
-    return Parameter(shape=shape, hf_name=f"{prefix}{name}", layers=layers, mean=mean, std=0.05)
+    return Parameter(shape=shape, hf_name=f"{prefix}{name}", layers=layers, std=0.05, **options)
 
 
 TABLE = {
@@ -37,10 +37,12 @@ TABLE = {
         "small": _param("mlp.small_proj.weight", 9, 11),
         "bias": _param("mlp.up_proj.bias", 301),
         "norm": _param("input_layernorm.weight", 129, mean=1.0),
+        "expert_down": _param("experts.{expert}.down_proj.weight", 3, 129, 136, num_experts=3),
+        "expert_up": _param("experts.{expert}.up_proj.weight", 3, 133, 129, num_experts=3),
     },
 }
-"""On 8 shards: padded rows, rows, columns, padded columns, whole matrices, and vectors. Matrices
-but the smallest have factored averages in adafactor."""
+"""On 8 shards: padded rows, rows, columns, padded columns, whole matrices, and vectors; of experts,
+columns and padded rows. Matrices but the smallest have factored averages in adafactor."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"beta2": 0.99},
@@ -169,18 +171,19 @@ def run_optax(config: Config) -> dict[str, np.ndarray]:
             moves, state = update(halves, state, weights)
             weights = optax.apply_updates(weights, moves)
     stacked: dict[str, list] = {}
-    for (name, _), weight in weights.items():
+    for (name, *_), weight in weights.items():
         stacked.setdefault(name, []).append(np.asarray(weight))
     shapes = {name: x.shape for name, x in batches.name_leaves(draw(1)).items()}
-    return {name: np.stack(layers).reshape(shapes[name]) for name, layers in stacked.items()}
+    return {name: np.stack(parts).reshape(shapes[name]) for name, parts in stacked.items()}
 
 
 def _unstack(tree: Any) -> dict[tuple[str, int], jax.Array]:
+    """Each matrix, of a layer or an expert, for itself."""
     unstacked = {}
     params = name_params()
     for name, array in batches.name_leaves(tree).items():
-        layers = array if params[name].num_layers else array[None]
-        unstacked |= {(name, index): jnp.asarray(layer) for index, layer in enumerate(layers)}
+        matrices = array.reshape(-1, *params[name].matrix_shape)
+        unstacked |= {(name, index): jnp.asarray(matrix) for index, matrix in enumerate(matrices)}
     return unstacked
 
 
@@ -196,7 +199,9 @@ def make_optax(config: Config) -> optax.GradientTransformation:
     rate = optax.linear_schedule(own.learning_rate, 0.0, NUM_STEPS)
     params = name_params()
     names = [
-        (name, index) for name, param in params.items() for index in range(param.num_layers or 1)
+        (name, index)
+        for name, param in params.items()
+        for index in range((param.num_layers or 1) * (param.num_experts or 1))
     ]
     decays = {key: params[key[0]].is_matrix for key in names}
     is_layer_matrix = {key: registry.is_layer_matrix(params[key[0]]) for key in names}
@@ -215,17 +220,26 @@ def make_optax(config: Config) -> optax.GradientTransformation:
         return optax.chain(
             scaled, optax.scale(-1), optax.add_decayed_weights(own.weight_decay, decays), scale
         )
-    assert own.name == "muon"
-    muon = optax.contrib.muon(
-        rate,
-        beta=0.95,
-        weight_decay=own.weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda tree: jax.tree.map(
-            lambda _: optax.contrib.MuonDimensionNumbers(), tree
-        ),
-    )
-    labels = {key: "muon" if is_matrix else "adamw" for key, is_matrix in is_layer_matrix.items()}
+    if own.name == "adamw8bit":  # not in optax
+        matrices = optax.chain(
+            _each_matrix(adamw8bit.scale_by_adam(0.9, 0.95, 1e-8)),
+            optax.add_decayed_weights(own.weight_decay),
+            scale,
+        )
+    else:
+        assert own.name == "muon"
+        matrices = optax.contrib.muon(
+            rate,
+            beta=0.95,
+            weight_decay=own.weight_decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+                lambda _: optax.contrib.MuonDimensionNumbers(), tree
+            ),
+        )
+    labels = {
+        key: "matrices" if is_matrix else "adamw" for key, is_matrix in is_layer_matrix.items()
+    }
     others = optax.adamw(
         rate,
         b1=0.9,
@@ -233,4 +247,17 @@ def make_optax(config: Config) -> optax.GradientTransformation:
         weight_decay=own.weight_decay,
         mask=lambda tree: jax.tree.map_with_path(lambda path, _: decays[path[0].key], tree),
     )
-    return optax.partition({"muon": muon, "adamw": others}, labels)
+    return optax.partition({"matrices": matrices, "adamw": others}, labels)
+
+
+def _each_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transform of trees, of one that transforms a matrix."""
+
+    def update(gradients: Any, states: Any, params: Any = None) -> tuple[Any, Any]:
+        pairs = jax.tree.map(transform.update, gradients, states)
+        first, second = (
+            jax.tree.map(lambda _, pair, part=part: pair[part], gradients, pairs) for part in (0, 1)
+        )
+        return first, second
+
+    return optax.GradientTransformation(lambda tree: jax.tree.map(transform.init, tree), update)
