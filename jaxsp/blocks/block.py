@@ -92,8 +92,6 @@ class MixerInput(nnx.Module):
 class FeedForward(nnx.Module):
     """A function of each token, made for a `ModelConfig`."""
 
-    description: ClassVar[str]
-    """Noun phrase for the banner."""
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
 
@@ -101,6 +99,11 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B l D"], keys: Keys | None) -> Float[Array, "B l D"]:
         """Args: keys: of the tokens, for dropout; None: no dropout."""
+        raise NotImplementedError
+
+    @staticmethod
+    def describe(config: ModelConfig) -> str:
+        """Noun phrase for the banner."""
         raise NotImplementedError
 
     @staticmethod

@@ -149,7 +149,7 @@ class ExpertsConfig:
     """Elements between the two matrices of an expert."""
     is_normalized: bool = True
     """True if the weights of a token's experts are divided by their sum."""
-    names: ExpertNames = ExpertNames()
+    names: ExpertNames = dataclasses.field(default_factory=ExpertNames)
     shared_size: int | None = None
     """Elements between the matrices of an expert that all tokens have, times the sigmoid of a gate
     (Qwen3.5); None: there is none."""

@@ -22,7 +22,6 @@ from jaxsp.experts.tiled import Weight
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
-    description = "experts"
     checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
 
     def __init__(self, config: ModelConfig):
@@ -82,6 +81,12 @@ class Experts(FeedForward):
         return tiled.multiply(activate(gate, self.activation) * up, weights["down"])
 
     @staticmethod
+    def describe(config: ModelConfig) -> str:
+        sizes = _sizes(config)
+        text = f"{sizes.num_chosen} of {sizes.num_experts} experts"
+        return text if sizes.shared_size is None else f"{text} and a shared one"
+
+    @staticmethod
     def saved_widths(config: ModelConfig) -> list[int]:
         return 2 * [_sizes(config).shared_size or 0]
 
@@ -102,4 +107,3 @@ class Experts(FeedForward):
 def _sizes(config: ModelConfig) -> ExpertsConfig:
     assert config.experts is not None, "layers with experts need their sizes"
     return config.experts
-

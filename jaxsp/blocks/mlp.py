@@ -16,7 +16,6 @@ from jaxsp.blocks.linear import Linear, declare_fused
 class Mlp(FeedForward):
     """down(activation(gate(x)) * up(x))."""
 
-    description = "an MLP"
     checkpoint_names = ("mlp_gate", "mlp_up")
 
     def __init__(self, config: ModelConfig, *, size: int | None = None, name: str = "mlp"):
@@ -37,6 +36,10 @@ class Mlp(FeedForward):
         products = (self.gate(x, keys), self.up(x, keys))
         gate, up = map(checkpoint_name, products, self.checkpoint_names)
         return self.down(activate(gate, self.activation) * up, keys)
+
+    @staticmethod
+    def describe(config: ModelConfig) -> str:
+        return "an MLP"
 
     @staticmethod
     def saved_widths(config: ModelConfig) -> list[int]:

@@ -115,7 +115,8 @@ def _apply_backward(
         sums = jax.lax.fori_loop(
             0, block, lambda tile, sums: _add_tile(sums, gradients, experts_b, tile), sums
         )
-        return _write_block(dx_NtD, dx_btD, number), _write_block(dshares_Nt, dshares_bt, number), sums
+        dx_NtD = _write_block(dx_NtD, dx_btD, number)
+        return dx_NtD, _write_block(dshares_Nt, dshares_bt, number), sums
 
     state = (
         jax.lax.empty((*where.slots_Nt.shape, x_TD.shape[1]), x_TD.dtype),

@@ -110,7 +110,7 @@ def describe_layers(config: ModelConfig) -> str:
     parts = []
     for kind, count in counts.items():
         mixer = registry.MIXERS[kind.mixer].description
-        feed_forward = registry.FEED_FORWARDS[kind.feed_forward].description
+        feed_forward = registry.FEED_FORWARDS[kind.feed_forward].describe(config)
         parts.append(f"{count} with {mixer} and {feed_forward}")
     return ", ".join(parts)
 

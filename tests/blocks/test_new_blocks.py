@@ -135,6 +135,10 @@ class SquaredMlp(FeedForward):
         return self.down(jnp.square(jax.nn.relu(up)), keys)
 
     @staticmethod
+    def describe(config):
+        return "a squared MLP"
+
+    @staticmethod
     def saved_widths(config):
         return [T]
 
