@@ -146,14 +146,13 @@ class ExportTensor(NamedTuple):
         return np.ascontiguousarray(whole)  # safetensors ignores strides
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
+        # One index, so that of all experts of a layer only this one is copied
+        expert = () if self.expert is None else (self.expert,)
         if callable(array):
-            stored = array(self.layer)
+            stored = array(self.layer)[(*expert, ...)]
         else:
-            stored = array if self.layer is None else array[param.find(self.layer)]
-        shape = param.shape
-        if self.expert is not None:
-            stored = stored[self.expert]
-            shape = param.matrix_shape
+            stored = array if self.layer is None else array[(param.find(self.layer), *expert, ...)]
+        shape = param.shape if self.expert is None else param.matrix_shape
         part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
         assert part.shape == shape, (param.hf_name, part.shape)
         return part
