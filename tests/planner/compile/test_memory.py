@@ -109,6 +109,27 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
     assert sum(find_causes(step).host.values()) == host
 
 
+def compile_with_inputs_on_host(microbatches, *options, **fields):
+    """A step on 2x4 GPUs, after a check that host memory has the inputs of all layers."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    config = programs.settings(
+        "mesh.data=2",
+        "mesh.seq=4",
+        f"batch.rows_per_step={2 * microbatches}",
+        "memory.offload_activations=layer_inputs",
+        *options,
+        **SIZES | fields,
+        num_hidden_layers=16,
+    )
+    model = model_config.parse_model_config(config.model.config, field="model.config")
+    if found := memory_problems.find_problems(config, platform="gpu", model=model):
+        pytest.skip(found[0])
+    step = programs.step(config, compiled.make_devices("h100-80gb", 8))
+    host = memory.measure_step(step).host
+    assert host == memory_formula.step_offloaded_bytes(step.spec).activations
+    return step
+
+
 GROUPS = ["memory.remat=full", "memory.offload_every=2"]
 
 HYBRID = {
@@ -134,47 +155,15 @@ HYBRID = {
 )
 def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microbatches, options):
     """Gradients added up after the backward pass would need two microbatches' of both."""
-    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    config = programs.settings(
-        "mesh.data=2",
-        "mesh.seq=4",
-        f"batch.rows_per_step={2 * microbatches}",
-        "memory.offload_activations=layer_inputs",
-        *options,
-        **SIZES,
-        num_hidden_layers=16,
-    )
-    if found := memory_problems.find_problems(config, platform="gpu"):
-        pytest.skip(found[0])
-    step = programs.step(config, compiled.make_devices("h100-80gb", 8))
-    spec = step.spec
-    host = memory.measure_step(step).host
-    assert host == memory_formula.step_offloaded_bytes(spec).activations
-    check_prediction(step)
+    check_prediction(compile_with_inputs_on_host(microbatches, *options))
 
 
 @pytest.mark.slow
 def test_gradients_of_layers_that_differ_are_added_in_place():
     """Four microbatches need no second array of gradients, and host memory has the inputs."""
-    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    sizes = []
-    for microbatches in (1, 4):
-        config = programs.settings(
-            "mesh.data=2",
-            "mesh.seq=4",
-            f"batch.rows_per_step={2 * microbatches}",
-            "memory.offload_activations=layer_inputs",
-            **SIZES | HYBRID,
-            num_hidden_layers=16,
-        )
-        model = model_config.parse_model_config(config.model.config, field="model.config")
-        if found := memory_problems.find_problems(config, platform="gpu", model=model):
-            pytest.skip(found[0])
-        step = programs.step(config, compiled.make_devices("h100-80gb", 8))
-        use = memory.measure_step(step)
-        assert use.host == memory_formula.step_offloaded_bytes(step.spec).activations
-        sizes.append(use.device_total)
-    gradients = find_causes(step).device[memory_causes.WEIGHTS]
+    one, four = (compile_with_inputs_on_host(count, **HYBRID) for count in (1, 4))
+    gradients = find_causes(four).device[memory_causes.WEIGHTS]
+    sizes = [memory.measure_step(step).device_total for step in (one, four)]
     assert sizes[1] - sizes[0] < 0.3 * gradients
 
 
