@@ -102,8 +102,8 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
-    def describe(config: ModelConfig) -> str:
-        """Noun phrase for the banner."""
+    def describe(config: ModelConfig, tokens_per_device: int) -> str:
+        """Noun phrase for the banner. Args: tokens_per_device: those of a microbatch."""
         raise NotImplementedError
 
     @staticmethod

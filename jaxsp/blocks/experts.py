@@ -81,10 +81,19 @@ class Experts(FeedForward):
         return tiled.multiply(activate(gate, self.activation) * up, weights["down"])
 
     @staticmethod
-    def describe(config: ModelConfig) -> str:
+    def describe(config: ModelConfig, tokens_per_device: int) -> str:
         sizes = _sizes(config)
         text = f"{sizes.num_chosen} of {sizes.num_experts} experts"
-        return text if sizes.shared_size is None else f"{text} and a shared one"
+        if sizes.shared_size is not None:
+            text += " and a shared one"
+        # Three matrices of each expert, against a token's input and output for each of its experts
+        least = 3 * sizes.num_experts * sizes.size // (2 * sizes.num_chosen)
+        if tokens_per_device < least:
+            text += (
+                f" (below {least:,} tokens per device, gathering their weights sends more than an "
+                f"exchange of tokens would; there are {tokens_per_device:,})"
+            )
+        return text
 
     @staticmethod
     def saved_widths(config: ModelConfig) -> list[int]:

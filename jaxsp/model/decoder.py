@@ -102,15 +102,18 @@ def _make_table(module: nnx.Module) -> layers.Weights:
     return nnx.to_pure_dict(params)
 
 
-def describe_layers(config: ModelConfig) -> str:
-    """Describes the blocks of the layers; empty if all have attention and an MLP."""
+def describe_layers(config: ModelConfig, *, tokens_per_device: int) -> str:
+    """Describes the blocks of the layers; empty if all have attention and an MLP.
+
+    Args: tokens_per_device: those of a microbatch.
+    """
     counts = Counter(layer.kind for layer in config.layers)
     if set(counts) == {LayerKind(ATTENTION, "mlp")}:
         return ""
     parts = []
     for kind, count in counts.items():
         mixer = registry.MIXERS[kind.mixer].description
-        feed_forward = registry.FEED_FORWARDS[kind.feed_forward].describe(config)
+        feed_forward = registry.FEED_FORWARDS[kind.feed_forward].describe(config, tokens_per_device)
         parts.append(f"{count} with {mixer} and {feed_forward}")
     return ", ".join(parts)
 

@@ -80,6 +80,8 @@ class Plan:
     max_segments_per_row: int
     document_tokens: int
     """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
+    layers: str
+    """Description of the blocks of the layers; empty if all have attention and an MLP."""
     strategy: str
     """Description of the attention strategy, such as `Ulysses of 8`; empty for groups of one
     device."""
@@ -237,6 +239,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         rows_per_microbatch=batch.rows_per_microbatch,
         max_segments_per_row=spec.config.data.max_segments_per_row,
         document_tokens=document_tokens,
+        layers=decoder.describe_layers(spec.model, tokens_per_device=spec.tokens_per_device),
         strategy=choice.strategy.description,
         attention_bytes=choice.sent_bytes,
         alternative_bytes=dict(choice.alternatives),

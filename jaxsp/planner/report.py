@@ -47,6 +47,7 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
             f"{plan.rows_per_microbatch} per microbatch, at most {plan.max_segments_per_row} "
             "documents per row",
         ),
+        *([("layers", plan.layers)] if plan.layers else []),
         ("attention", _format_attention(plan)),
         ("options", f"remat {plan.remat}: {plan.memory_options}"),
         ("fits", format_fit(plan)),

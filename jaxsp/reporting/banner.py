@@ -55,7 +55,10 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             f"{inputs.hf_config['model_type']}, "
             f"{trainable.describe(spec.table, spec.model, config)}",
         ),
-        BannerEntry("layers", decoder.describe_layers(spec.model)),
+        BannerEntry(
+            "layers",
+            decoder.describe_layers(spec.model, tokens_per_device=spec.tokens_per_device),
+        ),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
         BannerEntry("start", inputs.weights_origin),
         BannerEntry("changed", ", ".join(inputs.start.config_changes)),

@@ -135,7 +135,7 @@ class SquaredMlp(FeedForward):
         return self.down(jnp.square(jax.nn.relu(up)), keys)
 
     @staticmethod
-    def describe(config):
+    def describe(config, tokens_per_device):
         return "a squared MLP"
 
     @staticmethod

@@ -1,11 +1,15 @@
 """Experts in tiles equal a loop over all experts in float64, however tokens are distributed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsp.experts import places, routing, tiled
+from jaxsp.hf import model_config, published
+from jaxsp.model import decoder
 from tests import batches
 
 NUM_EXPERTS, WIDTH, SIZE = 13, 24, 16
@@ -102,3 +106,11 @@ def test_of_equal_probabilities_the_lowest_experts_are_chosen():
     )
     assert experts.tolist() == [[0, 1, 2]] * 2
     assert np.allclose(shares, 1 / 3)
+
+
+def test_few_tokens_per_device_are_named():
+    fields = published.read_models()["Qwen/Qwen3-30B-A3B"].fields
+    model = model_config.parse_model_config(fields, field="model.config")
+    describe = functools.partial(decoder.describe_layers, model)
+    assert describe(tokens_per_device=18432) == "48 with attention and 8 of 128 experts"
+    assert "below 18,432 tokens per device" in describe(tokens_per_device=16384)

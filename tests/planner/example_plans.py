@@ -31,6 +31,7 @@ def make_plan(**changes):
         "rows_per_microbatch": 1,
         "max_segments_per_row": 64,
         "document_tokens": 131072,
+        "layers": "",
         "strategy": "Ulysses of 8",
         "attention_bytes": 2 * 2**20,
         "alternative_bytes": {"ring of 8": 3 * 2**20},
