@@ -84,7 +84,8 @@ class DeltaNetNames:
     """Names of a delta net's weights in Hugging Face's files, after `linear_attn.`."""
 
     qkv: tuple[str, ...] = ("in_proj_qkv",)
-    """Projections to queries, keys and values: one for all of them, or one for each."""
+    """Projections to queries, keys and values: one for all of them, or one for each. Projections
+    with the same name, also of the following, have rows of each key head in one tensor."""
     filters: tuple[str, ...] = ("conv1d",)
     """Filters of the convolution, in the same order; one for all, or one for each."""
     gate: str = "in_proj_z"
@@ -127,15 +128,34 @@ class DeltaNetConfig:
         return keys + self.num_heads * self.value_size
 
 
-class ExpertNames(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertNames:
     """Names of the weights of experts in Hugging Face's files, in which `{expert}`
     stands for the number of an expert with a tensor of its own."""
 
     router: str = "mlp.gate.weight"
+    router_bias: str | None = None
+    """Bias of the router's logits; None: there is none."""
+    correction: str | None = None
+    """Numbers that are added to an expert's score for the choice only (GLM-4.5); None: none."""
     gate: str = "mlp.experts.{expert}.gate_proj.weight"
-    """If it is also `up`, the tensor has the rows of both."""
+    """Name of the first projection; if it is also `up`, the tensor has the rows of both."""
     up: str = "mlp.experts.{expert}.up_proj.weight"
     down: str = "mlp.experts.{expert}.down_proj.weight"
+    shared: str = "mlp.shared_expert"
+    """Module of the expert that all tokens have."""
+    shared_gate: str | None = "mlp.shared_expert_gate"
+    """Projection to the number by whose sigmoid its output is multiplied; None: there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+    """Function of gate and up in place of activation(gate) * up (gpt-oss):
+    gate * sigmoid(alpha * gate) * (up + 1), after limiting gate to at most `limit`, and up to
+    at most `limit` and at least -`limit`."""
+
+    alpha: float
+    limit: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,12 +167,24 @@ class ExpertsConfig:
     """Number of experts of a token."""
     size: int
     """Elements between the two matrices of an expert."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    """Number of groups of experts in which a token's experts are: those with the largest sums of
+    two scores (GLM-4.5)."""
     is_normalized: bool = True
     """True if the weights of a token's experts are divided by their sum."""
-    names: ExpertNames = dataclasses.field(default_factory=ExpertNames)
+    weight_scale: float = 1.0
+    """Factor on these weights (GLM-4.5)."""
+    clamped_gate: ClampedGate | None = None
+    has_bias: bool = False
+    """True if each expert's projections have biases."""
+    is_transposed: bool = False
+    """True if files have matrices as [in, out], and rows of gate and up alternate (gpt-oss)."""
+    names: ExpertNames = ExpertNames()
     shared_size: int | None = None
-    """Elements between the matrices of an expert that all tokens have, times the sigmoid of a gate
-    (Qwen3.5); None: there is none."""
+    """Elements between the matrices of an expert that all tokens have; None: there is none."""
 
 
 class LayerSegment(NamedTuple):
@@ -207,6 +239,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    """Elements between the matrices of an MLP; 0 if no layer has one."""
     layers: tuple[LayerConfig, ...]
     """One entry for each layer."""
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"

@@ -6,6 +6,7 @@ Each head has a state that decays, and in which a token replaces what its key fi
 Source: Yang et al. 2024, arXiv:2412.06464.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
 from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, Weights, declare_param, scale
+from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.delta_rule import convolution, delta_rule
 from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
@@ -53,25 +54,55 @@ def _join(arrays: list[Array], axis: int) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
+def _declare_projections(
+    linear: functools.partial, members: dict[str, int], sizes: DeltaNetConfig
+) -> dict[str, Linear]:
+    """Projections that are one tensor: if there are several, each key head has rows of all.
+
+    Args: members: number of rows of each.
+    """
+    if len(members) == 1:
+        return {part: linear(size) for part, size in members.items()}
+    counts = [size // sizes.num_key_heads for size in members.values()]
+    declared: dict[str, Linear] = {}
+    for index, (part, size) in enumerate(members.items()):
+        rows = RowGroups(sum(counts[:index]), counts[index], sum(counts))
+        first = next(iter(declared.values()), None)
+        declared[part] = linear(size, hf_rows=rows, fused_with=first)
+    return declared
+
+
 class DeltaNetInput(MixerInput):
     """Norm, and projections to q, k and v, to the output's gate, to decays and to strengths."""
+
+    z: Linear
+    a: Linear
+    b: Linear
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         sizes = _sizes(config)
         H = sizes.num_heads
-
-        def declare(size: int, name: str) -> Linear:
-            hf_name = f"{_PREFIX}.{name}"
-            return Linear(config.hidden_size, size, hf_name=hf_name, bias=False, config=config)
-
-        channels = _split_channels(sizes, sizes.names.qkv)
+        names = sizes.names
+        channels = _split_channels(sizes, names.qkv)
         self.qkv_parts = tuple(channels)
-        for part, name in zip(channels, sizes.names.qkv, strict=True):
-            setattr(self, part, declare(channels[part], name))
-        self.z = declare(H * sizes.value_size, sizes.names.gate)
-        self.a = declare(H, sizes.names.decay)
-        self.b = declare(H, sizes.names.strength)
+        parts = [
+            *((part, channels[part], name) for part, name in zip(channels, names.qkv, strict=True)),
+            ("z", H * sizes.value_size, names.gate),
+            ("b", H, names.strength),
+            ("a", H, names.decay),
+        ]
+        for name in dict.fromkeys(name for _, _, name in parts):
+            members = {part: size for part, size, of_part in parts if of_part == name}
+            linear = functools.partial(
+                Linear,
+                config.hidden_size,
+                hf_name=f"{_PREFIX}.{name}",
+                bias=False,
+                config=config,
+            )
+            for part, declared in _declare_projections(linear, members, sizes).items():
+                setattr(self, part, declared)
         self.decay = declare_param(
             Parameter(
                 shape=(H,),

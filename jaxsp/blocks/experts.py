@@ -4,15 +4,17 @@ Dims: T tokens, E experts, K experts of a token, F elements between an expert's 
 `blocks.layers`.
 """
 
-import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward
 from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, declare_param
+from jaxsp.blocks.layers import Parameter, RowGroups, declare_param
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
 from jaxsp.experts import routing, tiled
@@ -38,28 +40,47 @@ class Experts(FeedForward):
                 compute_dtype="float32",
             )
         )
-        is_fused = names.gate == names.up
-        matrix = Parameter(
-            shape=(E, F, D), hf_name=names.gate, num_experts=E, std=config.initializer_range
-        )
-        self.gate, self.up = (
-            declare_param(
-                dataclasses.replace(
-                    matrix, hf_name=name, hf_rows=(first, 2 * F) if is_fused else None
-                )
+
+        def vector(name: str | None, **options: Any) -> nnx.Param | None:
+            if name is None:
+                return None
+            return declare_param(
+                Parameter(shape=(E,), hf_name=name, compute_dtype="float32", **options)
             )
-            for name, first in ((names.gate, 0), (names.up, F))
-        )
-        self.down = declare_param(dataclasses.replace(matrix, shape=(E, D, F), hf_name=names.down))
-        self.shared: Mlp | None = None
-        self.shared_gate: Linear | None = None
+
+        self.router_bias = vector(names.router_bias)
+        self.correction = vector(names.correction, file_dtype="float32")
+        gate_rows, up_rows = _find_rows(sizes)
+        self.gate, self.gate_bias = self._declare((F, D), names.gate, gate_rows, config)
+        self.up, self.up_bias = self._declare((F, D), names.up, up_rows, config)
+        self.down, self.down_bias = self._declare((D, F), names.down, None, config)
+        shared: Mlp | None = None
+        shared_gate: Linear | None = None
         if sizes.shared_size is not None:
-            self.shared = Mlp(config, size=sizes.shared_size, name="mlp.shared_expert")
-            self.shared_gate = Linear(
-                D, 1, hf_name="mlp.shared_expert_gate", bias=False, config=config
-            )
+            shared = Mlp(config, size=sizes.shared_size, name=names.shared)
+            if names.shared_gate is not None:
+                shared_gate = Linear(D, 1, hf_name=names.shared_gate, bias=False, config=config)
+        self.shared = shared
+        self.shared_gate = shared_gate
         self.sizes = sizes
         self.activation = config.activation
+
+    def _declare(
+        self, shape: tuple[int, int], name: str, rows: RowGroups | None, config: ModelConfig
+    ) -> tuple[nnx.Param, nnx.Param | None]:
+        """The matrices of all experts, and their biases."""
+        sizes = _sizes(config)
+        E = sizes.num_experts
+        matrix = Parameter(
+            shape=(E, *shape),
+            hf_name=name,
+            hf_rows=rows,
+            is_transposed=sizes.is_transposed,
+            num_experts=E,
+            std=config.initializer_range,
+        )
+        bias = Parameter(shape=(E, shape[0]), hf_name=f"{name}_bias", hf_rows=rows, num_experts=E)
+        return declare_param(matrix), declare_param(bias) if sizes.has_bias else None
 
     def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -68,17 +89,41 @@ class Experts(FeedForward):
             self.router[...],
             num_chosen=self.sizes.num_chosen,
             is_normalized=self.sizes.is_normalized,
+            bias_E=_value(self.router_bias),
+            correction_E=_value(self.correction),
+            is_sigmoid=self.sizes.scores == "sigmoid",
+            num_groups=self.sizes.num_groups,
+            num_chosen_groups=self.sizes.num_chosen_groups,
+            scale=self.sizes.weight_scale,
         )
-        weights = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        params = {name: getattr(self, name) for name in names}
+        weights = {name: param[...] for name, param in params.items() if param is not None}
         out_TD = tiled.apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
         out = out_TD.reshape(x.shape)
-        if self.shared is None or self.shared_gate is None:
+        if self.shared is None:
             return out
-        return out + jax.nn.sigmoid(self.shared_gate(x, keys)) * self.shared(x, keys)
+        shared = self.shared(x, keys)
+        if self.shared_gate is not None:
+            shared *= jax.nn.sigmoid(self.shared_gate(x, keys))
+        return out + shared
 
     def _run_block(self, x: Array, weights: dict[str, Weight]) -> Array:
-        gate, up = (tiled.multiply(x, weights[name]) for name in ("gate", "up"))
-        return tiled.multiply(activate(gate, self.activation) * up, weights["down"])
+        def multiply(x: Array, name: str) -> Array:
+            y = tiled.multiply(x, weights[name])
+            bias = weights.get(f"{name}_bias")
+            return y if bias is None else tiled.add_bias(y, bias)
+
+        return multiply(self._join(multiply(x, "gate"), multiply(x, "up")), "down")
+
+    def _join(self, gate: Array, up: Array) -> Array:
+        """Input of the last matrix."""
+        clamped = self.sizes.clamped_gate
+        if clamped is None:
+            return activate(gate, self.activation) * up
+        gate = jnp.minimum(gate, clamped.limit)
+        up = jnp.clip(up, -clamped.limit, clamped.limit)
+        return gate * jax.nn.sigmoid(clamped.alpha * gate) * (up + 1)
 
     @staticmethod
     def describe(config: ModelConfig, tokens_per_device: int) -> str:
@@ -116,3 +161,17 @@ class Experts(FeedForward):
 def _sizes(config: ModelConfig) -> ExpertsConfig:
     assert config.experts is not None, "layers with experts need their sizes"
     return config.experts
+
+
+def _find_rows(sizes: ExpertsConfig) -> tuple[RowGroups | None, RowGroups | None]:
+    """Rows of gate and of up in the tensor that they share; None: each has its own."""
+    if sizes.names.gate != sizes.names.up:
+        return None, None
+    if sizes.is_transposed:
+        return RowGroups(0, 1, 2), RowGroups(1, 1, 2)
+    F = sizes.size
+    return RowGroups(0, F, 2 * F), RowGroups(F, F, 2 * F)
+
+
+def _value(param: nnx.Param | None) -> Array | None:
+    return None if param is None else param[...]

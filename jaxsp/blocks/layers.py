@@ -7,7 +7,7 @@ export copy bytes.
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,24 @@ Weights = dict[str, Any]
 """Nested dict of arrays, with the structure that the modules declare."""
 
 
+class RowGroups(NamedTuple):
+    """Rows that a parameter has in a tensor: those from `first` on of every group of rows.
+
+    Example: of the rows of two tensors that alternate, the second has RowGroups(1, 1, 2).
+    """
+
+    first: int
+    """Number of the parameter's first row in a group."""
+    num_rows: int
+    """Rows of the parameter in a group."""
+    group_rows: int
+    """All rows of a group."""
+
+    def find(self, row: Any) -> Any:
+        """Number in the tensor of one of the parameter's rows, or of several."""
+        return row // self.num_rows * self.group_rows + self.first + row % self.num_rows
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
     """Entry of the parameter table, which init, sharding, optimizer, import and export all use."""
@@ -29,9 +47,10 @@ class Parameter:
     hf_name: str
     """The tensor's name in a safetensors file; `{layer}` stands for the layer's number, and
     `{expert}` for that of an expert with a tensor of its own."""
-    hf_rows: tuple[int, int] | None = None
-    """First row of this parameter in that tensor, and number of rows of the tensor; None: this
-    parameter is the whole tensor."""
+    hf_rows: RowGroups | None = None
+    """Rows of that tensor; None: this parameter is the whole tensor."""
+    is_transposed: bool = False
+    """True if files have rows as columns."""
     num_experts: int | None = None
     """Number of experts, the first dim of `shape`; None: there are none."""
     layers: tuple[int, ...] | None = None
@@ -102,7 +121,9 @@ class Parameter:
     def hf_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in a safetensors file."""
         rows, *others = self.matrix_shape
-        matrix = (rows if self.hf_rows is None else self.hf_rows[1], *others)
+        if self.hf_rows is not None:
+            rows = rows // self.hf_rows.num_rows * self.hf_rows.group_rows
+        matrix = (*others, rows) if self.is_transposed else (rows, *others)
         if self.num_experts is None or self.has_tensor_per_expert:
             return matrix
         return (self.num_experts, *matrix)

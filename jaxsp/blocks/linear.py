@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 from jaxsp.blocks import dropout
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, declare_param, scale
+from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
 
 
 class Linear(nnx.Module):
@@ -28,7 +28,7 @@ class Linear(nnx.Module):
         hf_name: str,
         bias: bool,
         config: ModelConfig,
-        hf_rows: tuple[int, int] | None = None,
+        hf_rows: RowGroups | None = None,
         fused_with: "Linear | None" = None,
     ):
         """Args: fused_with: another part of the same tensor in Hugging Face's files."""
@@ -146,7 +146,7 @@ def declare_fused(linear: functools.partial, rows: list[int], *, hf_name: str) -
         part = linear(
             size,
             hf_name=hf_name,
-            hf_rows=(sum(rows[:index]), sum(rows)),
+            hf_rows=RowGroups(sum(rows[:index]), size, sum(rows)),
             fused_with=parts[0] if parts else None,
         )
         parts.append(part)

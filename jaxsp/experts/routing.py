@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+_MIN_SUM = 1e-20
+"""Added to the sum of a token's weights, because sigmoids may all be 0; no other sum changes."""
+
 
 def route(
     x_TD: Float[Array, "T D"],
@@ -14,18 +17,58 @@ def route(
     *,
     num_chosen: int,
     is_normalized: bool,
+    bias_E: Float32[Array, "E"] | None = None,
+    correction_E: Float32[Array, "E"] | None = None,
+    is_sigmoid: bool = False,
+    num_groups: int = 1,
+    num_chosen_groups: int = 1,
+    scale: float = 1.0,
 ) -> tuple[Float32[Array, "T K"], Int32[Array, "T K"]]:
-    """Weights and numbers of each token's experts, those with the highest probabilities first.
+    """Weights and numbers of each token's experts, those with the highest scores first.
 
     Precision: float32. Where two logits differ by less than their rounding errors, meshes or
         programs may choose another expert. Of equal ones the lowest number is chosen.
 
-    Args: is_normalized: True if the weights of a token are divided by their sum.
+    Args:
+        is_normalized: True if the weights of a token are divided by their sum.
+        bias_E: added to the logits.
+        correction_E: added to the scores for the choice, but not for the weights; it gets no
+            gradient.
+        is_sigmoid: True if scores are sigmoids of the logits, else their softmax.
+        num_groups, num_chosen_groups: see `ExpertsConfig`.
+        scale: factor on the weights.
     """
     logits_TE = jnp.einsum(
         "TD,ED->TE", x_TD.astype(jnp.float32), router_ED, precision=jax.lax.Precision.HIGHEST
     )
-    weights_TK, experts_TK = jax.lax.top_k(jax.nn.softmax(logits_TE, axis=-1), num_chosen)
+    if bias_E is not None:
+        # Broadcast, so that the gradient is summed over tokens in float32
+        logits_TE += jnp.broadcast_to(bias_E, logits_TE.shape)
+    scores_TE = jax.nn.sigmoid(logits_TE) if is_sigmoid else jax.nn.softmax(logits_TE, axis=-1)
+    if correction_E is None and num_groups == 1:
+        weights_TK, experts_TK = jax.lax.top_k(scores_TE, num_chosen)
+    else:
+        choice_TE = jax.lax.stop_gradient(scores_TE)
+        if correction_E is not None:
+            choice_TE += jnp.broadcast_to(jax.lax.stop_gradient(correction_E), choice_TE.shape)
+        choice_TE = _keep_groups(choice_TE, num_groups, num_chosen_groups)
+        _, experts_TK = jax.lax.top_k(choice_TE, num_chosen)
+        weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if is_normalized:
-        weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True)
+        weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + _MIN_SUM
+    if scale != 1:
+        weights_TK *= scale
     return weights_TK, experts_TK.astype(jnp.int32)
+
+
+def _keep_groups(
+    scores_TE: Float32[Array, "T E"], num_groups: int, num_chosen: int
+) -> Float32[Array, "T E"]:
+    """Scores, with -inf in all but the groups with the largest sums of two scores."""
+    if num_groups == num_chosen:
+        return scores_TE
+    scores_TGX = scores_TE.reshape(len(scores_TE), num_groups, -1)
+    sums_TG = jnp.sum(jax.lax.top_k(scores_TGX, 2)[0], axis=-1)
+    _, chosen_TC = jax.lax.top_k(sums_TG, num_chosen)
+    is_kept_TG = jnp.any(jax.nn.one_hot(chosen_TC, num_groups, dtype=jnp.bool), axis=1)
+    return jnp.where(is_kept_TG[..., None], scores_TGX, -jnp.inf).reshape(scores_TE.shape)

@@ -47,6 +47,21 @@ def _multiply_backward(residuals: tuple[Array, Weight], dy_bto: Array) -> tuple[
 multiply.defvjp(lambda x, matrix: (multiply(x, matrix), (x, matrix)), _multiply_backward)
 
 
+@jax.custom_vjp
+def add_bias(y_bto: Float[Array, "b t o"], bias: Weight) -> Float[Array, "b t o"]:
+    """Adds the bias of its expert, [b, o], to each tile, in float32."""
+    y32 = y_bto.astype(jnp.float32) + bias.value[:, None].astype(jnp.float32)
+    return y32.astype(y_bto.dtype)
+
+
+def _add_bias_backward(bias: Weight, dy_bto: Array) -> tuple[Array, Weight]:
+    gradient = jnp.sum(dy_bto.astype(jnp.float32), axis=1)
+    return dy_bto, Weight(jnp.zeros_like(bias.value), gradient)
+
+
+add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)
+
+
 def apply(
     function: BlockFunction,
     weights: Any,

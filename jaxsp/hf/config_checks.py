@@ -47,6 +47,8 @@ _DELTA_NET_EXAMPLES = {
 _EXPERT_EXAMPLES = {
     "num_experts": 128,
     "num_local_experts": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "shared_expert_intermediate_size": 512,
@@ -166,6 +168,8 @@ def find_multimodal_problems(
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
     """Names of the sizes that a config.json must have and lacks."""
     required = {*_SIZE_EXAMPLES} - {*_DERIVED_SIZES} | {*family.required_fields}
+    if not family.has_mlp:
+        required -= {"intermediate_size"}
     return [name for name in _ALL_EXAMPLES if name in required and name not in fields]
 
 
@@ -201,6 +205,7 @@ _RULES = {
             *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
             *("linear_num_key_heads", "linear_num_value_heads"),
             *("num_experts", "num_local_experts", "num_experts_per_tok"),
+            *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
         ),
         _FEW,
     ),
@@ -210,7 +215,11 @@ _RULES = {
     "mlp_only_layers": Rule(
         lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
     ),
-    "norm_topk_prob": SWITCH,
+    **dict.fromkeys(("norm_topk_prob", "use_qk_norm"), SWITCH),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "num_nextn_predict_layers"),
+        Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"),
+    ),
     "router_aux_loss_coef": NOT_NEGATIVE,
     **dict.fromkeys(("linear_a_log_min", "linear_dt_min"), NOT_NEGATIVE),
     **dict.fromkeys(("linear_a_log_max", "linear_dt_max", "linear_dt_init_floor"), POSITIVE),
@@ -240,6 +249,7 @@ _RULES = {
             *("final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
             *("attention_multiplier", "residual_multiplier"),
             *("qk_scale_factor", "output_multiplier", "post_norm_eps"),
+            *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
         ),
         POSITIVE,
     ),
@@ -337,13 +347,7 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) 
             f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    num_experts = fields.get("num_experts", fields.get("num_local_experts"))
-    num_chosen = fields.get("num_experts_per_tok")
-    if num_experts is not None and num_chosen is not None and num_chosen > num_experts:
-        problems.append(
-            f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
-            f"which is {num_experts}."
-        )
+    problems += _expert_problems(fields, defaults, path)
     for name in ("linear_a_log", "linear_dt"):
         low, high = (
             (defaults | fields).get(f"{name}_{end}", end == "max") for end in ("min", "max")
@@ -359,4 +363,36 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) 
         for name in ("no_rope_layers", "layer_rope_theta", "layer_types")
         if name in fields and len(fields[name]) != num_layers
     ]
+    return problems
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
+    """Numbers of experts that do not fit together. Args: as in `_size_problems`."""
+    problems = []
+    num_experts = next((fields[name] for name in _EXPERT_COUNTS if name in fields), None)
+    num_chosen = fields.get("num_experts_per_tok")
+    if num_experts is None or num_chosen is None:
+        return []
+    if num_chosen > num_experts:
+        problems.append(
+            f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
+            f"which is {num_experts}."
+        )
+    num_groups, num_chosen_groups = (
+        (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
+    )
+    if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+        problems.append(
+            f"{path}.n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
+            "into groups of at least 2. Use 1."
+        )
+    elif not num_chosen * num_groups <= num_chosen_groups * num_experts <= num_groups * num_experts:
+        problems.append(
+            f"{path}.topk_group = {num_chosen_groups}: must be at most n_group, which is "
+            f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
+            f"{num_chosen}. Use {num_groups}."
+        )
     return problems

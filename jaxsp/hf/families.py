@@ -11,6 +11,7 @@ from typing import Any
 from jaxsp.blocks.config import (
     ATTENTION,
     DELTA_NET,
+    ClampedGate,
     DeltaNetConfig,
     DeltaNetNames,
     ExpertNames,
@@ -39,6 +40,8 @@ class Family:
     required_fields: tuple[str, ...] = ()
     """Fields that a config.json must have: transformers' default is the size of one published
     model, which would silently be used for the others."""
+    has_mlp: bool = True
+    """False if no layer has an MLP, so that a config.json has no intermediate_size."""
     has_output_bias: bool = True
     """False if attention_bias is for q, k and v only."""
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,6 +68,9 @@ class Family:
 
     other_parts: tuple[str, ...] = ()
     """First names of stored tensors that transformers' class of the text model ignores."""
+    extra_layers_field: str | None = None
+    """Field with the number of layers after the others that predict further tokens, which are
+    left out, as in transformers; its default is 1. None: there are no such layers."""
     stored_names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Other names that modules have in some files, and the names that jaxsp reads and writes."""
     divided_tensors: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -466,6 +472,166 @@ FAMILIES["qwen3_5_text"] = Family(
     other_parts=("mtp",),
 )
 
+_SHARED_SIZE = "shared_expert_intermediate_size"
+
+_QWEN3_5 = FAMILIES["qwen3_5_text"]
+
+
+def _read_qwen_experts(given: dict[str, Any], **delta_net: Any) -> dict[str, Any]:
+    """Args: delta_net: as in `_read_delta_net`."""
+    experts = _read_experts(
+        given,
+        given["num_experts"],
+        given["moe_intermediate_size"],
+        is_normalized=given.get("norm_topk_prob", True),
+        shared_size=given[_SHARED_SIZE],
+    )
+    return experts | _read_delta_net(given, **delta_net)
+
+
+FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
+    fields=(*_QWEN3_5.fields, *_EXPERT_SIZES, _SHARED_SIZE, "router_aux_loss_coef"),
+    has_mlp=False,
+    has_experts=lambda given, layer: True,
+    read=_read_qwen_experts,
+    values={
+        **_QWEN3_5.values,
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        **_NO_ROUTER_LOSS,
+    },
+)
+
+_QWEN3_MOE = FAMILIES["qwen3_moe"]
+
+QWEN3_NEXT_DELTA_NET_NAMES = DeltaNetNames(
+    qkv=3 * ("in_proj_qkvz",), gate="in_proj_qkvz", decay="in_proj_ba", strength="in_proj_ba"
+)
+
+FAMILIES["qwen3_next"] = dataclasses.replace(
+    _QWEN3_5,
+    architecture="Qwen3NextForCausalLM",
+    required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
+    fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields, _SHARED_SIZE),
+    has_experts=_QWEN3_MOE.has_experts,
+    read=lambda given: _read_qwen_experts(given, names=QWEN3_NEXT_DELTA_NET_NAMES),
+    rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
+    values={"hidden_act": ("silu",), **_NO_ROUTER_LOSS},
+)
+
+
+def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
+    size = given["moe_intermediate_size"]
+    experts = _read_experts(
+        given,
+        given["n_routed_experts"],
+        size,
+        scores="sigmoid",
+        num_groups=given["n_group"],
+        num_chosen_groups=given["topk_group"],
+        is_normalized=given["norm_topk_prob"],
+        weight_scale=float(given["routed_scaling_factor"]),
+        names=ExpertNames(
+            correction="mlp.gate.e_score_correction_bias",
+            shared="mlp.shared_experts",
+            shared_gate=None,
+        ),
+        shared_size=size * given["n_shared_experts"],
+    )
+    return experts | {"qk_norm": "head" if given["use_qk_norm"] else "none"}
+
+
+FAMILIES["glm4_moe"] = Family(
+    architecture="Glm4MoeForCausalLM",
+    bias_fields=("attention_bias",),
+    has_output_bias=False,
+    required_fields=(
+        *("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts"),
+        *("num_experts_per_tok", "moe_intermediate_size"),
+    ),
+    rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
+    fields=(
+        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        *("first_k_dense_replace", "num_nextn_predict_layers", "use_qk_norm"),
+    ),
+    has_experts=lambda given, layer: layer >= given["first_k_dense_replace"],
+    read=_read_glm4_moe,
+    values=_NO_ROUTER_LOSS,
+    extra_layers_field="num_nextn_predict_layers",
+)
+
+FAMILIES["granitemoe"] = dataclasses.replace(
+    FAMILIES["granite"],
+    architecture="GraniteMoeForCausalLM",
+    bias_fields=("attention_bias",),
+    required_fields=("num_local_experts", "num_experts_per_tok"),
+    fields=(
+        *FAMILIES["granite"].fields,
+        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    ),
+    has_experts=lambda given, layer: True,
+    # The softmax of the chosen experts' logits is that of all, divided by their sum
+    read=lambda given: (
+        _read_granite(given)
+        | _read_experts(
+            given,
+            given["num_local_experts"],
+            given["intermediate_size"],
+            names=ExpertNames(
+                router="block_sparse_moe.router.layer.weight",
+                gate="block_sparse_moe.input_linear.weight",
+                up="block_sparse_moe.input_linear.weight",
+                down="block_sparse_moe.output_linear.weight",
+            ),
+        )
+    ),
+    values=_NO_ROUTER_LOSS,
+)
+
+FAMILIES["gpt_oss"] = Family(
+    architecture="GptOssForCausalLM",
+    bias_fields=("attention_bias",),
+    required_fields=(
+        *("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
+    ),
+    model={"has_sinks": True},
+    window_fields=("sliding_window", "layer_types"),
+    fields=(
+        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("swiglu_alpha", "swiglu_limit"),
+    ),
+    has_experts=lambda given, layer: True,
+    # The softmax of the chosen experts' logits is that of all, divided by their sum
+    read=lambda given: _read_experts(
+        given,
+        given["num_local_experts"],
+        given["intermediate_size"],
+        clamped_gate=ClampedGate(
+            alpha=float(given["swiglu_alpha"]), limit=float(given["swiglu_limit"])
+        ),
+        has_bias=True,
+        is_transposed=True,
+        names=ExpertNames(
+            router="mlp.router.weight",
+            router_bias="mlp.router.bias",
+            gate="mlp.experts.gate_up_proj",
+            up="mlp.experts.gate_up_proj",
+            down="mlp.experts.down_proj",
+        ),
+    ),
+    values={
+        "hidden_act": ("silu",),  # not used by its code
+        # of the original code; transformers has num_experts_per_tok and rope_parameters
+        "experts_per_token": (4,),
+        "initial_context_length": (4096,),
+        **_NO_ROUTER_LOSS,
+    },
+)
+
 FAMILIES["olmo_hybrid"] = Family(
     architecture="OlmoHybridForCausalLM",
     bias_fields=("attention_bias",),
@@ -538,6 +704,12 @@ MULTIMODAL_FAMILIES = {
     "qwen3_5": MultimodalFamily(
         architecture="Qwen3_5ForConditionalGeneration",
         text_types=("qwen3_5_text",),
+        values={"language_model_only": (False,), **_NO_MTP},
+        other_parts=("visual", "mtp"),
+    ),
+    "qwen3_5_moe": MultimodalFamily(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text_types=("qwen3_5_moe_text",),
         values={"language_model_only": (False,), **_NO_MTP},
         other_parts=("visual", "mtp"),
     ),

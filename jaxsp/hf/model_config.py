@@ -205,7 +205,7 @@ def _parse_fields(
         "num_heads": given["num_attention_heads"],
         "num_kv_heads": given["num_key_value_heads"],
         "head_dim": head_dim,
-        "intermediate_size": given["intermediate_size"],
+        "intermediate_size": given["intermediate_size"] if family.has_mlp else 0,
         "layers": _parse_layers(given, family, head_dim, path, row_tokens),
         "norm_eps": given[family.norm_eps_field],
         "activation": config_checks.ACTIVATIONS[given[family.activation_field]],

@@ -120,10 +120,15 @@ def select_tensors(
     family = multimodal or text
     other_parts = family.other_parts if family is not None else ()
     stored_names = text.stored_names if text is not None else {}
+    extra_layers = range(0)
+    if text is not None and text.extra_layers_field is not None:
+        first = fields["num_hidden_layers"]
+        num_extra = fields.get(text.extra_layers_field)
+        extra_layers = range(first, first + (1 if num_extra is None else num_extra))
     selected: dict[str, _Tensor] = {}
     left_out: dict[str, _Tensor] = {}
     for name, tensor in stored.items():
-        if _find_part(name) in other_parts:
+        if _find_part(name) in other_parts or _find_layer(name) in extra_layers:
             left_out[name] = tensor
             continue
         text_name = name if multimodal is None else _rename(name)
@@ -135,8 +140,15 @@ def select_tensors(
 
 
 def _find_part(name: str) -> str:
-    """Part of a multimodal model that a stored tensor belongs to."""
-    return name.removeprefix("model.").partition(".")[0]
+    """Part of a model that a stored tensor belongs to."""
+    first, _, rest = name.removeprefix("model.").partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
+
+
+def _find_layer(name: str) -> int | None:
+    """Number of the layer that a stored tensor belongs to; None: of none."""
+    first, _, number = _find_part(name).partition(".")
+    return int(number) if first == "layers" and number.isdecimal() else None
 
 
 def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:

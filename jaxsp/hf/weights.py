@@ -57,21 +57,27 @@ class WeightReader:
         Raises: UserError if the file has changed since it was checked.
         """
         num_stacked = 0 if param.num_experts is None else 1
-        experts, matrix = index[:num_stacked], index[num_stacked:]
+        experts = index[:num_stacked]
+        rows, *others = index[num_stacked:]
+        numbers = np.arange(param.matrix_shape[0])[rows]
         if param.hf_rows is not None:
-            first = param.hf_rows[0]
-            rows, *rest = matrix
-            # bounds within this parameter, not within the tensor
-            start, stop, _ = rows.indices(param.matrix_shape[0])
-            matrix = (slice(first + start, first + stop), *rest)
+            numbers = param.hf_rows.find(numbers)
+        first, stop = (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
+        matrix: Index = (slice(first, stop), *others)
+        if param.is_transposed:
+            matrix = matrix[::-1]
         views = [self.tensors[name] for _, name in param.list_tensors(layer)]
-        if not param.has_tensor_per_expert:
-            return self.read_slice(views[0], (*experts, *matrix))
-        chosen = [(view, matrix) for part in experts for view in views[part]]
-        if not chosen:
-            sizes = zip(matrix, param.matrix_shape, strict=True)
-            return np.zeros((0, *(len(range(*part.indices(size))) for part, size in sizes)))
-        return np.stack(self._read_views(chosen))
+        if param.has_tensor_per_expert:
+            chosen = views[experts[0]]
+            parts = self._read_views([(view, matrix) for view in chosen or views[:1]])
+            array = np.stack(parts)[: len(chosen)]  # an empty stack has the matrix's shape too
+        else:
+            array = self.read_slice(views[0], (*experts, *matrix))
+        if param.is_transposed:
+            array = array.swapaxes(-1, -2)
+        if stop - first == len(numbers):
+            return array
+        return array.take(numbers - first, axis=num_stacked)
 
     def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""

@@ -122,8 +122,8 @@ class ExportTensor(NamedTuple):
     """A tensor of the export that is not yet copied to the host."""
 
     parts: list[tuple[Parameter, Any]]
-    """Parameters below each other in the tensor, with their arrays, or with functions that return
-    the array of a layer."""
+    """Parameters whose rows are those of the tensor, with their arrays, or with functions that
+    return the array of a layer."""
     layer: int | None
     expert: int | None = None
     """Number of the expert; None: the tensor has all that there is."""
@@ -139,11 +139,19 @@ class ExportTensor(NamedTuple):
 
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
         dtype = self.choose_dtype(dtype)
-        parts = [self._part_to_numpy(*part, dtype) for part in self.parts]
-        whole = (
-            parts[0] if len(parts) == 1 else np.concatenate(parts, axis=max(0, parts[0].ndim - 2))
-        )
-        return np.ascontiguousarray(whole)  # safetensors ignores strides
+        whole = np.empty(self.parts[0][0].hf_shape, dtype)
+        for param, array in self.parts:
+            part = self._part_to_numpy(param, array, dtype)
+            if param.hf_rows is None and not param.is_transposed:
+                return np.ascontiguousarray(part)  # safetensors ignores strides
+            axis = part.ndim - len(param.matrix_shape)
+            rows = np.arange(part.shape[axis])
+            if param.hf_rows is not None:
+                rows = param.hf_rows.find(rows)
+            view = whole.swapaxes(-1, -2) if param.is_transposed else whole
+            index: Any = (*axis * (slice(None),), rows)
+            view[index] = part
+        return whole
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
         # One index, so that of all experts of a layer only this one is copied
@@ -182,7 +190,6 @@ def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, Exp
         for array in jax.tree.leaves(master)
     ]
     parts = list(zip(jax.tree.leaves(table), arrays, strict=True))
-    parts.sort(key=lambda part: 0 if part[0].hf_rows is None else part[0].hf_rows[0])
     for param, array in parts:
         if param.layers is None:
             named[param.hf_name] = ExportTensor([(param, array)], None)

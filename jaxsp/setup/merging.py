@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.blocks.layers import Parameter
+from jaxsp.blocks.layers import Parameter, RowGroups
 from jaxsp.checkpoint import base
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
@@ -24,7 +24,7 @@ from jaxsp.training import trainable
 ReadLayer = Callable[[int | None], np.ndarray]
 """Function that returns a layer of a weight, float32; None: of a weight outside the layers."""
 
-_Key = tuple[str, tuple[int, int] | None, tuple[int, ...] | None]
+_Key = tuple[str, RowGroups | None, tuple[int, ...] | None]
 """Name and rows of a parameter: see `Parameter.hf_rows`."""
 
 

@@ -46,13 +46,13 @@ def random_weights(
         # A checksum of the name, so that a weight does not change when another one is added
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(param.hf_name.encode()))
         if param.hf_rows is not None:  # gate and up of one tensor have the same name
-            key = jax.random.fold_in(key, param.hf_rows[0])
+            key = jax.random.fold_in(key, param.hf_rows.first)
         if param.layers and param.layers[0]:  # another kind of layers has weights of the same name
             key = jax.random.fold_in(key, param.layers[0])
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
         place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
-        fixed = dataclasses.replace(param, hf_name="", hf_rows=None)
+        fixed = dataclasses.replace(param, hf_name="", hf_rows=None, is_transposed=False)
         return _build_draw(fixed, padding, place)(key)
 
     # One after another: the drawing of all weights of a large model may not fit a device

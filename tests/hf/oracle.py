@@ -60,6 +60,27 @@ OLMO_HYBRID = {
     "pad_token_id": 0,
 }
 
+QWEN3_5 = {
+    **SIZES,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,  # with less, small outputs of a head make gradients ill-conditioned
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -92,26 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "eos_token_id": 1,
     },
-    "qwen3_5": {
-        **SIZES,
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-        "rms_norm_eps": 1e-3,  # with less, small outputs of a head make gradients ill-conditioned
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        },
-    },
+    "qwen3_5": QWEN3_5,
     "muse_glimmer": {
         **SIZES,
         "model_type": "muse_glimmer_text",
@@ -267,6 +269,70 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo hybrid": OLMO_HYBRID | {"rope_parameters": {"rope_theta": None}},
     "olmo hybrid with RoPE": OLMO_HYBRID
     | {"linear_allow_neg_eigval": False, "attention_bias": True, "rope_theta": 100.0},
+    "qwen3_5_moe": {
+        **{name: value for name, value in QWEN3_5.items() if name != "intermediate_size"},
+        **EXPERTS,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": {
+        **QWEN3_5,
+        **EXPERTS,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "glm4_moe": {
+        **SIZES,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 9,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
+    "granitemoe": {
+        **SIZES,
+        "model_type": "granitemoe",
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 4.0,
+        "attention_bias": True,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        **SIZES,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.5,
+        "max_position_embeddings": 128,
+        "rope_parameters": {**YARN, "rope_theta": 1000.0, "truncate": False},
+    },
 }
 """Fields of a config.json. Every option of a family is on in one of its models."""
 
@@ -304,9 +370,17 @@ def torch_model(fields: dict[str, Any], auto_class: Any = transformers.AutoModel
     model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in named_weights(model).items():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
     return model
+
+
+def named_weights(model: Any) -> dict[str, Any]:
+    """All weights by name, also those that are not trained (the numbers that correct the choice of
+    experts)."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 @contextlib.contextmanager
@@ -349,9 +423,16 @@ def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             count = len(renamed[f"{layer}{part}_proj.weight"])
             renamed[part_name], whole = whole[:count], whole[count:]
         assert not len(whole), name
+    for name in [name for name in renamed if ".block_sparse_moe." in name]:
+        layer, _, module = name.partition("block_sparse_moe.")
+        new_name = f"{layer}block_sparse_moe.{_GRANITE_NAMES.get(module, module)}"
+        renamed[new_name] = renamed.pop(name)
+    is_gpt_oss = any(name.endswith("_proj_bias") for name in renamed)
     for name in [
         name for name in renamed if ".mlp.experts." in name and "_proj.weight" not in name
     ]:
+        if is_gpt_oss:
+            break  # its files have the names and tensors of modules
         layer, _, module = name.partition("mlp.experts.")
         for expert, whole in enumerate(renamed.pop(name)):
             parts = np.split(whole, 2) if module == "gate_up_proj" else [whole]
@@ -360,6 +441,12 @@ def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 renamed[f"{layer}mlp.experts.{expert}.{end}_proj.weight"] = part
     return renamed
 
+
+_GRANITE_NAMES = {
+    "router.weight": "router.layer.weight",
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+}
 
 _MIXTRAL_NAMES = {
     "mlp": "block_sparse_moe",
@@ -400,12 +487,15 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
 
     def take_one(param: Parameter, name: str) -> np.ndarray:
         used.add(name)
-        first, _ = param.hf_rows or (0, 0)
-        return left[name][first : first + param.matrix_shape[0]]
+        whole = left[name].swapaxes(-1, -2) if param.is_transposed else left[name]
+        if param.hf_rows is None:
+            return whole
+        axis = whole.ndim - len(param.matrix_shape)
+        return whole.take(param.hf_rows.find(np.arange(param.matrix_shape[0])), axis=axis)
 
     def take_layer(param: Parameter, layer: int | None) -> np.ndarray:
         parts = [take_one(param, name) for _, name in param.list_tensors(layer)]
-        return np.stack(parts) if param.num_experts else parts[0]
+        return np.stack(parts) if param.has_tensor_per_expert else parts[0]
 
     def take(param: Parameter) -> np.ndarray:
         if param.layers is None:
@@ -443,7 +533,8 @@ def gradients(model: Any, documents: list[np.ndarray]) -> Result:
         )
     mean = sum(losses) / sum(len(document) - 1 for document in documents)
     mean.backward()
-    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    grads = {name: torch.zeros_like(buffer) for name, buffer in named_weights(model).items()}
+    grads |= {name: weight.grad for name, weight in model.named_parameters()}
     return Result(mean.item(), [part.detach().numpy() for part in logits], grads)
 
 

@@ -57,7 +57,7 @@ def test_float32_is_loaded_bit_for_bit(tmp_path, name):
     config = model_config.parse_model_config(fields, field="model.config")
     master = export(tmp_path / "out", fields)
     model = load(tmp_path / "out")
-    back = oracle.stacked(dict(model.named_parameters()), decoder.param_table(config))
+    back = oracle.stacked(oracle.named_weights(model), decoder.param_table(config))
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
 

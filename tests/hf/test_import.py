@@ -67,6 +67,9 @@ def read(
     )
 
 
+FLOAT32_NAMES = ("A_log", "dt_bias", "e_score_correction_bias")
+"""Ends of the names of tensors that are float32 in every export."""
+
 STORED = [*itertools.product(MESHES, ("float32", "bfloat16", "float16"))]
 """Meshes, and dtypes of the files. Each model has one of them in the default tier."""
 
@@ -109,7 +112,8 @@ def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, sizes, 
     back = tensors(tmp_path / "out")
     assert back.keys() == source.keys()
     for key, array in source.items():
-        assert batches.is_bitwise_equal(back[key], array.astype(jnp.dtype(exported))), key
+        stored = "float32" if key.endswith(FLOAT32_NAMES) else exported
+        assert batches.is_bitwise_equal(back[key], array.astype(jnp.dtype(stored))), key
 
 
 @pytest.mark.parametrize("naming", ["published", "modules"])

@@ -26,8 +26,14 @@ LAYOUTS = [("a document per row", pytest.mark.slow), ("packed, with padding", ()
 MARKS = {
     "qwen3_5": pytest.mark.e2e,
     "olmo hybrid": pytest.mark.e2e,
-    "olmo hybrid with RoPE": pytest.mark.slow,
-    **dict.fromkeys(("qwen3_moe", "mixtral", "olmoe"), pytest.mark.e2e),
+    **dict.fromkeys(("olmo hybrid with RoPE", "qwen3_next"), pytest.mark.slow),
+    **dict.fromkeys(
+        (
+            *("qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe"),
+            *("glm4_moe", "granitemoe", "gpt_oss"),
+        ),
+        pytest.mark.e2e,
+    ),
 }
 """Marks of models with delta nets, which compile for 20 s, and of those with experts, 10 s."""
 
@@ -44,7 +50,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     config = model_config.parse_model_config(fields, field="model.config")
     table = decoder.param_table(config)
     model = oracle.torch_model(fields)
-    weights = oracle.stacked(dict(model.named_parameters()), table)
+    weights = oracle.stacked(oracle.named_weights(model), table)
     places = [
         (row, slice(start, start + length))
         for row, segments in enumerate(rows)
