@@ -52,13 +52,13 @@ class Experts(FeedForward):
             for name, first in ((names.gate, 0), (names.up, F))
         )
         self.down = declare_param(dataclasses.replace(matrix, shape=(E, D, F), hf_name=names.down))
-        self.shared: Mlp | None = None
-        self.shared_gate: Linear | None = None
+        shared: Mlp | None = None
+        shared_gate: Linear | None = None
         if sizes.shared_size is not None:
-            self.shared = Mlp(config, size=sizes.shared_size, name="mlp.shared_expert")
-            self.shared_gate = Linear(
-                D, 1, hf_name="mlp.shared_expert_gate", bias=False, config=config
-            )
+            shared = Mlp(config, size=sizes.shared_size, name="mlp.shared_expert")
+            shared_gate = Linear(D, 1, hf_name="mlp.shared_expert_gate", bias=False, config=config)
+        self.shared = shared
+        self.shared_gate = shared_gate
         self.sizes = sizes
         self.activation = config.activation
 
