@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
-from jaxsp.blocks.config import LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.config import EXPERTS, ExpertsConfig, LayerConfig, ModelConfig, Rope
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
@@ -92,6 +92,13 @@ def model(
     fields |= changes
     layer = LayerConfig(window=window, rope=rope or make_rope(fields["head_dim"]))
     return ModelConfig(**{"layers": (layer,) * num_layers, **fields})
+
+
+def expert_model(*, num_layers: int = 2) -> ModelConfig:
+    """The same with experts, and one that all tokens share, whose sizes do not divide either."""
+    sizes = ExpertsConfig(num_experts=6, num_chosen=2, size=20, shared_size=27)
+    layer = LayerConfig(rope=make_rope(8), feed_forward=EXPERTS)
+    return model(layers=(layer,) * num_layers, experts=sizes)
 
 
 def make_rope(head_dim: int, **group: Any) -> Rope:

@@ -185,6 +185,10 @@ class ExpertsConfig:
     names: ExpertNames = ExpertNames()
     shared_size: int | None = None
     """Elements between the matrices of an expert that all tokens have; None: there is none."""
+    has_own_names: bool = True
+    """True if PEFT takes the last parts of the names of experts' matrices, such as gate_proj, for
+    theirs wherever they occur (Qwen3, not Qwen3.5). Shared experts and MLPs then have no adapters,
+    which PEFT could not load."""
 
 
 class LayerSegment(NamedTuple):

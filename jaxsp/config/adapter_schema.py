@@ -32,17 +32,17 @@ class AdapterConfig(ConfigSection):
         with_examples("all-linear", "[q_proj, v_proj]"),
     ] = None
     """Projections of a layer with an adapter, by the names of Hugging Face's files: q_proj,
-    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. null: all-linear, or
-    those of adapter.source."""
+    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. Experts and their
+    routers have no adapters. null: all-linear, or those of adapter.source."""
     modules_to_save: Annotated[
         tuple[Literal["embed_tokens", "lm_head"], ...],
         with_examples("[embed_tokens, lm_head]", strict=False),
     ] = ()
     """Embedding and head, if they are trained too, as whole float32 weights."""
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """Format of the frozen matrices of the layers, which are dequantized layer by layer. int8: 8
-    bits, one scale per row. nf4: 4-bit codes with a scale for each 64 weights (QLoRA). none:
-    model.compute_dtype."""
+    """Format of the frozen matrices of the layers except routers, which are dequantized layer by
+    layer. int8: 8 bits, one scale per row. nf4: 4-bit codes with a scale for each 64 weights
+    (QLoRA). none: model.compute_dtype."""
     source: Annotated[str | None, with_examples("adapters/first", min_length=1)] = None
     """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
 

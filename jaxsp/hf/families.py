@@ -477,7 +477,9 @@ _SHARED_SIZE = "shared_expert_intermediate_size"
 _QWEN3_5 = FAMILIES["qwen3_5_text"]
 
 
-def _read_qwen_experts(given: dict[str, Any], **delta_net: Any) -> dict[str, Any]:
+def _read_qwen_experts(
+    given: dict[str, Any], *, has_own_names: bool, **delta_net: Any
+) -> dict[str, Any]:
     """Args: delta_net: as in `_read_delta_net`."""
     experts = _read_experts(
         given,
@@ -485,6 +487,7 @@ def _read_qwen_experts(given: dict[str, Any], **delta_net: Any) -> dict[str, Any
         given["moe_intermediate_size"],
         is_normalized=given.get("norm_topk_prob", True),
         shared_size=given[_SHARED_SIZE],
+        has_own_names=has_own_names,
     )
     return experts | _read_delta_net(given, **delta_net)
 
@@ -496,7 +499,7 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     fields=(*_QWEN3_5.fields, *_EXPERT_SIZES, _SHARED_SIZE, "router_aux_loss_coef"),
     has_mlp=False,
     has_experts=lambda given, layer: True,
-    read=_read_qwen_experts,
+    read=lambda given: _read_qwen_experts(given, has_own_names=False),
     values={
         **_QWEN3_5.values,
         "norm_topk_prob": (True,),
@@ -517,7 +520,9 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
     fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields, _SHARED_SIZE),
     has_experts=_QWEN3_MOE.has_experts,
-    read=lambda given: _read_qwen_experts(given, names=QWEN3_NEXT_DELTA_NET_NAMES),
+    read=lambda given: _read_qwen_experts(
+        given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
+    ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     values={"hidden_act": ("silu",), **_NO_ROUTER_LOSS},
 )

@@ -149,7 +149,7 @@ def _fill_in(
         if getattr(adapter, name) not in (None, read[name])
     ]
     if adapter.targets is not None:
-        targets = adapters.find_targets(adapters.list_projections(model), adapter.targets)
+        targets = adapters.find_targets(model, adapter.targets)
         if set(targets) != set(read["targets"]):
             problems.append(
                 "adapter.targets: must be those of adapter.source, "

@@ -18,14 +18,17 @@ DEFAULT_ALPHA_PER_RANK = 2.0
 def find_projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Projections in the layers, and the numbers of the layers that have each of them.
 
-    Names are those of Hugging Face's files. Example: `self_attn.q_proj`.
+    Names are those of Hugging Face's files. Example: `self_attn.q_proj`. Projections that PEFT
+    would take for experts are left out.
     """
+    of_experts = _list_parts(model) if model.experts and model.experts.has_own_names else set()
     found: dict[str, set[int]] = {}
     for param in jax.tree.leaves(decoder.plain_table(model)["layers"]):
         if param.is_projection:
             # Parts of one tensor have the same name, and so have tensors of several kinds of layers
             name = param.hf_name.removeprefix(decoder.LAYER_PREFIX).removesuffix(".weight")
-            found.setdefault(name, set()).update(param.layers)
+            if name.rpartition(".")[2] not in of_experts:
+                found.setdefault(name, set()).update(param.layers)
     return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
 
@@ -52,18 +55,19 @@ def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
     lora = Lora(
         rank=rank,
         scale=alpha / (math.sqrt(rank) if adapter.use_rslora else rank),
-        targets=find_targets(list_projections(model), adapter.targets or "all-linear"),
+        targets=find_targets(model, adapter.targets or "all-linear"),
         is_dora=adapter.type == "dora",
         dropout=adapter.dropout,
     )
     return dataclasses.replace(model, lora=lora)
 
 
-def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -> tuple[str, ...]:
+def find_targets(model: ModelConfig, targets: str | tuple[str, ...]) -> tuple[str, ...]:
     """Projections that have one of the names, or end with it after a dot.
 
     Raises: UserError for a name without a projection.
     """
+    projections = list_projections(model)
     if targets == "all-linear":
         return projections
 
@@ -73,11 +77,27 @@ def find_targets(projections: tuple[str, ...], targets: str | tuple[str, ...]) -
     unknown = [name for name in targets if not any(is_match(p, name) for p in projections)]
     if unknown:
         names = ", ".join(abbreviate(projections, projections))
+        use = f"Use all-linear, or some of: {names}"
+        asked = f"adapter.targets = [{', '.join(targets)}]"
+        of_experts = [name for name in unknown if name.rpartition(".")[2] in _list_parts(model)]
+        if of_experts:
+            raise UserError(
+                f"{asked}: experts and routers, which {', '.join(of_experts)} would match, have no "
+                f"adapters. {use}. adapter.type=none trains all weights."
+            )
         raise UserError(
-            f"adapter.targets = [{', '.join(targets)}]: the layers of this model have no "
-            f"projection {', '.join(unknown)}. Use all-linear, or some of: {names}."
+            f"{asked}: the layers of this model have no projection {', '.join(unknown)}. {use}."
         )
     return tuple(p for p in projections if any(is_match(p, name) for name in targets))
+
+
+def _list_parts(model: ModelConfig) -> set[str]:
+    """Parts of the names of experts and their router."""
+    if model.experts is None:
+        return set()
+    names = model.experts.names
+    of_experts = (names.router, names.gate, names.up, names.down)
+    return {part for name in of_experts for part in name.split(".")} | {"gate_up_proj"}
 
 
 def abbreviate(targets: tuple[str, ...], projections: tuple[str, ...]) -> list[str]:

@@ -13,10 +13,13 @@ import pytest
 
 from jaxsp.blocks import dropout
 from jaxsp.blocks.config import Lora
+from jaxsp.core.errors import UserError
+from jaxsp.model import adapters
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.training import trainable
 from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
+from tests.messages import assert_names
 from tests.training import runs
 from tests.training.test_memory_options import NEEDS_HOST, works_here
 
@@ -37,6 +40,7 @@ class Case:
     memory: dict = dataclasses.field(default_factory=dict)
     adapter: dict = dataclasses.field(default_factory=lambda: PLAIN)
     model: dict = dataclasses.field(default_factory=dict)
+    has_experts: bool = False
     rows: int = 1
 
 
@@ -63,7 +67,11 @@ STACK = {"remat": "full", "offload_every": 2, "offload_during_attention": "alway
 CASES["own backward pass"] = Case((1, 2, 4), DORA, memory=HOST | TILES | STACK, adapter=SAVED)
 for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
     CASES[name] = Case(sizes, DORA, adapter=PLAIN | {"quantization": name})
-E2E = ("data parallel", "nf4", "all offloaded")
+    targets = (*PROJECTIONS[:2], "mlp.shared_expert.down_proj")
+    lora = dataclasses.replace(LORA, targets=targets)
+    adapter = PLAIN | {"quantization": name}
+    CASES[f"{name} experts"] = Case(sizes, lora, adapter=adapter, has_experts=True)
+E2E = ("data parallel", "nf4", "nf4 experts", "all offloaded")
 
 
 def marks(name):
@@ -88,7 +96,7 @@ def run_of(small_waits):
     @functools.cache
     def run(name):
         case = CASES[name]
-        model = batches.model(**case.model)
+        model = batches.expert_model() if case.has_experts else batches.model(**case.model)
         strategy = None
         if case.strategy in ("ring", "all_gather"):
             strategy = make_strategy(seq=case.sizes[-1], ulysses_degree=1, tokens=case.strategy)
@@ -187,3 +195,32 @@ def test_dropout_keeps_the_expected_fraction_and_mean():
     assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
     assert float(((dropped == 0) & (other == 0)).mean()) == pytest.approx(0.0625, abs=0.01)
+
+
+def test_matrices_of_experts_are_quantized_and_routers_are_not():
+    config = batches.make_config(adapter=PLAIN | {"quantization": "nf4"})
+    model = adapters.add_adapter(batches.expert_model(), config.adapter)
+    formats = {
+        param.hf_name.removeprefix("model.layers.{layer}.").removesuffix(".weight"): param.frozen_as
+        for param in jax.tree.leaves(trainable.build_table(model, config)["layers"])
+    }
+    experts = [f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")]
+    assert {formats[name] for name in (*experts, "self_attn.q_proj")} == {"nf4"}
+    assert formats["mlp.gate"] == "float32"
+
+
+@pytest.mark.parametrize("has_own_names", [True, False])
+def test_experts_and_routers_have_no_adapters(has_own_names):
+    """Nor have projections that PEFT would take for experts because of their names."""
+    model = batches.expert_model()
+    sizes = dataclasses.replace(model.experts, has_own_names=has_own_names)
+    model = dataclasses.replace(model, experts=sizes)
+    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    expected = attention | {"mlp.shared_expert_gate"} | (set() if has_own_names else shared)
+    assert set(adapters.find_targets(model, "all-linear")) == expected
+    names = ("gate", "experts", "gate_up_proj", *(["down_proj"] if has_own_names else []))
+    for name in names:
+        with pytest.raises(UserError) as caught:
+            adapters.find_targets(model, ("q_proj", name))
+        assert_names(caught.value, f"experts and routers, which {name} ", "all-linear", "type=none")
