@@ -383,10 +383,10 @@ def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str
     if num_experts is None or num_chosen is None:
         return []
     if num_chosen > num_experts:
-        problems.append(
+        return [
             f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
             f"which is {num_experts}."
-        )
+        ]
     num_groups, num_chosen_groups = (
         (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
     )
