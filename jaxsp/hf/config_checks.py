@@ -275,6 +275,8 @@ def _feature_problems(
     problems = []
     for name, value in fields.items():
         problem = None
+        if name == "quantization_config" and _quant_method(value) in family.quant_methods:
+            continue
         if name in family.values:
             problem = _value_problem(name, value, family.values[name], f"for {family.architecture}")
         elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
@@ -291,6 +293,10 @@ def _feature_problems(
         if problem:
             problems.append(f"{path}.{name} = {format_value(value)}: {problem}")
     return problems
+
+
+def _quant_method(value: Any) -> Any:
+    return value.get("quant_method") if isinstance(value, dict) else None
 
 
 def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
@@ -377,10 +383,10 @@ def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str
     if num_experts is None or num_chosen is None:
         return []
     if num_chosen > num_experts:
-        problems.append(
+        return [
             f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
             f"which is {num_experts}."
-        )
+        ]
     num_groups, num_chosen_groups = (
         (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
     )

@@ -54,6 +54,9 @@ class Family:
     """Fields in which null means none of it, and is not transformers' default."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Fields with a fixed meaning in this family, and the values that match it."""
+    quant_methods: tuple[str, ...] = ()
+    """Values of `quantization_config.quant_method` whose weights are read as bfloat16; exports are
+    not quantized."""
     norm_eps_field: str = "rms_norm_eps"
     activation_field: str = "hidden_act"
     rope: RopeSupport = dataclasses.field(default_factory=RopeSupport)
@@ -599,6 +602,7 @@ FAMILIES["granitemoe"] = dataclasses.replace(
 
 FAMILIES["gpt_oss"] = Family(
     architecture="GptOssForCausalLM",
+    quant_methods=("mxfp4",),
     bias_fields=("attention_bias",),
     required_fields=(
         *("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),

@@ -41,7 +41,7 @@ class TensorView(abc.ABC):
         """Slices of stored tensors that a slice of this tensor is made of."""
 
     @abc.abstractmethod
-    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
         """The slice of this tensor. Args: slices: values of the result of `list_slices`."""
 
 
@@ -55,7 +55,7 @@ class StoredTensor(TensorView):
     def list_slices(self, index: Index) -> "list[StoredSlice]":
         return [(self, index)]
 
-    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
         return slices[0]
 
     @property
@@ -89,7 +89,7 @@ class StoredRows(TensorView):
             stop -= part.shape[0]
         return slices
 
-    def join(self, slices: list[np.ndarray]) -> np.ndarray:
+    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
         return np.concatenate(slices)
 
 
@@ -103,13 +103,83 @@ class StoredExpert(TensorView):
     """Number of the first row."""
 
     def list_slices(self, index: Index) -> list[StoredSlice]:
+        return self.whole.list_slices(self._find(index))
+
+    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
+        return self.whole.join(self._find(index), slices)[0]
+
+    def _find(self, index: Index) -> Index:
+        """The slice of the whole tensor."""
         rows, columns = index
         start, stop, _ = rows.indices(self.shape[0])
         rows = slice(self.first + start, self.first + stop)
-        return self.whole.list_slices((slice(self.expert, self.expert + 1), rows, columns))
+        return slice(self.expert, self.expert + 1), rows, columns
 
-    def join(self, slices: list[np.ndarray]) -> np.ndarray:
-        return self.whole.join(slices)[0]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mxfp4Matrices(TensorView):
+    """Matrices [experts, columns, rows] that are stored in MXFP4: numbers of 4 bits, and a factor
+    for each 32 of a row, which is a power of two.
+
+    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+    """
+
+    blocks: StoredTensor
+    """Two numbers in a byte, the first in the lower bits: [experts, rows, groups, 16]."""
+    scales: StoredTensor
+    """Exponents of the factors plus 127: [experts, rows, groups]."""
+
+    def list_slices(self, index: Index) -> list[StoredSlice]:
+        experts, columns, rows = index
+        start, stop, _ = columns.indices(self.shape[1])
+        groups = slice(start // _MXFP4_GROUP, -(-stop // _MXFP4_GROUP))
+        return [
+            (self.blocks, (experts, rows, groups, slice(None))),
+            (self.scales, (experts, rows, groups)),
+        ]
+
+    def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
+        blocks, scales = (part.astype(np.uint8) for part in slices)
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1)
+        numbers = _FP4_NUMBERS[codes.reshape(*blocks.shape[:-1], _MXFP4_GROUP)]
+        values = np.ldexp(numbers, scales[..., None].astype(np.int32) - 127)
+        rows = values.reshape(*blocks.shape[:2], blocks.shape[2] * _MXFP4_GROUP)
+        start, stop, _ = index[1].indices(self.shape[1])
+        before = start // _MXFP4_GROUP * _MXFP4_GROUP
+        return rows[:, :, start - before : stop - before].swapaxes(1, 2)
+
+
+_MXFP4_GROUP = 32
+
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_FP4_NUMBERS = np.array([*_FP4_MAGNITUDES, *(-x for x in _FP4_MAGNITUDES)], np.float32)
+"""Numbers of 4 bits: a sign, two bits of the exponent, and one of the mantissa."""
+
+
+def dequantize(
+    views: Mapping[str, TensorView], stored: Mapping[str, StoredTensor]
+) -> dict[str, TensorView]:
+    """Returns matrices in place of those stored tensors that are in MXFP4; others as they are."""
+    views = {**views}
+    for blocks_name, blocks in stored.items():
+        name = blocks_name.removesuffix("_blocks")
+        scales = stored.get(f"{name}_scales")
+        if name == blocks_name or name in stored or scales is None:
+            continue
+        is_mxfp4 = blocks.dtype == scales.dtype == "U8" and len(blocks.shape) == 4
+        if not is_mxfp4 or blocks.shape != (*scales.shape, _MXFP4_GROUP // 2):
+            continue  # named as surplus
+        num_experts, num_rows, num_groups = scales.shape
+        del views[blocks_name]
+        del views[f"{name}_scales"]
+        views[name] = Mxfp4Matrices(
+            dtype="BF16",  # which holds all products of numbers and factors
+            shape=(num_experts, num_groups * _MXFP4_GROUP, num_rows),
+            blocks=blocks,
+            scales=scales,
+        )
+    return views
 
 
 FUSED_EXPERTS = {

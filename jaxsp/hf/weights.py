@@ -88,8 +88,8 @@ class WeightReader:
         lists = [view.list_slices(index) for view, index in parts]
         slices = iter(self._read_slices(itertools.chain(*lists)))
         return [
-            view.join(list(itertools.islice(slices, len(members))))
-            for (view, _), members in zip(parts, lists, strict=True)
+            view.join(index, list(itertools.islice(slices, len(members))))
+            for (view, index), members in zip(parts, lists, strict=True)
         ]
 
     def _read_slices(self, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
@@ -130,7 +130,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
     views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
-    views = tensors.split_experts(views, shapes)
+    views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
     problems = _find_differences(views, shapes, source, is_multimodal=is_multimodal)
     if problems:
         raise UserError(problems)

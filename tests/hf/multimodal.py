@@ -63,7 +63,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "muse_glimmer": oracle.add_other_parts(oracle.MODELS["muse_glimmer"]),
 }
-"""Fields of a config.json: four families, and the text models of each."""
+MODELS["qwen3_5_moe"] = MODELS["qwen3_5"] | {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": oracle.MODELS["qwen3_5_moe"],
+}
+"""Fields of a config.json: five families, and the text models of each."""
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],

@@ -74,6 +74,32 @@ COMMAND_R |= dict.fromkeys(("use_embedding_sharing", "use_gated_activation"), Tr
 COMMAND_R |= dict.fromkeys(("use_parallel_block", "use_parallel_embedding"), True)
 COMMAND_R |= {"vocab_size": 256000}
 
+QWEN_3_MOE = SILU | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+QWEN_3_MOE |= {"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645}
+QWEN_3_MOE |= {"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144}
+QWEN_3_MOE |= {"max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": []}
+QWEN_3_MOE |= {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32}
+QWEN_3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+QWEN_3_MOE |= {"num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-6}
+QWEN_3_MOE |= {"rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001}
+QWEN_3_MOE |= {"sliding_window": None, "use_sliding_window": False, "vocab_size": 151936}
+QWEN_3_MOE |= {"tie_word_embeddings": False}
+
+GPT_OSS = SILU | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+GPT_OSS |= {"attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4}
+GPT_OSS |= {"head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096}
+GPT_OSS |= {"intermediate_size": 2880, "max_position_embeddings": 131072}
+GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12}
+GPT_OSS |= {"num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24}
+GPT_OSS |= {"num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False}
+GPT_OSS |= {"pad_token_id": 199999, "rms_norm_eps": 1e-5, "rope_theta": 150000}
+GPT_OSS |= {"rope_scaling": YARN | {"factor": 32.0, "original_max_position_embeddings": 4096}}
+GPT_OSS["rope_scaling"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+del GPT_OSS["rope_scaling"]["attention_factor"]
+GPT_OSS |= {"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0}
+GPT_OSS |= {"tie_word_embeddings": False, "vocab_size": 201088}
+GPT_OSS |= {"quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}}
+
 PHI_ROPE = "longrope, theta 10,000, short factors (for rows of at most 4,096 tokens)"
 HUB: dict[str, tuple[dict[str, Any], dict[tuple[int | None, str], int]]] = {
     "microsoft/Phi-3.5-mini-instruct": (PHI_3, {(262144, PHI_ROPE): 32}),
@@ -95,6 +121,14 @@ HUB: dict[str, tuple[dict[str, Any], dict[tuple[int | None, str], int]]] = {
     "HuggingFaceTB/SmolLM3-3B": (
         SMOLLM_3,
         {(None, "default, theta 5,000,000"): 27, (None, "none"): 9},
+    ),
+    "Qwen/Qwen3-30B-A3B": (QWEN_3_MOE, {(None, "default, theta 1,000,000"): 48}),
+    "openai/gpt-oss-20b": (
+        GPT_OSS,
+        {
+            (128, "yarn, theta 150,000, factor 32 over 4,096 positions"): 12,
+            (None, "yarn, theta 150,000, factor 32 over 4,096 positions"): 12,
+        },
     ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
         COMMAND_R,

@@ -146,8 +146,19 @@ def test_tensors_of_olmo_hybrid_are_read_under_all_their_names(tmp_path, naming)
         read(tmp_path)
 
 
+def check_slices(directory: pathlib.Path, table: layers.Weights, master: layers.Weights) -> None:
+    """Slices of experts' weights are those of the whole weights, also empty ones."""
+    reader = weights.open_folder(folder.find(str(directory)), table)
+    for param, array in zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True):
+        if param.num_experts is not None:
+            for experts in (slice(1, 3), slice(6, 6)):
+                index = (experts, slice(5, 38), slice(33, 99))[: len(param.shape)]
+                part = reader.read(param, param.layers[-1], index)
+                assert batches.is_bitwise_equal(part, array[-1][index]), param.hf_name
+
+
 def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
-    fields = oracle.MODELS["qwen3_moe"]
+    fields = oracle.MODELS["qwen3_moe"] | {"num_hidden_layers": 2}
     model = oracle.torch_model(fields)
     written = checkpoint(tmp_path, fields)
     assert "model.layers.0.mlp.experts.5.up_proj.weight" in written
@@ -160,6 +171,7 @@ def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
         safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
         for sizes, same in zip(MESHES, expected, strict=True):
             assert batches.is_bitwise_equal(read(tmp_path, sizes)[1], same)
+        check_slices(tmp_path, *read(tmp_path))
 
     gate_up = fused[f"{first}gate_up_proj"]
     problems = {
@@ -176,6 +188,54 @@ def test_tensors_of_all_experts_give_the_same_bits_as_one_for_each(tmp_path):
     both = fused | {f"{first}0.down_proj.weight": fused[f"{first}down_proj"][0]}
     safetensors.numpy.save_file(both, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"does not have: {first}down_proj\."):
+        read(tmp_path)
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them_and_exported_in_bfloat16(tmp_path):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    fields = oracle.MODELS["gpt_oss"] | {"hidden_size": 96, "intermediate_size": 64}
+    plain = checkpoint(tmp_path, fields)
+    rng = np.random.default_rng(5)
+    quantized = dict(plain)
+    for name in [name for name in plain if name.endswith("experts.gate_up_proj")] + [
+        name for name in plain if name.endswith("experts.down_proj")
+    ]:
+        num_experts, num_columns, num_rows = quantized.pop(name).shape
+        shape = (num_experts, num_rows, num_columns // 32)
+        blocks = rng.integers(0, 256, (*shape, 16), np.uint8)
+        scales = rng.integers(120, 131, shape, np.uint8)
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parts = map(oracle.torch.from_numpy, (blocks, scales))
+        plain[name] = mxfp4.convert_moe_packed_tensors(*parts).float().numpy()
+    safetensors.numpy.save_file(plain, tmp_path / "model.safetensors")
+    expected = [read(tmp_path, sizes)[1] for sizes in MESHES]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(quantized, tmp_path / "model.safetensors")
+    for sizes, same in zip(MESHES, expected, strict=True):
+        assert batches.is_bitwise_equal(read(tmp_path, sizes)[1], same)
+
+    table, master = read(tmp_path)
+    check_slices(tmp_path, table, master)
+    writer.export_model(
+        master, table=table, fields=config, tokenizer=None, directory=tmp_path / "out"
+    )
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    exported = tensors(tmp_path / "out")
+    assert exported.keys() == plain.keys()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert batches.is_bitwise_equal(exported[name], plain[name].astype(jnp.bfloat16))
+
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    with pytest.raises(UserError, match=r"quantization_config = .*must not be quantized"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del quantized[f"{name}_scales"]
+    safetensors.numpy.save_file(quantized, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"missing tensors: {name}\.[^$]*{name}_blocks"):
         read(tmp_path)
 
 

@@ -522,6 +522,80 @@ def test_another_activation_of_qwen3_5_is_refused():
     assert_names(problem, "Qwen3_5ForCausalLM", "silu", start="model.config.hidden_act")
 
 
+PUBLISHED = {name: model.fields for name, model in published.read_models().items()}
+QWEN3_MOE = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+QWEN3_5_MOE = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
+GLM_4_5 = PUBLISHED["zai-org/GLM-4.5-Air"]
+GPT_OSS = PUBLISHED["openai/gpt-oss-20b"]
+MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {name: value for name, value in MIXTRAL.items() if name != "architectures"}
+OLMOE = PUBLISHED["allenai/OLMo-2-1124-7B"] | {"model_type": "olmoe"}
+OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "start", "parts"),
+    [
+        (QWEN3_MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129: ", ["128"]),
+        (QWEN3_MOE, {"num_experts": 0}, "num_experts = 0: ", ["whole number"]),
+        (QWEN3_MOE, {"num_local_experts": 8}, "num_local_experts = 8: ", ["qwen3_moe"]),
+        (QWEN3_MOE, {"output_router_logits": True}, "output_router_logits = true: ", ["false"]),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: ", ["1"]),
+        (QWEN3_MOE, {"mlp_only_layers": [-1]}, "mlp_only_layers = [-1]: ", ["list of layers"]),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes'", ["true or false"]),
+        (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: ", ["0"]),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0: ", ["null"]),
+        (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob = false: ", ["true"]),
+        (QWEN3_5_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: ", ["1"]),
+        (QWEN3_5_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: ", ["[]"]),
+        (GLM_4_5, {"n_group": 3}, "n_group = 3: ", ["128", "Use 1"]),
+        (GLM_4_5, {"n_group": 128}, "n_group = 128: ", ["at least 2"]),
+        (GLM_4_5, {"topk_group": 2}, "topk_group = 2: ", ["n_group", "Use 1"]),
+        (
+            GLM_4_5,
+            {"n_group": 32, "topk_group": 1},
+            "topk_group = 1: ",
+            ["num_experts_per_tok", "Use 32"],
+        ),
+        (GLM_4_5, {"n_shared_experts": 0}, "n_shared_experts = 0: ", ["whole number from 1"]),
+        (GLM_4_5, {"routed_scaling_factor": 0}, "routed_scaling_factor = 0: ", ["above 0"]),
+        (GLM_4_5, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1: ", ["from 0"]),
+        (GPT_OSS, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = ", ["silu"]),
+        (GPT_OSS, {"swiglu_limit": -7}, "swiglu_limit = -7: ", ["above 0"]),
+        (GPT_OSS, {"experts_per_token": 8}, "experts_per_token = 8: ", ["4"]),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config = ",
+            ["model.source", "adapter.quantization"],
+        ),
+    ],
+)
+def test_sizes_and_features_of_experts_are_checked_by_name(fields, change, start, parts):
+    (problem,) = problems(fields | change)
+    assert_names(problem.removeprefix("model.config."), *parts, start=start)
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_experts"),
+    [
+        (QWEN3_MOE | {"mlp_only_layers": [1, 3], "decoder_sparse_step": 2}, [5, 7]),
+        (GLM_4_5 | {"first_k_dense_replace": 3}, [3, 4, 5, 6, 7]),
+        (QWEN3_5_MOE, list(range(8))),
+    ],
+)
+def test_layers_with_experts(fields, has_experts):
+    model = read(fields | {"num_hidden_layers": 8})
+    layers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == "experts"]
+    assert layers == has_experts
+
+
+def test_names_of_fields_that_transformers_5_writes_are_read():
+    renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    assert read(renamed | {"num_local_experts": 128}) == read(QWEN3_MOE)
+    assert read(QWEN3_MOE | {"num_local_experts": 128}) == read(QWEN3_MOE)
+
+
 OLMO_HYBRID = published.read_models()["allenai/Olmo-Hybrid-7B"].fields
 
 
@@ -664,11 +738,25 @@ def test_features_of_muse_glimmer_are_checked_by_name(change, start, parts):
     assert_names(problem.removeprefix("model.config."), *parts, start=start)
 
 
-HEAD_DIM = ("qwen3", "qwen3_5_text", "muse_glimmer_text")
+HEAD_DIM = (
+    *("qwen3", "qwen3_5_text", "muse_glimmer_text"),
+    *("qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "glm4_moe"),
+)
 """Families whose head_dim has no default."""
 
+EXPERT_SIZES = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
 
-@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5, MUSE_GLIMMER])
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(LLAMA_3_1, MISTRAL, QWEN2, QWEN3, QWEN3_5, MUSE_GLIMMER),
+        *(MIXTRAL, QWEN3_MOE, QWEN3_5_MOE, GPT_OSS, GLM_4_5),
+    ],
+)
 def test_sizes_have_no_default(fields):
     sizes = [
         "vocab_size",
@@ -679,7 +767,9 @@ def test_sizes_have_no_default(fields):
     ]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
     sizes += ["head_dim"] if fields["model_type"] in HEAD_DIM else []
-    sizes += [name for name in fields if name.startswith("linear_")]
+    sizes += [name for name in fields if name.startswith("linear_") or name in EXPERT_SIZES]
+    if fields["intermediate_size"] is None:
+        sizes.remove("intermediate_size")
     missing = problems({name: value for name, value in fields.items() if name not in sizes})
     assert sorted(problem.partition(":")[0] for problem in missing) == sorted(
         f"model.config.{name}" for name in sizes

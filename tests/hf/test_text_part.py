@@ -24,9 +24,10 @@ TEXT_CLASSES = {
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
 }
 PARTS = dict.fromkeys(TEXT_CLASSES, ("vision_tower", "multi_modal_projector"))
-PARTS["qwen3_5"] = ("visual",)
+PARTS |= {"qwen3_5": ("visual",), "qwen3_5_moe": ("visual",)}
 
 
 def resolve(fields: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     files = list((tmp_path / "in").glob("*.safetensors"))
     names = [name for file in files for name in safetensors.numpy.load_file(file)]
     prefix = "language_model.model."
-    if "modules" in layout or name == "qwen3_5":
+    if "modules" in layout or name.startswith("qwen3_5"):
         prefix = "model.language_model."
     assert f"{prefix}norm.weight" in names
     assert (len(files) > 1) == ("several" in layout)
@@ -103,6 +104,23 @@ def test_the_text_model_is_imported_and_exported_bit_for_bit(tmp_path, name, lay
     assert batches.is_bitwise_equal(back, expected)
     if name == "gemma3":
         assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == [1, 106]
+
+
+def test_layers_of_glm_that_predict_further_tokens_are_left_out(tmp_path):
+    """transformers ignores those of the published sizes too."""
+    model = oracle.torch_model(oracle.MODELS["glm4_moe"])
+    save(model, tmp_path, "hub")
+    extra = {f"model.layers.3.{name}": np.zeros((2, 2), np.float32) for name in ("eh_proj", "x")}
+    rewrite(tmp_path, **extra)
+    source, fields, master = multimodal.import_folder(tmp_path)
+    table = decoder.param_table(model_config.parse_model_config(fields, field="config.json"))
+    expected = oracle.stacked(oracle.named_weights(model), table)
+    assert batches.is_bitwise_equal(master, expected)
+    left_out = weights.open_folder(source, table).left_out
+    assert left_out == "without 2 tensors of layers.3"
+    rewrite(tmp_path, **{"model.layers.4.eh_proj": np.zeros(2, np.float32)})
+    with pytest.raises(UserError, match=r"does not have: model\.layers\.4\.eh_proj"):
+        multimodal.import_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text"])
@@ -295,7 +313,7 @@ REFUSED = [
     (
         {"model_type": "llava", "text_config": {}},
         "model_type = llava: ",
-        ["gemma3, mistral3, qwen3_5 or muse_glimmer"],
+        ["gemma3, mistral3, qwen3_5, qwen3_5_moe or muse_glimmer"],
     ),
 ]
 
@@ -337,5 +355,5 @@ def test_other_tensors_than_those_of_the_text_model_and_the_images_are_refused(t
         (tmp_path / "model.safetensors").write_bytes(before)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "llava"}))
-    with pytest.raises(UserError, match="gemma3, mistral3, qwen3_5 or muse_glimmer"):
+    with pytest.raises(UserError, match="gemma3, mistral3, qwen3_5, qwen3_5_moe or muse_glimmer"):
         multimodal.import_folder(tmp_path)
