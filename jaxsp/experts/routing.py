@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 _MIN_SUM = 1e-20
-"""Added to the sum of a token's weights, because sigmoids may all be 0; no other sum changes."""
+"""Added to the sum of a token's sigmoids, which may all be 0."""
 
 
 def route(
@@ -55,7 +55,8 @@ def route(
         _, experts_TK = jax.lax.top_k(choice_TE, num_chosen)
         weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if is_normalized:
-        weights_TK /= jnp.sum(weights_TK, axis=-1, keepdims=True) + _MIN_SUM
+        sum_T1 = jnp.sum(weights_TK, axis=-1, keepdims=True)
+        weights_TK /= sum_T1 + _MIN_SUM if is_sigmoid else sum_T1
     if scale != 1:
         weights_TK *= scale
     return weights_TK, experts_TK.astype(jnp.int32)

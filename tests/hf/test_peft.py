@@ -175,9 +175,10 @@ def jaxsp_result(base: Base, resolved: ResolvedAdapter, table, trained) -> oracl
     tensors = base.tensors
     frozen_table = trainable.select_frozen(table, table)
     names = {
-        param.hf_name.format(layer=layer)
+        name
         for param in jax.tree.leaves(frozen_table)
         for layer in param.layers or (0,)
+        for _, name in param.list_tensors(layer)
     }
     frozen = {name: torch.from_numpy(tensors[name]) for name in names}
     weights = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
@@ -325,6 +326,10 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
     "gates of delta nets": ("qwen3_5", {"target_modules": ["in_proj_a", "in_proj_b", "in_proj_z"]}),
+    "rows of each key head": (
+        "qwen3_next",
+        {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
     "untied": (
         "llama3",
         {
