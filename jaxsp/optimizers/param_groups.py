@@ -18,7 +18,8 @@ DEFAULT = ParameterGroup(pattern="*")
 def find_group(config: OptimizerConfig, param: Parameter) -> ParameterGroup:
     """The first group whose pattern matches a weight; DEFAULT if there is none.
 
-    `*` matches the layer's number, which is `{layer}` in the name of a stacked weight.
+    `*` matches the numbers of layers and experts, which are `{layer}` and `{expert}` in the name of
+    a stacked weight.
     """
     return next((group for group in config.groups if _matches(group, param)), DEFAULT)
 
@@ -95,10 +96,10 @@ def _suggest(pattern: str, names: list[str]) -> str:
         fnmatch.fnmatchcase(name, for_all_layers) for name in names
     ):
         return (
-            "A group has a weight in all layers; one layer cannot be selected. "
-            f"Use {for_all_layers}."
+            "A group has a weight in all layers and of all experts; one layer or expert cannot be "
+            f"selected. Use {for_all_layers}."
         )
-    plain = [name.replace("{layer}", "*") for name in names]
+    plain = [re.sub(r"\{\w+\}", "*", name) for name in names]
     words = [word for word in re.split(r"[.*?]+", pattern) if word]
     near = [name for name in plain if any(part in words for part in name.split("."))]
     near.sort(key=lambda name: -sum(part in words for part in name.split(".")))

@@ -92,14 +92,25 @@ CASES = {
         TILES
         | {"offload_activations": "layer_inputs", "offload_optimizer": "state", "remat": "full"},
     ),
+    "experts, tiles": ((1, 2, 4), TILES),
+    "experts, products kept": ((2, 2, 2), {"remat": "none"}),
+    "experts, attention and MLP kept": ((1, 1, 8), {"remat": "save_attention_and_mlp"}),
+    "experts, all": (
+        (1, 2, 4),
+        STACK
+        | TILES
+        | {"offload_during_attention": "always", "offload_optimizer": "state_and_gradients"},
+    ),
 }
 
 
-QUICK = ("all", "five layers, inputs offloaded during attention")
-"""The first has the parts of the others, except for the second."""
+QUICK = ("all", "five layers, inputs offloaded during attention", "experts, tiles")
+"""The first has the parts of the others, except for the last two."""
 
 
 def model_of(name):
+    if name.startswith("experts"):
+        return batches.expert_model()
     num_layers = 5 if name.startswith("five layers") else runs.MODEL.num_layers
     return batches.model(tie_embeddings=name.startswith("tied"), num_layers=num_layers)
 

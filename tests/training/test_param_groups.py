@@ -66,9 +66,9 @@ def test_only_matrices_of_a_group_decay():
         (["*", "lm_head*"], ["groups.1", "earlier groups", "first match"]),
         (
             ["model.layers.0.mlp.*"],
-            ["groups.0", "one layer cannot be selected", "model.layers.*.mlp.*"],
+            ["groups.0", "cannot be selected", "model.layers.*.mlp.*"],
         ),
-        (["model.layers.[0-9].mlp.*"], ["one layer cannot be selected", "model.layers.*.mlp.*"]),
+        (["model.layers.[0-9].mlp.*"], ["cannot be selected", "model.layers.*.mlp.*"]),
         (
             ["layers.*.gate_proj.weight"],
             ["matches no weight", "model.layers.*.mlp.gate_proj.weight"],
@@ -81,6 +81,14 @@ def test_a_pattern_without_effect_is_a_problem(patterns, words):
     assert bool(problems) == bool(words)
     for problem in problems:
         assert_names(problem, *words)
+
+
+def test_one_expert_is_not_selected_and_names_of_experts_are_suggested():
+    table = decoder.param_table(batches.expert_model())
+    own = config({"pattern": "*.experts.0.up_proj.weight"}, {"pattern": "*.experts.*.up"})
+    one, misspelled = param_groups.find_problems(own, table)
+    assert_names(one, "cannot be selected", "*.experts.*.up_proj.weight")
+    assert_names(misspelled, "model.layers.*.mlp.experts.*.up_proj.weight")
 
 
 def test_a_model_without_trained_weights_is_a_problem():
