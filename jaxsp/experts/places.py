@@ -48,7 +48,7 @@ def choose_tiles(num_slots: int, num_experts: int) -> Tiles:
 
 
 class Places(NamedTuple):
-    """Where the slots are."""
+    """Places of slots, and slots of places."""
 
     slots_Nt: Int32[Array, "N t"]
     """Slot of each place, token * K + number of the token's expert; T * K: none."""

@@ -182,5 +182,5 @@ def _read_tokens(x_TD: Array, slots_bt: Array, num_chosen: int) -> Float[Array, 
 
 
 def _read_places(x_NtD: Array, where: Places) -> Float[Array, "T K D"]:
-    """What is at the places of each token."""
+    """Results at the places of each token."""
     return x_NtD.reshape(-1, x_NtD.shape[-1])[where.places_TK]

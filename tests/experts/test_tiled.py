@@ -12,7 +12,9 @@ from jaxsp.hf import model_config, published
 from jaxsp.model import decoder
 from tests import batches
 
-NUM_EXPERTS, WIDTH, SIZE = 13, 24, 16
+NUM_EXPERTS = 13
+WIDTH = 24
+SIZE = 16
 
 
 def choose_experts(how: str, num_tokens: int, num_chosen: int) -> np.ndarray:
