@@ -35,8 +35,15 @@ def group_size(param: Parameter, num_shards: int) -> int:
 
     It has several if a layer has more experts than there are shards.
     """
-    is_sharded = sharding.choose_placement(param, num_shards).dim is not None
-    return max(1, num_shards // (param.num_experts or 1)) if is_sharded else 1
+    if has_whole_matrices(param, num_shards):
+        return 1
+    return max(1, num_shards // (param.num_experts or 1))
+
+
+def has_whole_matrices(param: Parameter, num_shards: int) -> bool:
+    """True if no matrix is divided among devices."""
+    dim = sharding.choose_placement(param, num_shards).dim
+    return dim is None or (param.num_experts is not None and dim == 0)
 
 
 def map_matrices(
@@ -58,10 +65,12 @@ def map_matrices(
     with jax.named_scope(SCOPE):
         if dim is None:
             return function(_flatten(matrices)).reshape(matrices.shape)
-        axis = dim if param.num_experts else dim + 1
 
         def exchange(layers: Array) -> Array:
             shards = _flatten(layers)
+            if has_whole_matrices(param, num_shards):
+                return function(shards).reshape(layers.shape)
+            axis = dim if param.num_experts else dim + 1
             num_matrices = len(shards)
             padding = [(0, -num_matrices % num_shards), (0, 0), (0, 0)]
             whole = jax.lax.all_to_all(
@@ -86,7 +95,7 @@ def sent_bytes(param: Parameter, num_shards: int, itemsize: int) -> dict[str, fl
 
     A group that is not full is padded with matrices of zeros: 36 layers on 32 devices count as 64.
     """
-    if param.num_layers is None or sharding.choose_placement(param, num_shards).dim is None:
+    if param.num_layers is None or has_whole_matrices(param, num_shards):
         return {}
     num_experts = param.num_experts or 1
     size = sharding.shard_size(param, num_shards) // (param.num_layers * num_experts)

@@ -148,6 +148,8 @@ def sent_bytes(param: Parameter, state: Any, num_shards: int) -> dict[str, float
         return {}
     num_matrices = (param.num_layers or 1) * math.prod(experts)
     moved = 4 * num_matrices * (1 - 1 / num_shards)
+    if placement.dim < len(experts):  # all averages of a device's experts are its own
+        return {"all-gather": moved * sum(param.matrix_shape)}
     other_dim = 2 * len(experts) + 1 - placement.dim
     return {
         "all-gather": moved * placement.stored_shape[placement.dim],

@@ -40,15 +40,14 @@ class Placement:
 def choose_placement(param: Parameter, num_shards: int) -> Placement:
     """Shards the first dim that divides, else the largest, zero-padded; small weights stay whole.
 
-    Quantized matrices are sharded along their rows, which are quantized each for itself; matrices
-    of experts along rows or columns, so that every device has a part of each expert.
+    Quantized matrices are sharded along their rows, which are quantized each for itself. Matrices
+    of experts are mostly whole on a device: a gather along rows would transpose all of them.
 
     Example: [257, 300] on 8 shards is stored as [257, 304] and sharded along dim 1.
     """
     if num_shards == 1 or param.size < MIN_SHARDED_SIZE:
         return Placement(dim=None, stored_shape=param.shape)
-    first = 0 if param.num_experts is None else 1
-    dims = range(first, first + 1 if quantization.is_quantized(param) else len(param.shape))
+    dims = range(len(param.shape) - quantization.is_quantized(param))
     for dim in dims:
         if param.shape[dim] % num_shards == 0:
             return Placement(dim=dim, stored_shape=param.shape)

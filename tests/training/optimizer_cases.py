@@ -38,11 +38,11 @@ TABLE = {
         "bias": _param("mlp.up_proj.bias", 301),
         "norm": _param("input_layernorm.weight", 129, mean=1.0),
         "expert_down": _param("experts.{expert}.down_proj.weight", 3, 129, 136, num_experts=3),
-        "expert_up": _param("experts.{expert}.up_proj.weight", 3, 133, 129, num_experts=3),
+        "expert_up": _param("experts.{expert}.up_proj.weight", 8, 133, 129, num_experts=8),
     },
 }
 """On 8 shards: padded rows, rows, columns, padded columns, whole matrices, and vectors; of experts,
-columns and padded rows. Matrices but the smallest have factored averages in adafactor."""
+columns and whole matrices. Matrices but the smallest have factored averages in adafactor."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"beta2": 0.99},

@@ -106,13 +106,14 @@ def test_an_update_sends_the_bytes_of_its_formula(name):
     for operation in comms.COLLECTIVES:
         actual = comms.sum_bytes(sent, operation=operation)
         expected = formula.get(operation, 0.0)
-        few_bytes = 1024 if operation == "all-reduce" else 0  # norms of updates, for clipping
+        # Norms of updates, for clipping, and numbers of updates of each expert
+        few_bytes = {"all-reduce": 1024, "all-gather": 256}.get(operation, 0)
         assert 0 <= actual - expected <= few_bytes, (operation, actual, expected)
     assert any(formula.values())
     if name == "muon":
         shards = [129 * 136, 136 * 129, 136 * 129, 129 * 304]
-        experts = [129 * 136, 136 * 129]  # groups of 2 layers and 1 layer: 6 and 3 matrices
-        num_elements = 8 * sum(shards) + 16 * sum(experts)
+        experts = 129 * 136  # groups of 2 layers and 1 layer: 6 and 3 matrices
+        num_elements = 8 * sum(shards) + 16 * experts
         assert formula == {"all-to-all": 2 * 4 * num_elements * (7 / 8) / 8}
 
 
@@ -128,6 +129,11 @@ def test_muon_exchanges_a_group_of_layers_for_each_shard_at_a_time():
     assert matrix_exchange.sent_bytes(experts, 4, 2) == {
         "all-to-all": 2 * 2 * 10 * 8 * (64 * 32 / 4) * 3 / 4
     }
+    whole = dataclasses.replace(param, shape=(8, 64, 32), num_experts=8)
+    assert (matrix_exchange.group_size(whole, 4), matrix_exchange.sent_bytes(whole, 4, 2)) == (
+        1,
+        {},
+    )
 
 
 def test_newton_schulz_brings_singular_values_near_one():
