@@ -24,6 +24,10 @@ DTYPES = ("F32", "F16", "BF16")
 """Dtypes that jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
 
+_BYTES = "U8"
+"""dtype of the parts of tensors in MXFP4."""
+
+
 class BadFileError(ValueError):
     """A file that cannot be read as safetensors; the message is the end of a sentence about it."""
 
@@ -139,14 +143,18 @@ class Mxfp4Matrices(TensorView):
         ]
 
     def join(self, index: Index, slices: list[np.ndarray]) -> np.ndarray:
-        blocks, scales = (part.astype(np.uint8) for part in slices)
-        codes = np.stack([blocks & 15, blocks >> 4], axis=-1)
-        numbers = _FP4_NUMBERS[codes.reshape(*blocks.shape[:-1], _MXFP4_GROUP)]
-        values = np.ldexp(numbers, scales[..., None].astype(np.int32) - 127)
-        rows = values.reshape(*blocks.shape[:2], blocks.shape[2] * _MXFP4_GROUP)
+        blocks, scales = slices
+        num_experts, num_rows, num_groups = scales.shape
         start, stop, _ = index[1].indices(self.shape[1])
         before = start // _MXFP4_GROUP * _MXFP4_GROUP
-        return rows[:, :, start - before : stop - before].swapaxes(1, 2)
+        matrices = np.empty((num_experts, max(stop - start, 0), num_rows), np.float32)
+        for expert in range(num_experts):  # one after another: temporary arrays are large
+            codes = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1)
+            numbers = _FP4_NUMBERS[codes.reshape(num_rows, num_groups, _MXFP4_GROUP)]
+            values = np.ldexp(numbers, scales[expert][..., None].astype(np.int32) - 127)
+            rows = values.reshape(num_rows, num_groups * _MXFP4_GROUP)
+            matrices[expert] = rows[:, start - before : stop - before].T
+        return matrices
 
 
 _MXFP4_GROUP = 32
@@ -167,7 +175,7 @@ def dequantize(
         scales = stored.get(f"{name}_scales")
         if name == blocks_name or name in stored or scales is None:
             continue
-        is_mxfp4 = blocks.dtype == scales.dtype == "U8" and len(blocks.shape) == 4
+        is_mxfp4 = blocks.dtype == scales.dtype == _BYTES and len(blocks.shape) == 4
         if not is_mxfp4 or blocks.shape != (*scales.shape, _MXFP4_GROUP // 2):
             continue  # named as surplus
         num_experts, num_rows, num_groups = scales.shape
@@ -281,7 +289,7 @@ def read_slice(tensor: StoredTensor, index: Index) -> np.ndarray:
 
 
 def read_slices(path: pathlib.Path, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
-    """Returns slices of tensors of a file, float32. Raises: BadFileError."""
+    """Returns slices of tensors of a file, float32, and bytes as they are. Raises: BadFileError."""
     with _open(path) as file:
         return [_read_slice(file, *part) for part in parts]
 
@@ -290,9 +298,9 @@ def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
     spans = [range(*part.indices(size)) for part, size in zip(index, tensor.shape, strict=True)]
     shape = [len(span) for span in spans]
     if 0 in shape:  # safetensors refuses an empty slice at the end of a dim
-        return np.zeros(shape, np.float32)
+        return np.zeros(shape, np.uint8 if tensor.dtype == _BYTES else np.float32)
     part = file.get_slice(tensor.name)[tuple(slice(span.start, span.stop) for span in spans)]
-    return part.astype(np.float32, copy=False)
+    return part if tensor.dtype == _BYTES else part.astype(np.float32, copy=False)
 
 
 def read_unchanged(tensor: StoredTensor) -> np.ndarray:

@@ -182,6 +182,30 @@ QWEN3_5_27B: dict[str, Any] = {
 """Every field that the config.json of a Qwen3.5 or Qwen3.6 of 27B has, and of its vision tower
 three."""
 
+_DENSE_ONLY = ("intermediate_size", "output_gate_type", "partial_rotary_factor", "pad_token_id")
+
+QWEN3_5_35B_A3B: dict[str, Any] = QWEN3_5_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **{k: v for k, v in QWEN3_5_27B["text_config"].items() if k not in _DENSE_ONLY},
+        "hidden_size": 2048,
+        "layer_types": [*3 * ["linear_attention"], "full_attention"] * 10,
+        "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_moe"},
+}
+"""The config.json of Qwen3.5-35B-A3B, of the vision tower three fields."""
+
 
 def torch_model(fields: dict[str, Any]) -> Any:
     """The multimodal model with random weights."""

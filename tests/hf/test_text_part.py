@@ -190,6 +190,16 @@ def test_mistral_small_is_read_as_its_text_model():
     assert not config.tie_embeddings
 
 
+def test_qwen_3_5_35b_a3b():
+    fields = resolve(multimodal.QWEN3_5_35B_A3B)
+    config = read(multimodal.QWEN3_5_35B_A3B)
+    assert config == read(published.read_models()["Qwen/Qwen3.5-35B-A3B"].fields)
+    assert {layer.feed_forward for layer in config.layers} == {"experts"}
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    assert exported["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert model_config.parse_model_config(exported, field="config.json") == config
+
+
 def test_qwen_3_5_27b_is_read_as_its_text_model_and_exported_with_its_layers():
     fields = resolve(multimodal.QWEN3_5_27B)
     config = read(multimodal.QWEN3_5_27B)
