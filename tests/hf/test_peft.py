@@ -104,6 +104,11 @@ SLOW_CASES = {
     )
     for kind in ("lora", "dora")
 }
+SLOW_CASES |= {
+    f"{name} experts": Case(name)
+    for name, fields in oracle.MODELS.items()
+    if "num_experts_per_tok" in fields and name != "qwen3_next"
+}
 each_case = pytest.mark.parametrize(
     "case",
     [
@@ -196,6 +201,7 @@ def peft_result(base: Base, model: Any) -> oracle.Result:
         for start, length in segments
     ]
     result = oracle.gradients(model, documents)
+    weights = dict(model.named_parameters())  # others are buffers
     gradients = {
         name.removeprefix("base_model.model.")
         .replace("model.language_model.", "model.")
@@ -203,7 +209,7 @@ def peft_result(base: Base, model: Any) -> oracle.Result:
         .replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector")
         .replace(".default", ""): gradient
         for name, gradient in result.gradients.items()
-        if gradient is not None
+        if gradient is not None and name in weights
     }
     return result._replace(gradients=gradients)
 
