@@ -97,6 +97,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
+        "initializer_range": 0.1,  # with less, gradients of keys are small sums of large terms
     },
     "mixtral": {
         **SIZES,
