@@ -144,6 +144,23 @@ STAGES = {
             _PLAN_ERRORS,
         ),
     ),
+    "experts": Stage(
+        topics="step times and errors of plans of a model with experts",
+        parts=(
+            Part(
+                name="table",
+                seconds=400,
+                case_seconds=100,
+                module="scripts.bench.step",
+                arguments=(
+                    *"--shapes qwen3-30b-a3b-4layers --lengths 16384 65536".split(),
+                    *"--steps 3 --case-seconds 180".split(),
+                ),
+                is_resumable=True,
+            ),
+            _PLAN_ERRORS,
+        ),
+    ),
     "options": Stage(
         topics="do memory options change only memory; does a GPU learn as a CPU does?",
         parts=(_tests("tests/gpu/test_memory_options.py", "tests/gpu/test_training.py"),),

@@ -2,8 +2,9 @@
 
 A case is one row, forward, backward and AdamW, in bfloat16 from random weights.
 
-The models are published ones, except llama8b-4layers and qwen3.5-9b-4layers: Llama-3.1-8B and
-Qwen3.5-9B with 4 of their 32 layers and an eighth of their vocabulary (Llama: 16,032 of 128,256).
+The models are published ones, except llama8b-4layers, qwen3.5-9b-4layers and
+qwen3-30b-a3b-4layers: Llama-3.1-8B, Qwen3.5-9B and Qwen3-30B-A3B with 4 of their 32 or 48 layers
+and as small a part of their vocabulary (Llama: 16,032 of 128,256).
 Embedding and head shrink with the layers, so layers, head and optimizer have the same proportions
 as in the whole model, and the MFU is comparable. With the whole vocabulary, Llama's head would take
 38 % of the arithmetic in matrix products instead of 7 %. Qwen's 4 layers are one period: three with
@@ -45,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-9b-4layers": {
         **published.read_models()["Qwen/Qwen3.5-9B"].fields,
         "vocab_size": 248320 * 4 // 32,
+        "num_hidden_layers": 4,
+    },
+    "qwen3-30b-a3b-4layers": {
+        **published.read_models()["Qwen/Qwen3-30B-A3B"].fields,
+        "vocab_size": 151936 * 4 // 48,
         "num_hidden_layers": 4,
     },
     "llama3.2-1b": {
