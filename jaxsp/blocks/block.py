@@ -102,8 +102,8 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
-    def describe(config: ModelConfig, tokens_per_device: int) -> str:
-        """Noun phrase for the banner. Args: tokens_per_device: those of a microbatch."""
+    def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
+        """Noun phrase for the banner. Args: tokens_per_device: see `decoder.describe_layers`."""
         raise NotImplementedError
 
     @staticmethod
@@ -115,6 +115,11 @@ class FeedForward(nnx.Module):
     def backward_width(config: ModelConfig) -> int:
         """Elements for each token that are live at once in the backward pass."""
         raise NotImplementedError
+
+    @staticmethod
+    def gradient_elements(config: ModelConfig) -> int:
+        """Float32 numbers of gradients that the backward pass adds up itself."""
+        return 0
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:

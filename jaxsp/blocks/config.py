@@ -180,6 +180,8 @@ class ExpertsConfig:
     clamped_gate: ClampedGate | None = None
     has_bias: bool = False
     """True if each expert's projections have biases."""
+    router_file_dtype: str | None = None
+    """dtype of the router in exported files; None: that of the export."""
     is_transposed: bool = False
     """True if files have matrices as [in, out], and rows of gate and up alternate (gpt-oss)."""
     names: ExpertNames = ExpertNames()

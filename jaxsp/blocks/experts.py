@@ -38,6 +38,7 @@ class Experts(FeedForward):
                 hf_name=names.router,
                 std=config.initializer_range,
                 compute_dtype="float32",
+                file_dtype=sizes.router_file_dtype,
             )
         )
 
@@ -105,7 +106,10 @@ class Experts(FeedForward):
             return out
         shared = self.shared(x, keys)
         if self.shared_gate is not None:
-            shared *= jax.nn.sigmoid(self.shared_gate(x, keys))
+            # In float32 and broadcast, so that the gate's gradient is summed in float32
+            gate = jax.nn.sigmoid(self.shared_gate(x, keys).astype(jnp.float32))
+            gated = shared.astype(jnp.float32) * jnp.broadcast_to(gate, shared.shape)
+            shared = gated.astype(shared.dtype)
         return out + shared
 
     def _run_block(self, x: Array, weights: dict[str, Weight]) -> Array:
@@ -121,19 +125,24 @@ class Experts(FeedForward):
         clamped = self.sizes.clamped_gate
         if clamped is None:
             return activate(gate, self.activation) * up
-        gate = jnp.minimum(gate, clamped.limit)
-        up = jnp.clip(up, -clamped.limit, clamped.limit)
-        return gate * jax.nn.sigmoid(clamped.alpha * gate) * (up + 1)
+        limit = clamped.limit
+        gate32 = gate.astype(jnp.float32)
+        up32 = up.astype(jnp.float32)
+        # As in torch, gradients are whole at the limit
+        gate32 = jnp.where(gate32 > limit, limit, gate32)
+        up32 = jnp.where(jnp.abs(up32) > limit, limit * jnp.sign(up32), up32)
+        joined = gate32 * jax.nn.sigmoid(clamped.alpha * gate32) * (up32 + 1)
+        return joined.astype(gate.dtype)
 
     @staticmethod
-    def describe(config: ModelConfig, tokens_per_device: int) -> str:
+    def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
         sizes = _sizes(config)
         text = f"{sizes.num_chosen} of {sizes.num_experts} experts"
         if sizes.shared_size is not None:
             text += " and a shared one"
         # Three matrices of each expert, against a token's input and output for each of its experts
         least = 3 * sizes.num_experts * sizes.size // (2 * sizes.num_chosen)
-        if tokens_per_device < least:
+        if tokens_per_device is not None and tokens_per_device < least:
             text += (
                 f" (below {least:,} tokens per device, gathering their weights sends more than an "
                 f"exchange of tokens would; there are {tokens_per_device:,})"
@@ -151,6 +160,11 @@ class Experts(FeedForward):
         # Of the places, a third may be empty (`places.choose_tiles`)
         slots = 5 * sizes.num_chosen // 2
         return slots * config.hidden_size + 4 * (sizes.shared_size or 0)
+
+    @staticmethod
+    def gradient_elements(config: ModelConfig) -> int:
+        sizes = _sizes(config)
+        return 3 * sizes.num_experts * sizes.size * config.hidden_size
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:

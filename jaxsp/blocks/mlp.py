@@ -38,7 +38,7 @@ class Mlp(FeedForward):
         return self.down(activate(gate, self.activation) * up, keys)
 
     @staticmethod
-    def describe(config: ModelConfig, tokens_per_device: int) -> str:
+    def describe(config: ModelConfig, tokens_per_device: int | None) -> str:
         return "an MLP"
 
     @staticmethod

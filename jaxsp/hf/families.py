@@ -538,6 +538,7 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
         given["n_routed_experts"],
         size,
         scores="sigmoid",
+        router_file_dtype="float32",  # in which transformers keeps it
         num_groups=given["n_group"],
         num_chosen_groups=given["topk_group"],
         is_normalized=given["norm_topk_prob"],

@@ -170,7 +170,7 @@ def _parse_fields(
     given_fields = fields
     fields = _drop_nulls(fields)
     family = _find_family(fields, path)
-    fields = _use_published_names(fields, family)
+    fields = _use_published_names(fields, family, path)
     if has_null_window and family.window_fields:
         fields["sliding_window"] = None  # transformers' default is a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
@@ -219,19 +219,25 @@ def _parse_fields(
     return ModelConfig(**model | family.model | family.read(given)), resolved
 
 
-def _use_published_names(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
     """Fields under the names that the family reads, also where transformers 5 wrote others.
 
-    A field that contradicts the one with the published name stays, and is refused as unknown.
+    Raises: UserError if a field has other values under its two names.
     """
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
     for name in names.keys() & {*family.fields}:
         new_name = names[name]
-        if new_name in fields and fields.get(name, fields[new_name]) == fields[new_name]:
-            fields = {**fields, name: fields[new_name]}
-            del fields[new_name]
+        if new_name not in fields:
+            continue
+        if fields.get(name, fields[new_name]) != fields[new_name]:
+            raise UserError(
+                f"{path}.{new_name} = {format_value(fields[new_name])}: must equal {name}, which "
+                f"is {format_value(fields[name])}: it is the same field. Leave one of them out."
+            )
+        fields = {**fields, name: fields[new_name]}
+        del fields[new_name]
     return fields
 
 

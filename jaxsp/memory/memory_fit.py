@@ -19,7 +19,7 @@ from jaxsp.attention import AttentionChoice
 from jaxsp.core import units
 from jaxsp.memory import memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.model.remat import RematPolicy
+from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.sharding import host_offload
 from jaxsp.training.specs import StepSpec
 
@@ -156,6 +156,8 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
         return ["save_attention"]
     frees_memory = spec.remat_policy.is_input_offloaded or spec.has_offloaded_state
     if frees_memory or not is_memory_known:
+        return ["save_attention", "full"]
+    if not has_saved_products(spec.model):
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]
 

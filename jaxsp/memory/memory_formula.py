@@ -139,13 +139,15 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
     stream = _stream_bytes(spec)
     params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
     weights = _matrix_elements(params)
-    live = tile * itemsize * registry.FEED_FORWARDS[kind.feed_forward].backward_width(model)
+    feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
+    live = tile * itemsize * feed_forward.backward_width(model)
     has_gradients = model.lora is None
+    own_sums = 4 * feed_forward.gradient_elements(model) * has_gradients
     if tile < tokens:
         activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
-        return activations + (itemsize + 4 * has_gradients) * weights
+        return activations + (itemsize + 4 * has_gradients) * weights + own_sums
     gradients = 5 * _matrix_elements(params["mlp"]) // 3 * has_gradients
-    return live + 6 * stream + itemsize * weights + gradients
+    return live + 6 * stream + itemsize * weights + max(gradients, own_sums)
 
 
 def _matrix_elements(params: layers.Weights) -> int:

@@ -4,7 +4,7 @@ import jax
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config, MemoryConfig
-from jaxsp.model.remat import RematPolicy
+from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
 
@@ -53,6 +53,11 @@ def find_problems(
     problems += _find_level_problems(memory, release)
     if model is not None:
         problems += _find_period_problems(memory, model)
+        if RematPolicy(remat=memory.remat).is_mlp_saved and not has_saved_products(model):
+            problems.append(
+                f"memory.remat = {memory.remat}: all layers of this model have experts, which are "
+                "recomputed. Use memory.remat=save_attention."
+            )
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxsp.attention import Attend
 from jaxsp.blocks import dropout, layers, registry
 from jaxsp.blocks.block import LayerOutput, RowInputs, TokenInputs
-from jaxsp.blocks.config import ATTENTION, LayerKind, ModelConfig
+from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
 from jaxsp.core.batch import Batch
@@ -102,13 +102,14 @@ def _make_table(module: nnx.Module) -> layers.Weights:
     return nnx.to_pure_dict(params)
 
 
-def describe_layers(config: ModelConfig, *, tokens_per_device: int) -> str:
+def describe_layers(config: ModelConfig, *, tokens_per_device: int | None) -> str:
     """Describes the blocks of the layers; empty if all have attention and an MLP.
 
-    Args: tokens_per_device: those of a microbatch.
+    Args: tokens_per_device: those of a microbatch; None if no weights are gathered in the compute
+        dtype, on one device and with quantized weights.
     """
     counts = Counter(layer.kind for layer in config.layers)
-    if set(counts) == {LayerKind(ATTENTION, "mlp")}:
+    if set(counts) == {LayerKind(ATTENTION, MLP)}:
         return ""
     parts = []
     for kind, count in counts.items():

@@ -101,6 +101,13 @@ class RematPolicy:
         return self.offload_activations == "layer_inputs_and_attention"
 
 
+def has_saved_products(config: ModelConfig) -> bool:
+    """False if `save_attention_and_mlp` keeps no more than `save_attention`: experts are
+    recomputed."""
+    feed_forwards = (registry.FEED_FORWARDS[kind.feed_forward] for kind in config.kinds)
+    return any(sum(feed_forward.saved_widths(config)) for feed_forward in feed_forwards)
+
+
 def name_layer_input(x: Array) -> Array:
     """Returns a layer's input under a name; the layer must use the result instead of its argument.
 

@@ -33,7 +33,7 @@ SCOPE = "matrix_exchange"
 def group_size(param: Parameter, num_shards: int) -> int:
     """Number of layers that are exchanged at a time, so that each device has one whole matrix.
 
-    It has several if a layer has more experts than there are shards.
+    A device has several if a layer has more experts than there are shards.
     """
     if has_whole_matrices(param, num_shards):
         return 1

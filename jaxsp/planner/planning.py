@@ -239,7 +239,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         rows_per_microbatch=batch.rows_per_microbatch,
         max_segments_per_row=spec.config.data.max_segments_per_row,
         document_tokens=document_tokens,
-        layers=decoder.describe_layers(spec.model, tokens_per_device=spec.tokens_per_device),
+        layers=spec.describe_layers(),
         strategy=choice.strategy.description,
         attention_bytes=choice.sent_bytes,
         alternative_bytes=dict(choice.alternatives),

@@ -12,7 +12,6 @@ from jaxsp.blocks import rope
 from jaxsp.data.packing import summary
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
-from jaxsp.model import decoder
 from jaxsp.optimizers import optimizer
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
@@ -55,10 +54,7 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             f"{inputs.hf_config['model_type']}, "
             f"{trainable.describe(spec.table, spec.model, config)}",
         ),
-        BannerEntry(
-            "layers",
-            decoder.describe_layers(spec.model, tokens_per_device=spec.tokens_per_device),
-        ),
+        BannerEntry("layers", spec.describe_layers()),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
         BannerEntry("start", inputs.weights_origin),
         BannerEntry("changed", ", ".join(inputs.start.config_changes)),

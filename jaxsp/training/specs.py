@@ -17,7 +17,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
-from jaxsp.model import tiling
+from jaxsp.model import decoder, tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
@@ -196,6 +196,13 @@ class StepSpec:
         else:
             remat = memory.remat
         return dataclasses.replace(policy, remat=remat).with_whole_periods(self.model)
+
+    def describe_layers(self) -> str:
+        """Describes the blocks of the layers; empty if all have attention and an MLP."""
+        is_quantized = self.config.adapter.quantization != "none"
+        is_gathered = device_mesh.num_shards(self.mesh) > 1 and not is_quantized
+        tokens = self.tokens_per_device if is_gathered else None
+        return decoder.describe_layers(self.model, tokens_per_device=tokens)
 
     def describe_microbatches(self) -> str:
         """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""

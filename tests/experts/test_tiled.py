@@ -7,10 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.config import EXPERTS, ClampedGate, ExpertsConfig, LayerConfig
+from jaxsp.blocks.experts import Experts
 from jaxsp.experts import places, routing, tiled
 from jaxsp.hf import model_config, published
+from jaxsp.memory import memory_problems
 from jaxsp.model import decoder
 from tests import batches
+
+GPT_OSS = ExpertsConfig(
+    num_experts=4, num_chosen=2, size=8, clamped_gate=ClampedGate(alpha=1.702, limit=7.0)
+)
+
+LAYERS = (LayerConfig(feed_forward=EXPERTS, rope=None),)
 
 NUM_EXPERTS = 13
 WIDTH = 24
@@ -116,3 +125,25 @@ def test_few_tokens_per_device_are_named():
     describe = functools.partial(decoder.describe_layers, model)
     assert describe(tokens_per_device=18432) == "48 with attention and 8 of 128 experts"
     assert "below 18,432 tokens per device" in describe(tokens_per_device=16384)
+    assert "below" not in describe(tokens_per_device=None)
+
+
+def test_options_that_would_keep_products_of_experts_are_refused():
+    fields = published.read_models()["Qwen/Qwen3-30B-A3B"].fields
+    model = model_config.parse_model_config(fields, field="model.config")
+    config = batches.make_config(memory={"remat": "save_attention_and_mlp"})
+    (message,) = memory_problems.find_problems(config, platform="gpu", model=model)
+    assert message.startswith("memory.remat = save_attention_and_mlp: ")
+    assert message.endswith("Use memory.remat=save_attention.")
+    assert not memory_problems.find_problems(config, platform="gpu", model=batches.model())
+
+
+def test_gradients_are_whole_at_the_limit_of_gpt_oss():
+    """Clamps of torch have whole gradients at the limit, those of jnp.clip half."""
+    config = batches.model(experts=GPT_OSS, layers=LAYERS)
+    module = Experts(config)
+    limit = jnp.float32(GPT_OSS.clamped_gate.limit)
+    for up in (limit, -limit):
+        gate_gradient, up_gradient = jax.grad(module._join, argnums=(0, 1))(limit, up)
+        assert up_gradient == limit * jax.nn.sigmoid(1.702 * limit)
+        assert abs(gate_gradient - (up + 1)) < 1e-3

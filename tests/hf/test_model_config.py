@@ -538,7 +538,14 @@ OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8}
     [
         (QWEN3_MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129: ", ["128"]),
         (QWEN3_MOE, {"num_experts": 0}, "num_experts = 0: ", ["whole number"]),
-        (QWEN3_MOE, {"num_local_experts": 8}, "num_local_experts = 8: ", ["qwen3_moe"]),
+        (QWEN3_MOE, {"num_local_experts": 8}, "num_local_experts = 8: ", ["num_experts", "128"]),
+        # 128 is also transformers' default
+        (
+            QWEN3_MOE | {"num_experts": 64},
+            {"num_local_experts": 128},
+            "num_local_experts = 128: ",
+            ["num_experts", "64"],
+        ),
         (QWEN3_MOE, {"output_router_logits": True}, "output_router_logits = true: ", ["false"]),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: ", ["1"]),
         (QWEN3_MOE, {"mlp_only_layers": [-1]}, "mlp_only_layers = [-1]: ", ["list of layers"]),
