@@ -9,7 +9,6 @@ import pathlib
 import shutil
 
 import pytest
-import safetensors.torch
 
 from jaxsp import eval as evaluation
 from jaxsp import export
@@ -19,6 +18,8 @@ from jaxsp.model import decoder
 from tests import batches, commands, tolerances
 from tests.hf import oracle
 from tests.run import test_hybrid
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.e2e
 
@@ -99,11 +100,11 @@ def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unc
     assert line["loss"] == pytest.approx(expected, rel=tolerances.EVAL)
     mesh = ("mesh.data=2", "mesh.seq=4", "mesh.virtual_cpu_devices=8")
     assert evaluate(folder / "same", folder, *mesh) == pytest.approx(expected, rel=tolerances.EVAL)
-    before = safetensors.torch.load_file(folder / "model/model.safetensors")
+    before = safetensors_torch.load_file(folder / "model/model.safetensors")
     for dtype in ("float32", "bfloat16"):
         out = folder / f"out in {dtype}"
         export.main([str(folder / "same"), str(out), "--dtype", dtype])
-        after = safetensors.torch.load_file(out / "model.safetensors")
+        after = safetensors_torch.load_file(out / "model.safetensors")
         assert after.keys() == before.keys()
         for name, tensor in before.items():
             assert oracle.torch.equal(after[name], tensor.to(getattr(oracle.torch, dtype))), name
@@ -126,7 +127,7 @@ def test_an_adapter_loads_in_peft_with_our_loss_and_is_merged(folder, documents)
         actual = oracle.gradients(model, documents).loss
         assert actual == pytest.approx(loss, rel=tolerances.EVAL)
     before, after = (
-        safetensors.torch.load_file(folder / f"{name}/model.safetensors")
+        safetensors_torch.load_file(folder / f"{name}/model.safetensors")
         for name in ("model", "merged")
     )
     changed = {name for name in before if not oracle.torch.equal(before[name], after[name])}
