@@ -60,6 +60,23 @@ _PLAN_ERRORS = Part(
     needs="table",
 )
 
+
+def _steps(shape: str, *lengths: int) -> tuple[Part, ...]:
+    """Step times of a model with rows of these lengths, and the errors of plans of them."""
+    table = Part(
+        name="table",
+        seconds=400,
+        case_seconds=100,
+        module="scripts.bench.step",
+        arguments=(
+            *("--shapes", shape, "--lengths", *map(str, lengths)),
+            *"--steps 3 --case-seconds 180".split(),
+        ),
+        is_resumable=True,
+    )
+    return table, _PLAN_ERRORS
+
+
 STAGES = {
     "first": Stage(
         topics="assumptions that no CPU test covers, most harmful first; each with its range",
@@ -129,37 +146,11 @@ STAGES = {
     ),
     "hybrid": Stage(
         topics="step times and errors of plans of a model with gated delta nets",
-        parts=(
-            Part(
-                name="table",
-                seconds=400,
-                case_seconds=100,
-                module="scripts.bench.step",
-                arguments=(
-                    *"--shapes qwen3.5-9b-4layers --lengths 16384 131072".split(),
-                    *"--steps 3 --case-seconds 180".split(),
-                ),
-                is_resumable=True,
-            ),
-            _PLAN_ERRORS,
-        ),
+        parts=_steps("qwen3.5-9b-4layers", 16_384, 131_072),
     ),
     "experts": Stage(
         topics="step times and errors of plans of a model with experts",
-        parts=(
-            Part(
-                name="table",
-                seconds=400,
-                case_seconds=100,
-                module="scripts.bench.step",
-                arguments=(
-                    *"--shapes qwen3-30b-a3b-4layers --lengths 16384 65536".split(),
-                    *"--steps 3 --case-seconds 180".split(),
-                ),
-                is_resumable=True,
-            ),
-            _PLAN_ERRORS,
-        ),
+        parts=_steps("qwen3-30b-a3b-4layers", 16_384, 65_536),
     ),
     "options": Stage(
         topics="do memory options change only memory; does a GPU learn as a CPU does?",
