@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from jaxsp.core.units import GIB
 
 _REPEAT_S = 0.1
-"""CPU time after which LimitError is raised again: Jinja catches errors of constants."""
+"""CPU time after which LimitError is raised again: Jinja catches errors of constants, and Python
+those of finalizers and garbage collection callbacks."""
 
 _POLL_INTERVAL_S = 0.2
 
@@ -40,6 +42,11 @@ def limit_time(seconds: float) -> Iterator[None]:
         if is_active and time.thread_time() - start > seconds:
             raise LimitError(f"takes more than {seconds:.0f} s")
 
+    def report_lost(lost: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(lost.exc_value, LimitError):
+            old_hook(lost)
+
+    old_hook, sys.unraisablehook = sys.unraisablehook, report_lost
     old_handler = signal.signal(signal.SIGVTALRM, check)
     try:
         try:
@@ -50,6 +57,7 @@ def limit_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, old_handler)
+        sys.unraisablehook = old_hook
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Foreign text takes limited time and memory."""
 
+import gc
 import re
+import sys
 import threading
 import time
 
@@ -33,6 +35,46 @@ def test_python_and_patterns_are_interrupted_and_the_timer_ends(compute):
     end = time.thread_time() + 0.3
     while time.thread_time() < end:
         pass
+
+
+class Finalized:
+    def __del__(self):
+        loop()
+
+
+def collect_garbage():
+    """Like jax, whose callback of the garbage collector may be where the time ends."""
+
+    def wait(phase, _):
+        loop() if phase == "stop" else None
+
+    gc.callbacks.append(wait)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(wait)
+
+
+@pytest.mark.parametrize("spend", [Finalized, collect_garbage])
+def test_an_error_that_python_ignores_is_raised_again_without_a_warning(spend):
+    def compute():
+        spend()
+        loop()
+
+    with pytest.raises(LimitError), limits.limit_time(0.05):
+        compute()
+
+
+def test_other_errors_of_finalizers_are_reported(monkeypatch):
+    class Broken:
+        def __del__(self):
+            raise ValueError("broken finalizer")
+
+    reports = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: reports.append(str(lost.exc_value)))
+    with limits.limit_time(10.0):
+        Broken()
+    assert reports == ["broken finalizer"]
 
 
 def test_time_counts_this_thread_and_other_threads_have_no_limit():
