@@ -89,15 +89,24 @@ class MixerInput(nnx.Module):
         raise NotImplementedError
 
 
+Statistics = dict[str, Any]
+"""Numbers of each token, float32 arrays [B, l, ...] by name, which are summed over rows. They may
+have gradients."""
+
+
 class FeedForward(nnx.Module):
     """A function of each token, made for a `ModelConfig`."""
 
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
+    has_statistics: ClassVar[bool] = False
+    """True if it returns statistics."""
 
     def __init__(self, config: ModelConfig): ...
 
-    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None) -> Float[Array, "B l D"]:
+    def __call__(
+        self, x: Float[Array, "B l D"], keys: Keys | None
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
         """Args: keys: of the tokens, for dropout; None: no dropout."""
         raise NotImplementedError
 
@@ -208,11 +217,12 @@ class LayerOutput(nnx.Module):
         mlp_input: Float[Array, "B l D"] | None,
         *carried: Array,
         keys: Keys | None = None,
-    ) -> Float[Array, "B l D"]:
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
         """Args: mlp_input, carried: see `MixerInput`. keys: as in `FeedForward`."""
         out_BlD = self.o(mixed, *carried, keys=keys)
         x_BlD = x_BlD + scale(apply_norm(self.output_norm, out_BlD), self.residual_scale)
         if mlp_input is None:
             mlp_input = apply_norm(self.norm, x_BlD)
-        mlp_out_BlD = apply_norm(self.mlp_norm, self.mlp(mlp_input, keys))
-        return x_BlD + scale(mlp_out_BlD, self.residual_scale)
+        mlp_out_BlD, statistics = self.mlp(mlp_input, keys)
+        mlp_out_BlD = apply_norm(self.mlp_norm, mlp_out_BlD)
+        return x_BlD + scale(mlp_out_BlD, self.residual_scale), statistics

@@ -177,6 +177,9 @@ class ExpertsConfig:
     """True if the weights of a token's experts are divided by their sum."""
     weight_scale: float = 1.0
     """Factor on these weights (GLM-4.5)."""
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    """Factors of the router's losses (`experts.balance`)."""
     clamped_gate: ClampedGate | None = None
     has_bias: bool = False
     """True if each expert's projections have biases."""
@@ -191,6 +194,11 @@ class ExpertsConfig:
     """True if PEFT takes the last parts of the names of experts' matrices, such as gate_proj, for
     theirs wherever they occur (Qwen3, not Qwen3.5). Shared experts and MLPs then have no adapters,
     which PEFT could not load."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the router has losses of its own."""
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
 
 class LayerSegment(NamedTuple):

@@ -11,19 +11,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward
+from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
-from jaxsp.experts import routing, tiled
+from jaxsp.experts import balance, routing, tiled
 from jaxsp.experts.tiled import Weight
 
 
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
+    has_statistics = True
     checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
 
     def __init__(self, config: ModelConfig):
@@ -83,14 +84,15 @@ class Experts(FeedForward):
         bias = Parameter(shape=(E, shape[0]), hf_name=f"{name}_bias", hf_rows=rows, num_experts=E)
         return declare_param(matrix), declare_param(bias) if sizes.has_bias else None
 
-    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
+    def __call__(
+        self, x: Float[Array, "B l D"], keys: Keys | None = None
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
         x_TD = x.reshape(-1, x.shape[-1])
+        logits_TE = routing.compute_logits(x_TD, self.router[...], _value(self.router_bias))
         shares_TK, experts_TK = routing.route(
-            x_TD,
-            self.router[...],
+            logits_TE,
             num_chosen=self.sizes.num_chosen,
             is_normalized=self.sizes.is_normalized,
-            bias_E=_value(self.router_bias),
             correction_E=_value(self.correction),
             is_sigmoid=self.sizes.scores == "sigmoid",
             num_groups=self.sizes.num_groups,
@@ -102,15 +104,19 @@ class Experts(FeedForward):
         weights = {name: param[...] for name, param in params.items() if param is not None}
         out_TD = tiled.apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
         out = out_TD.reshape(x.shape)
+        statistics = balance.measure(logits_TE, experts_TK)
+        if not self.sizes.has_losses:
+            statistics = jax.lax.stop_gradient(statistics)
+        statistics = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), statistics)
         if self.shared is None:
-            return out
-        shared = self.shared(x, keys)
+            return out, statistics
+        shared, _ = self.shared(x, keys)
         if self.shared_gate is not None:
             # In float32 and broadcast, so that the gate's gradient is summed in float32
             gate = jax.nn.sigmoid(self.shared_gate(x, keys).astype(jnp.float32))
             gated = shared.astype(jnp.float32) * jnp.broadcast_to(gate, shared.shape)
             shared = gated.astype(shared.dtype)
-        return out + shared
+        return out + shared, statistics
 
     def _run_block(self, x: Array, weights: dict[str, Weight]) -> Array:
         def multiply(x: Array, name: str) -> Array:
@@ -159,7 +165,9 @@ class Experts(FeedForward):
         sizes = _sizes(config)
         # Of the places, a third may be empty (`places.choose_tiles`)
         slots = 5 * sizes.num_chosen // 2
-        return slots * config.hidden_size + 4 * (sizes.shared_size or 0)
+        # Two float32 numbers of each expert (`experts.balance`)
+        statistics = 4 * sizes.num_experts
+        return slots * config.hidden_size + 4 * (sizes.shared_size or 0) + statistics
 
     @staticmethod
     def gradient_elements(config: ModelConfig) -> int:

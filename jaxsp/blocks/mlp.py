@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import FeedForward
+from jaxsp.blocks.block import FeedForward, Statistics
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.linear import Linear, declare_fused
@@ -32,10 +32,12 @@ class Mlp(FeedForward):
         self.down = linear(F, D, hf_name=f"{name}.down_proj")
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "B l D"], keys: Keys | None = None) -> Float[Array, "B l D"]:
+    def __call__(
+        self, x: Float[Array, "B l D"], keys: Keys | None = None
+    ) -> tuple[Float[Array, "B l D"], Statistics]:
         products = (self.gate(x, keys), self.up(x, keys))
         gate, up = map(checkpoint_name, products, self.checkpoint_names)
-        return self.down(activate(gate, self.activation) * up, keys)
+        return self.down(activate(gate, self.activation) * up, keys), {}
 
     @staticmethod
     def describe(config: ModelConfig, tokens_per_device: int | None) -> str:

@@ -11,6 +11,7 @@ from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
     ConfigSection,
+    NonNegativeFloat,
     PositiveCount,
     with_examples,
 )
@@ -47,6 +48,14 @@ class ModelSourceConfig(ConfigSection):
     """Number of positions that the model has after training, which replaces that of its
     config.json. null: factor times the original range if model.rope extends it; otherwise the
     model's own. Longer documents are trained on too; the banner has a note."""
+
+    router_aux_loss_coef: Annotated[NonNegativeFloat | None, with_examples(0.001)] = None
+    """Factor of the load-balancing loss of experts' routers, that of transformers for batches of
+    one row: a mean over rows, which is the same on every mesh. null: that of config.json if it has
+    output_router_logits: true, otherwise 0. Routers that are balanced by a bias have no such loss
+    (glm4_moe)."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Factor of the z-loss of experts' routers, the mean square of their logits' log-sum-exp."""
 
     _expand_home = pydantic.field_validator("source", "tokenizer")(fields.expand_home)
 

@@ -11,13 +11,26 @@ _MIN_SUM = 1e-20
 """Added to the sum of a token's sigmoids, which may all be 0."""
 
 
-def route(
+def compute_logits(
     x_TD: Float[Array, "T D"],
     router_ED: Float32[Array, "E D"],
+    bias_E: Float32[Array, "E"] | None = None,
+) -> Float32[Array, "T E"]:
+    """Logits of all experts. Precision: float32. Args: bias_E: added to the logits."""
+    logits_TE = jnp.einsum(
+        "TD,ED->TE", x_TD.astype(jnp.float32), router_ED, precision=jax.lax.Precision.HIGHEST
+    )
+    if bias_E is None:
+        return logits_TE
+    # Broadcast, so that the gradient is summed over tokens in float32
+    return logits_TE + jnp.broadcast_to(bias_E, logits_TE.shape)
+
+
+def route(
+    logits_TE: Float32[Array, "T E"],
     *,
     num_chosen: int,
     is_normalized: bool,
-    bias_E: Float32[Array, "E"] | None = None,
     correction_E: Float32[Array, "E"] | None = None,
     is_sigmoid: bool = False,
     num_groups: int = 1,
@@ -31,19 +44,12 @@ def route(
 
     Args:
         is_normalized: True if the weights of a token are divided by their sum.
-        bias_E: added to the logits.
         correction_E: added to the scores for the choice, but not for the weights; it gets no
             gradient.
         is_sigmoid: True if scores are sigmoids of the logits, else their softmax.
         num_groups, num_chosen_groups: see `ExpertsConfig`.
         scale: factor on the weights.
     """
-    logits_TE = jnp.einsum(
-        "TD,ED->TE", x_TD.astype(jnp.float32), router_ED, precision=jax.lax.Precision.HIGHEST
-    )
-    if bias_E is not None:
-        # Broadcast, so that the gradient is summed over tokens in float32
-        logits_TE += jnp.broadcast_to(bias_E, logits_TE.shape)
     scores_TE = jax.nn.sigmoid(logits_TE) if is_sigmoid else jax.nn.softmax(logits_TE, axis=-1)
     if correction_E is None and num_groups == 1:
         weights_TK, experts_TK = jax.lax.top_k(scores_TE, num_chosen)

@@ -215,7 +215,7 @@ _RULES = {
     "mlp_only_layers": Rule(
         lambda x: isinstance(x, list) and all(map(NOT_NEGATIVE.is_valid, x)), "a list of layers"
     ),
-    **dict.fromkeys(("norm_topk_prob", "use_qk_norm"), SWITCH),
+    **dict.fromkeys(("norm_topk_prob", "use_qk_norm", "output_router_logits"), SWITCH),
     **dict.fromkeys(
         ("first_k_dense_replace", "num_nextn_predict_layers"),
         Rule(lambda x: x == 0 or _is_size(x), "a whole number from 0"),

@@ -381,7 +381,7 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
 
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
-_NO_ROUTER_LOSS = {"output_router_logits": (False,)}
+_ROUTER_LOSS = ("router_aux_loss_coef", "output_router_logits")
 """The loss of a router is added only where its logits are asked for."""
 
 
@@ -389,8 +389,14 @@ def _read_experts(
     given: dict[str, Any], num_experts: int, size: int, **options: Any
 ) -> dict[str, Any]:
     """Args: options: fields of ExpertsConfig in which the family differs from Qwen3."""
-    num_chosen = given["num_experts_per_tok"]
-    experts = ExpertsConfig(num_experts=num_experts, num_chosen=num_chosen, size=size, **options)
+    has_loss = given.get("output_router_logits", False)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=given["num_experts_per_tok"],
+        size=size,
+        aux_loss_coef=float(given["router_aux_loss_coef"]) if has_loss else 0.0,
+        **options,
+    )
     return {"experts": experts}
 
 
@@ -401,7 +407,7 @@ FAMILIES["qwen3_moe"] = Family(
     model={"qk_norm": "head"},
     fields=(
         *_EXPERT_SIZES,
-        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef"),
+        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS),
     ),
     has_experts=lambda given, layer: (
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
@@ -412,14 +418,13 @@ FAMILIES["qwen3_moe"] = Family(
         given["moe_intermediate_size"],
         is_normalized=given["norm_topk_prob"],
     ),
-    values=_NO_ROUTER_LOSS,
 )
 
 FAMILIES["mixtral"] = Family(
     architecture="MixtralForCausalLM",
     required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
     window_fields=("sliding_window",),
-    fields=("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    fields=("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
@@ -432,7 +437,7 @@ FAMILIES["mixtral"] = Family(
             down="block_sparse_moe.experts.{expert}.w2.weight",
         ),
     ),
-    values={"router_jitter_noise": (0,), **_NO_ROUTER_LOSS},
+    values={"router_jitter_noise": (0,)},
 )
 
 FAMILIES["olmoe"] = Family(
@@ -440,7 +445,7 @@ FAMILIES["olmoe"] = Family(
     bias_fields=("attention_bias",),
     required_fields=("num_experts", "num_experts_per_tok"),
     model={"qk_norm": "projection"},
-    fields=("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef"),
+    fields=("num_experts", "num_experts_per_tok", "norm_topk_prob", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
@@ -448,7 +453,7 @@ FAMILIES["olmoe"] = Family(
         given["intermediate_size"],
         is_normalized=given["norm_topk_prob"],
     ),
-    values={"clip_qkv": (), **_NO_ROUTER_LOSS},
+    values={"clip_qkv": ()},
 )
 
 FAMILIES["qwen3_5_text"] = Family(
@@ -499,7 +504,7 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
-    fields=(*_QWEN3_5.fields, *_EXPERT_SIZES, _SHARED_SIZE, "router_aux_loss_coef"),
+    fields=(*_QWEN3_5.fields, *_EXPERT_SIZES, _SHARED_SIZE, *_ROUTER_LOSS),
     has_mlp=False,
     has_experts=lambda given, layer: True,
     read=lambda given: _read_qwen_experts(given, has_own_names=False),
@@ -507,7 +512,6 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
         **_QWEN3_5.values,
         "norm_topk_prob": (True,),
         "decoder_sparse_step": (1,),
-        **_NO_ROUTER_LOSS,
     },
 )
 
@@ -527,7 +531,7 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
         given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
     ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
-    values={"hidden_act": ("silu",), **_NO_ROUTER_LOSS},
+    values={"hidden_act": ("silu",)},
 )
 
 
@@ -569,7 +573,7 @@ FAMILIES["glm4_moe"] = Family(
     ),
     has_experts=lambda given, layer: layer >= given["first_k_dense_replace"],
     read=_read_glm4_moe,
-    values=_NO_ROUTER_LOSS,
+    values={"output_router_logits": (False,)},  # transformers has no loss of its router
     extra_layers_field="num_nextn_predict_layers",
 )
 
@@ -580,7 +584,7 @@ FAMILIES["granitemoe"] = dataclasses.replace(
     required_fields=("num_local_experts", "num_experts_per_tok"),
     fields=(
         *FAMILIES["granite"].fields,
-        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
     ),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
@@ -598,7 +602,6 @@ FAMILIES["granitemoe"] = dataclasses.replace(
             ),
         )
     ),
-    values=_NO_ROUTER_LOSS,
 )
 
 FAMILIES["gpt_oss"] = Family(
@@ -611,7 +614,7 @@ FAMILIES["gpt_oss"] = Family(
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
     fields=(
-        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+        *("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
         *("swiglu_alpha", "swiglu_limit"),
     ),
     has_experts=lambda given, layer: True,
@@ -638,7 +641,6 @@ FAMILIES["gpt_oss"] = Family(
         # of the original code; transformers has num_experts_per_tok and rope_parameters
         "experts_per_token": (4,),
         "initial_context_length": (4096,),
-        **_NO_ROUTER_LOSS,
     },
 )
 

@@ -1,5 +1,6 @@
 """Conversion between Hugging Face's config.json and ModelConfig, both ways."""
 
+import dataclasses
 import functools
 import os
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,34 @@ def parse_model_config(
         implemented.
     """
     return _parse_fields(fields, field, row_tokens)[0]
+
+
+def add_router_losses(model: ModelConfig, config: ModelSourceConfig) -> ModelConfig:
+    """Returns the model with the losses of routers that a config names.
+
+    Raises: UserError for a model without experts, and if a bias balances them.
+    """
+    factors = {
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "router_z_loss_coef": config.router_z_loss_coef,
+    }
+    for name, factor in factors.items():
+        if factor and model.experts is None:
+            raise UserError(f"model.{name} = {factor}: the model has no experts. Remove the field.")
+        if factor and model.experts and model.experts.scores == "sigmoid":
+            raise UserError(
+                f"model.{name} = {factor}: routers with sigmoids have no such loss; "
+                "e_score_correction_bias balances them. Remove the field."
+            )
+    if model.experts is None:
+        return model
+    aux_loss_coef = config.router_aux_loss_coef
+    experts = dataclasses.replace(
+        model.experts,
+        aux_loss_coef=model.experts.aux_loss_coef if aux_loss_coef is None else aux_loss_coef,
+        z_loss_coef=config.router_z_loss_coef,
+    )
+    return dataclasses.replace(model, experts=experts)
 
 
 def make_config_json(

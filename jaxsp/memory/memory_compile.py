@@ -62,6 +62,10 @@ def check_offloads(spec: StepSpec, memory_use: MemoryUse) -> None:
     """
     offloaded = memory_formula.step_offloaded_bytes(spec)
     least = offloaded.total - offloaded.gradients
+    policy = spec.remat_policy
+    if policy.offloads_during_attention:
+        # XLA may put the gradient of a layer's output in place of a layer's input
+        least -= offloaded.activations // policy.num_offloaded_inputs(spec.model.num_layers)
     if is_gpu(spec) and memory_use.host < least:
         size = units.format_bytes
         raise RuntimeError(

@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention import Attend
 from jaxsp.blocks import dropout, layers, registry
-from jaxsp.blocks.block import LayerOutput, RowInputs, TokenInputs
+from jaxsp.blocks.block import LayerOutput, RowInputs, Statistics, TokenInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
 from jaxsp.core.batch import Batch
+from jaxsp.delta_rule import spans
 from jaxsp.model import layer_stack, tiling
-from jaxsp.model.layer_stack import LayerParts
+from jaxsp.model.layer_stack import LayerParts, Sums
 from jaxsp.model.remat import RematPolicy
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -143,8 +144,8 @@ def hidden_states(
     policy: RematPolicy,
     tile_tokens: int,
     token_keys: Keys | None = None,
-) -> Float[Array, "B l D"]:
-    """Input of the head: this device's tokens after the last norm.
+) -> tuple[Float[Array, "B l D"], Sums]:
+    """Input of the head, this device's tokens after the last norm; and sums of the layers.
 
     Args:
         shards: this device's shards of the weights, in the structure of `param_table`. Whole
@@ -154,6 +155,8 @@ def hidden_states(
         tile_tokens: tokens that go through the parts of a layer before and after attention at a
             time.
         token_keys: random keys for dropout; None: no dropout.
+    Returns: hidden states, and the statistics of layers that have some, summed over this device's
+        tokens of each row, [layers, B, ...].
     """
     params = param_table(config)
     x_BlD = embed_tokens(
@@ -177,18 +180,18 @@ def hidden_states(
         )
         for kind in config.kinds
     ]
-    x_BlD = layer_stack.run_layers(
+    x_BlD, sums = layer_stack.run_layers(
         {of_kind.kind: of_kind.make_parts() for of_kind in kinds},
         x_BlD,
         split_kinds(config, shards["layers"]),
         _layer_indices(config, attend, has_dropout=token_keys is not None),
-        LayerArrays(batch, tables, token_keys),
+        LayerArrays(batch, tables, token_keys, _find_tokens(config, attend, batch)),
         segments=config.segments,
         policy=policy,
         gather=gather,
     )
     last_norm = _graphdef_of_norm(config)
-    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
+    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD), sums
 
 
 class LayerArrays(NamedTuple):
@@ -198,6 +201,8 @@ class LayerArrays(NamedTuple):
     tables: Any
     """Result of `Attend.make_segment_tables`."""
     token_keys: Keys | None
+    is_token_Bl: Bool[Array, "B l"] | None
+    """False at padding; None for models without statistics."""
 
 
 class LayerIndices(NamedTuple):
@@ -284,7 +289,7 @@ class _KindOfLayers:
         carried: Sequence[Array | None],
         indices: LayerIndices,
         arrays: LayerArrays,
-    ) -> Array:
+    ) -> tuple[Array, Sums]:
         _, graphdef = _graphdefs(self.config, self.kind)
         mlp_input_BlD, *others = carried
 
@@ -295,13 +300,35 @@ class _KindOfLayers:
             mlp_input_BlD: Array | None,
             keys: Keys | None,
             *others: Array,
-        ) -> Array:
+        ) -> tuple[Array, Statistics]:
             module = nnx.merge(graphdef, weights)
             return module(x_BlD, mixed, mlp_input_BlD, *others, keys=keys)
 
         keys = dropout.fold_layer(arrays.token_keys, indices.layer)
         tokens = (x_BlD, mixed, mlp_input_BlD, keys, *others)
-        return self._apply(compute, "post_attention", shards, tokens)
+        x_BlD, statistics = self._apply(compute, "post_attention", shards, tokens)
+        return x_BlD, jax.tree.map(functools.partial(_sum_rows, arrays.is_token_Bl), statistics)
+
+
+def _find_tokens(config: ModelConfig, attend: Attend, batch: Batch) -> Bool[Array, "B l"] | None:
+    """False at padding; None if no layer has statistics."""
+    if not any(registry.FEED_FORWARDS[kind.feed_forward].has_statistics for kind in config.kinds):
+        return None
+    row_spans = spans.RowSpans(
+        seq=attend.strategy.seq,
+        layout=attend.layout,
+        tokens_per_device=batch.tokens_BL.shape[1],
+    )
+    return spans.find_segments(batch.starts_BM, batch.lengths_BM, row_spans.own_tokens()).inside_Bl
+
+
+def _sum_rows(
+    is_token_Bl: Array | None, statistic: Float32[Array, "B l ..."]
+) -> Float32[Array, "B ..."]:
+    """Sum over this device's tokens of each row."""
+    assert is_token_Bl is not None, "the block has no statistics"
+    is_token = jnp.expand_dims(is_token_Bl, range(2, statistic.ndim))
+    return jnp.sum(jnp.where(is_token, statistic, 0), axis=1)
 
 
 def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:

@@ -28,6 +28,10 @@ from jaxsp.core import host_memory
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 
+Sums = dict[str, Array]
+"""Sums of a layer over tokens, by name, which may have gradients; empty for most layers. Those of
+several layers are stacked."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParts:
@@ -37,11 +41,11 @@ class LayerParts:
     """(shards, x, indices, batch) -> (arrays to mix, arrays that `post` gets too)."""
     mix: Callable[..., Array]
     """(shards or None, arrays to mix, indices, batch) -> mixed. The part that communicates."""
-    post: Callable[..., Array]
-    """(shards, x, mixed, carried arrays, indices, batch) -> x of the next layer."""
+    post: Callable[..., tuple[Array, Sums]]
+    """(shards, x, mixed, carried arrays, indices, batch) -> (x of the next layer, sums)."""
 
-    def __call__(self, shards: Weights, x: Array, indices: Any, batch: Any) -> Array:
-        """Output of a layer. Args: indices: see `decoder.LayerIndices`."""
+    def __call__(self, shards: Weights, x: Array, indices: Any, batch: Any) -> tuple[Array, Sums]:
+        """Output of a layer, and its sums. Args: indices: see `decoder.LayerIndices`."""
         inputs, carried = self.pre(shards["pre_attention"], x, indices, batch)
         mixed = self.mix(shards.get("mix"), inputs, indices, batch)
         return self.post(shards["post_attention"], x, mixed, carried, indices, batch)
@@ -57,11 +61,12 @@ def run_layers(
     segments: Sequence[LayerSegment],
     policy: RematPolicy,
     gather: Gather,
-) -> Array:
-    """Output of the last layer.
+) -> tuple[Array, Sums]:
+    """Output of the last layer, and the sums of the layers that have some.
 
     Shapes: arrays of a kind's `shards` stack its layers, those of `indices` all layers.
     """
+    all_sums: list[Sums] = []
     num_done: collections.Counter[LayerKind] = collections.Counter()
     for segment in segments:
         counts = collections.Counter(segment.period)
@@ -81,17 +86,25 @@ def run_layers(
                 offloads_during_attention=policy.offloads_during_attention,
                 merge_holders=gather.merge_holders,
             )
-            x = stack(x, *gather.split_holders(stacks), own, batch)
-            continue
-        if len(segment.period) == 1:
+            x, sums_of_kinds = stack(x, *gather.split_holders(stacks), own, batch)
+            all_sums += sums_of_kinds.values()
+        elif len(segment.period) == 1:
             (kind,) = stacks
             run = functools.partial(_run_layer, parts[kind], batch, policy, kind)
-            x = jax.lax.scan(run, x, (stacks[kind], own))[0]
+            x, sums = jax.lax.scan(run, x, (stacks[kind], own))
+            all_sums.append(sums)
         else:
             run = functools.partial(_run_period, parts, segment.period, stacks, batch, policy)
             periods = jnp.arange(segment.repeats, dtype=jnp.int32)
-            x = jax.lax.scan(run, x, (periods, _split_layers(own, len(segment.period))))[0]
-    return x
+            x, sums = jax.lax.scan(run, x, (periods, _split_layers(own, len(segment.period))))
+            all_sums.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), sums))
+    return x, _join_sums(all_sums)
+
+
+def _join_sums(parts: Sequence[Sums]) -> Sums:
+    """Stacked sums of several groups of layers; groups without sums are left out."""
+    given = [sums for sums in parts if sums]
+    return jax.tree.map(lambda *sums: jnp.concatenate(sums), *given) if given else {}
 
 
 def _run_layer(
@@ -101,14 +114,14 @@ def _run_layer(
     kind: LayerKind,
     x: Array,
     inputs: tuple[Weights, Any],
-) -> tuple[Array, None]:
+) -> tuple[Array, Sums]:
     """Runs a layer of a segment whose layers are alike."""
 
-    def layer(x: Array, inputs: tuple[Weights, Any]) -> Array:
+    def layer(x: Array, inputs: tuple[Weights, Any]) -> tuple[Array, Sums]:
         shards, indices = inputs
         return parts(shards, remat.name_layer_input(x), indices, batch)
 
-    return remat.checkpoint_layer(layer, policy, kind)(x, inputs), None
+    return remat.checkpoint_layer(layer, policy, kind)(x, inputs)
 
 
 def _run_period(
@@ -119,7 +132,7 @@ def _run_period(
     policy: RematPolicy,
     x: Array,
     inputs: tuple[Array, Any],
-) -> tuple[Array, None]:
+) -> tuple[Array, Sums]:
     """Runs the layers of a period one after another, each with its own rematerialization.
 
     Layers of one kind in a row are a loop, which is compiled once. Each layer reads its weights
@@ -129,10 +142,11 @@ def _run_period(
     number, indices = inputs
     counts = collections.Counter(period)
     done: collections.Counter[LayerKind] = collections.Counter()
+    all_sums = []
     for kind, group in itertools.groupby(period):
         count = len(list(group))
 
-        def layer(x: Array, inputs: tuple[Array, Any], kind: LayerKind = kind) -> Array:
+        def layer(x: Array, inputs: tuple[Array, Any], kind: LayerKind = kind) -> Any:
             place, indices = inputs
             shards = _read(stacks[kind], place)
             return parts[kind](shards, remat.name_layer_input(x), indices, batch)
@@ -141,13 +155,14 @@ def _run_period(
         first = _index(number, counts[kind], done[kind])
         of_group = _take_places(indices, done.total(), count)
         if count == 1:
-            x = checkpointed(x, (first, of_group))
+            x, sums = checkpointed(x, (first, of_group))
+            sums = jax.tree.map(lambda y: y[None], sums)
         else:
-            step = lambda x, inputs, run=checkpointed: (run(x, inputs), None)
             places = first + jnp.arange(count, dtype=jnp.int32)
-            x = jax.lax.scan(step, x, (places, of_group))[0]
+            x, sums = jax.lax.scan(checkpointed, x, (places, of_group))
+        all_sums.append(sums)
         done[kind] += count
-    return x, None
+    return x, _join_sums(all_sums)
 
 
 def _take_layers(stacked: Any, first: int, number: int) -> Any:
@@ -186,8 +201,10 @@ class OffloadedStack:
     merge_holders: Callable[[Any, Any], Any]
     """(holders, values) -> shards: see `layers.Gather`."""
 
-    def __call__(self, x: Array, holders: Any, values: Any, indices: Any, batch: Any) -> Array:
-        """Output of the last layer.
+    def __call__(
+        self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
+    ) -> tuple[Array, dict[LayerKind, Sums]]:
+        """Output of the last layer, and the sums of the layers of each kind.
 
         Shapes: arrays of `holders` and `values`, by kind, stack the layers of a kind, those of
             `indices` all layers.
@@ -214,41 +231,65 @@ class OffloadedStack:
 
     def _run_without_gradient(
         self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
-    ) -> Array:
+    ) -> tuple[Array, dict[LayerKind, Sums]]:
         stacked = holders, values, indices
+        run = lambda period, state: self._run_period(stacked, period, state, batch)
         return jax.lax.fori_loop(
-            0, self.num_periods, lambda period, x: self._run_period(stacked, period, x, batch), x
+            0, self.num_periods, run, (x, self._make_empty_sums(stacked, x, batch))
         )
+
+    def _make_empty_sums(self, stacked: Any, x: Array, batch: Any) -> dict[LayerKind, Sums]:
+        """Zeros for the sums of all layers of each kind."""
+        counts = collections.Counter(self.period)
+
+        def make(kind: LayerKind) -> Sums:
+            run = functools.partial(self._apply_layer, number=self.period.index(kind), batch=batch)
+            sums = jax.eval_shape(lambda stacked, x: run(stacked, 0, x=x)[1], stacked, x)
+            number = self.num_periods * counts[kind]
+            return jax.tree.map(lambda y: jnp.zeros((number, *y.shape), y.dtype), sums)
+
+        return {kind: make(kind) for kind in counts}
 
     def _run_forward(
         self, x: Array, holders: Any, values: Any, indices: Any, batch: Any
-    ) -> tuple[Array, tuple[Any, ...]]:
+    ) -> tuple[tuple[Array, dict[LayerKind, Sums]], tuple[Any, ...]]:
         stacked = holders, values, indices
         num_groups, num_remaining = self._groups
 
         def run_group(group: Array | int, state: tuple, *, size: int) -> tuple:
-            x, kept = state
+            x, sums, kept = state
             kept = _write(kept, host_memory.to_host(x), group)
             first = group * self.group_size
-            run = lambda i, x: self._run_period(stacked, first + i, x, batch)
-            return jax.lax.fori_loop(0, size, run, x), kept
+            run = lambda i, state: self._run_period(stacked, first + i, state, batch)
+            return *jax.lax.fori_loop(0, size, run, (x, sums)), kept
 
-        state = x, _empty_on_host(num_groups + (num_remaining > 0), x)
+        sums = self._make_empty_sums(stacked, x, batch)
+        state = x, sums, _empty_on_host(num_groups + (num_remaining > 0), x)
         run_whole_group = functools.partial(run_group, size=self.group_size)
         state = jax.lax.fori_loop(0, num_groups, run_whole_group, state)
         if num_remaining:
             state = run_group(num_groups, state, size=num_remaining)
-        x, kept = state
-        return x, (kept, holders, values, indices, batch)
+        x, sums, kept = state
+        return (x, sums), (kept, holders, values, indices, batch)
 
-    def _run_period(self, stacked: Any, period: Array | int, x: Array, batch: Any) -> Array:
+    def _run_period(
+        self,
+        stacked: Any,
+        period: Array | int,
+        state: tuple[Array, dict[LayerKind, Sums]],
+        batch: Any,
+    ) -> tuple[Array, dict[LayerKind, Sums]]:
+        x, sums = state
         for number in self._numbers:
-            x = self._apply_layer(stacked, period, number, x, batch)
-        return x
+            kind = self.period[number]
+            x, of_layer = self._apply_layer(stacked, period, number=number, x=x, batch=batch)
+            write = functools.partial(_write, index=self._place(period, number))
+            sums = sums | {kind: jax.tree.map(write, sums[kind], of_layer)}
+        return x, sums
 
     def _apply_layer(
-        self, stacked: Any, period: Array | int, number: int, x: Array, batch: Any
-    ) -> Array:
+        self, stacked: Any, period: Array | int, *, number: int, x: Array, batch: Any
+    ) -> tuple[Array, Sums]:
         holders, values, indices = self._read_layer(stacked, period, number)
         shards = self.merge_holders(holders, values)
         return self.parts[self.period[number]](shards, x, indices, batch)
@@ -265,8 +306,11 @@ class OffloadedStack:
         own = _read((holders[kind], values[kind]), self._place(period, number))
         return (*own, _read(indices, _index(period, len(self.period), number)))
 
-    def _run_backward(self, residuals: tuple[Any, ...], dx: Array) -> tuple[Any, ...]:
+    def _run_backward(
+        self, residuals: tuple[Any, ...], dresults: tuple[Array, dict[LayerKind, Sums]]
+    ) -> tuple[Any, ...]:
         kept, holders, values, indices, batch = residuals
+        dx, dsums = dresults
         stacked = holders, values, indices
         num_groups, num_remaining = self._groups
 
@@ -290,13 +334,15 @@ class OffloadedStack:
                 index = size - 1 - i
                 stored, offset = inputs
                 for number in reversed(self._numbers):
+                    kind = self.period[number]
                     layer_inputs = self._read_layer(stacked, first + index, number)
                     place = offset + _index(index, len(self.period), number)
+                    place_of_kind = self._place(first + index, number)
+                    dresults = dx, _read(dsums[kind], place_of_kind)
                     dx, new = self._differentiate_layer(
-                        self.period[number], layer_inputs, batch, dx, (stored, place)
+                        kind, layer_inputs, batch, dresults, (stored, place)
                     )
-                    add = functools.partial(_add_gradient, index=self._place(first + index, number))
-                    kind = self.period[number]
+                    add = functools.partial(_add_gradient, index=place_of_kind)
                     gradients = gradients | {kind: jax.tree.map(add, gradients[kind], new)}
                 return dx, gradients
 
@@ -330,7 +376,8 @@ class OffloadedStack:
 
         def run_layer(i: Array | int, number: int, state: tuple[Array, Array]) -> Any:
             x, waiting = state
-            x = self._apply_layer(stacked, group * self.group_size + i, number, x, batch)
+            period = group * self.group_size + i
+            x, _ = self._apply_layer(stacked, period, number=number, x=x, batch=batch)
             next_place = _index(i, len(self.period), number) + 1
             return x, _write(waiting, host_memory.to_host(x), next_place)
 
@@ -350,15 +397,16 @@ class OffloadedStack:
         kind: LayerKind,
         layer_inputs: Any,
         batch: Any,
-        dx: Array,
+        dresults: tuple[Array, Sums],
         waiting: tuple[Array, Array],
     ) -> tuple[Array, Any]:
         """Gradients of a layer's input and of its holders.
 
         Args:
-            dx: gradient of its output.
+            dresults: gradients of its output and of its sums.
             waiting: inputs of several layers, in host memory, and the index of this one's.
         """
+        dx, dsums = dresults
         kept, index = waiting
         holders, values, indices = layer_inputs
 
@@ -388,7 +436,7 @@ class OffloadedStack:
             dx = host_memory.to_device(dx)
             x = read_input(index)
         _, pull_post = jax.vjp(post, holders["post_attention"], x, mixed, carried)
-        post_gradients, dx, dmixed, dcarried = pull_post(dx)
+        post_gradients, dx, dmixed, dcarried = pull_post((dx, dsums))
         # Gradients of the mixing
         if self.offloads_during_attention:
             dx, dmixed = jax.lax.optimization_barrier((host_memory.to_host(dx), dmixed))

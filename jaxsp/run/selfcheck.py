@@ -440,12 +440,12 @@ def compile_offload_gradients(
     parts = LayerParts(
         pre=lambda shard, x, *_: ((x @ gather(param, shard),), ()),
         mix=_mix_in_small_layer,
-        post=lambda _, x, out, *__: x + jnp.sin(out),
+        post=lambda _, x, out, *__: (x + jnp.sin(out), {}),
     )
 
     def loss(x_lD: Array, holders_NdD: Array, weights_NdD: Array) -> Array:
         own = Shard(value=weights_NdD, grad_holder=holders_NdD)
-        out_lD = layer_stack.run_layers(
+        out_lD, _ = layer_stack.run_layers(
             {kind: parts},
             x_lD,
             {kind: {"pre_attention": own, "post_attention": ()}},

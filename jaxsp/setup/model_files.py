@@ -52,6 +52,7 @@ def read_model(
         model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.max_row_tokens
         )
+        model = model_config.add_router_losses(model, config.model)
         if source is not None and not source.is_on_hub:
             weights.open_folder(source, decoder.param_table(model))
         adapter = peft.resolve(config.adapter, model)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from jaxsp.blocks import layers
 from jaxsp.config.run_schema import RunConfig
@@ -112,7 +113,7 @@ class Evaluator:
             sums_of_batches.append(batch_sums)
             on_batch()
         sums = {
-            name: sum(batch_sums[name].item() for batch_sums in sums_of_batches)
+            name: sum(_widen(batch_sums[name]) for batch_sums in sums_of_batches)
             for name in sums_of_batches[0]
         }
         values = metric_table.compute_metrics(sums)
@@ -132,6 +133,11 @@ def is_due(every: int | str | None, number: int) -> bool:
     Intervals in epochs or time are not counted in steps.
     """
     return isinstance(every, int) and number % every == 0
+
+
+def _widen(sums: np.ndarray) -> np.ndarray:
+    """Sums in 64 bits."""
+    return sums.astype(np.int64 if np.issubdtype(sums.dtype, np.integer) else np.float64)
 
 
 def _fetch_one_behind(dispatched: Iterable[Sums]) -> Iterator[Sums]:

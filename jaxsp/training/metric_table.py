@@ -31,13 +31,15 @@ class Metric(NamedTuple):
     meaning: str
     compute: Callable[[Sums], Any]
     """Arithmetic on sums, in float32 on devices and in float64 on the host."""
+    needs: str = "loss_sum"
+    """Name of a sum without which there is no such number."""
 
 
 def make_divisor(total: Any) -> Any:
     """Sum to divide by: 1 in place of 0; float32 on devices."""
     if isinstance(total, jax.Array):
         return jnp.where(total > 0, total, 1).astype(jnp.float32)
-    return total or 1
+    return np.where(total > 0, total, 1)
 
 
 def divide(numerator: Any, denominator: Any) -> Any:
@@ -71,13 +73,44 @@ METRICS = {
         "however it is cut.",
         operator.itemgetter("num_loss_tokens"),
     ),
+    "router_max_load": Metric(
+        "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
+        "is most. 1: all experts have equally many. Metrics of routers are those of models with "
+        "experts; other models do not have these fields.",
+        lambda sums: _max_load(sums["router_counts_NE"]),
+        needs="router_counts_NE",
+    ),
+    "router_entropy": Metric(
+        "Mean entropy of a router's probabilities over tokens and layers, divided by that of equal "
+        "ones: from 0, always the same expert, to 1.",
+        lambda sums: divide(sums["router_entropy_sum"], sums["num_rows"]),
+        needs="router_entropy_sum",
+    ),
+    "router_aux_loss": Metric(
+        "Load-balancing loss of the routers, before model.router_aux_loss_coef: mean over rows. "
+        "With equal loads it is the number of experts of a token.",
+        lambda sums: divide(sums["router_aux_loss_sum"], sums["num_rows"]),
+        needs="router_aux_loss_sum",
+    ),
+    "router_z_loss": Metric(
+        "Mean squared log-sum-exp of the routers' logits, before model.router_z_loss_coef: mean "
+        "over rows.",
+        lambda sums: divide(sums["router_z_loss_sum"], sums["num_rows"]),
+        needs="router_z_loss_sum",
+    ),
 }
-"""Metrics by name. Each is a field of every line of metrics.jsonl and eval.jsonl."""
+"""Metrics by name. Each is a field of every line of metrics.jsonl and eval.jsonl, if the model has
+its sums."""
+
+
+def _max_load(counts_NE: Any) -> Any:
+    """Largest count of a layer relative to its mean, for the layer where that is most."""
+    return counts_NE.shape[-1] * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
 
 
 def compute_metrics(sums: Sums) -> dict[str, Any]:
     """Value of each metric."""
-    return {name: metric.compute(sums) for name, metric in METRICS.items()}
+    return {name: metric.compute(sums) for name, metric in METRICS.items() if metric.needs in sums}
 
 
 def make_line(
@@ -88,7 +121,7 @@ def make_line(
     Args: is_finite: False for a step that was skipped: of its means only the loss is defined.
     """
     line = {"step": vars(fields)["step"]}
-    for name in METRICS:
+    for name in filter(values.__contains__, METRICS):
         number = np.asarray(values[name]).item()
         has_mean = values["num_loss_tokens"] > 0 and (is_finite or name == "loss")
         is_defined = isinstance(number, int) or (has_mean and math.isfinite(number))

@@ -8,6 +8,7 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import NO_LABEL, Batch, partition_specs, step_row_index
+from jaxsp.experts import balance
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, sharding
@@ -36,7 +38,9 @@ _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, wit
 def compute_gradients(
     spec: StepSpec, master: layers.Weights, batch: Batch, step: Array | int = 0
 ) -> tuple[layers.Weights, dict[str, Array]]:
-    """Gradients of the mean token loss of a step, and its metrics. Call under jit.
+    """Gradients of the loss of a step, and its metrics. Call under jit.
+
+    The loss is the mean token loss and, if routers have losses of their own, their means over rows.
 
     Args: step: its number, for dropout.
     Returns: gradients sharded like the weights, with None for frozen weights; and METRICS with the
@@ -60,6 +64,7 @@ def _local_gradients(
         values = spec.gather.make_working_copy(table, master)
     grad_holders = spec.gather.make_grad_holders(table, values)
     holders, structure = jax.tree.flatten(grad_holders)
+    make_objective = _choose_objective(spec, batch)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     returned_holders = _select_returned(spec, params, holders)
     targets = [
@@ -80,7 +85,7 @@ def _local_gradients(
         def sum_loss(holders: list[Array]) -> tuple[Array, Sums]:
             tree = jax.tree.unflatten(structure, holders)
             sums = _sum_microbatch(spec, values, tree, batch, keys)
-            return sums["loss_sum"], sums
+            return make_objective(sums), sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
@@ -89,11 +94,7 @@ def _local_gradients(
     def add_microbatch(carry: tuple, inputs: tuple[Batch, Array]) -> tuple[tuple, None]:
         sums, totals = carry
         microbatch_sums, gradients = run_microbatch(*inputs, totals)
-        for number, total in totals.items():
-            if host_memory.is_on_host(total):  # in place: devices hold one layer at a time
-                gradients[number] = host_offload.update_each_layer(
-                    params[number], jnp.add, total, gradients[number]
-                )
+        gradients |= _add_on_host(params, totals, gradients)
         return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
@@ -110,6 +111,17 @@ def _local_gradients(
     sums = _sum_over_mesh(sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
     return spec.gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
+
+
+def _add_on_host(
+    params: Sequence[Parameter], totals: dict[int, Array], gradients: dict[int, Array]
+) -> dict[int, Array]:
+    """Sums of the gradients in host memory, in place: devices hold one layer at a time."""
+    return {
+        number: host_offload.update_each_layer(params[number], jnp.add, total, gradients[number])
+        for number, total in totals.items()
+        if host_memory.is_on_host(total)
+    }
 
 
 def _select_returned(
@@ -156,7 +168,7 @@ def _sum_microbatch(
     shards = jax.tree.map(
         lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
     )
-    hidden_BlD = decoder.hidden_states(
+    hidden_BlD, statistics = decoder.hidden_states(
         shards,
         batch,
         config=spec.model,
@@ -167,7 +179,7 @@ def _sum_microbatch(
         tile_tokens=spec.mlp_tile,
         token_keys=token_keys,
     )
-    return loss.sum_token_losses(
+    sums = loss.sum_token_losses(
         hidden_BlD,
         batch.labels_BL,
         batch.weights_BL,
@@ -178,6 +190,30 @@ def _sum_microbatch(
         token_loss=spec.loss,
         transform_logits=functools.partial(decoder.transform_logits, spec.model),
     )
+    return sums | (balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {})
+
+
+def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
+    """Function that computes what is differentiated from the sums of a device over a microbatch.
+
+    It is the sum of token losses, which is divided by the loss tokens of the step at the end.
+    Losses of routers are means over rows, with a factor that makes up for that.
+
+    Args: batch: that of the step.
+    """
+    experts = spec.model.experts
+    if experts is None or not experts.has_losses:
+        return operator.itemgetter("loss_sum")
+    counts = _sum_over_mesh({}, batch)
+    loss_weight = metric_table.make_divisor(counts["loss_weight"])
+    factor = loss_weight / metric_table.make_divisor(counts["num_rows"])
+
+    def add_router_losses(sums: Sums) -> Array:
+        router_loss = experts.aux_loss_coef * sums["router_aux_loss_sum"]
+        router_loss += experts.z_loss_coef * sums["router_z_loss_sum"]
+        return sums["loss_sum"] + factor * router_loss
+
+    return add_router_losses
 
 
 def _make_token_keys(

@@ -132,7 +132,7 @@ class SquaredMlp(FeedForward):
 
     def __call__(self, x, keys=None):
         up = checkpoint_name(self.up(x, keys), *self.checkpoint_names)
-        return self.down(jnp.square(jax.nn.relu(up)), keys)
+        return self.down(jnp.square(jax.nn.relu(up)), keys), {}
 
     @staticmethod
     def describe(config, tokens_per_device):

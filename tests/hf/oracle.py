@@ -550,7 +550,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
     @jax.jit
     def run(weights: layers.Weights, batch: Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
-            hidden = decoder.hidden_states(
+            hidden, _ = decoder.hidden_states(
                 weights,
                 batch,
                 config=config,

@@ -546,7 +546,7 @@ OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8}
             "num_local_experts = 128: ",
             ["num_experts", "64"],
         ),
-        (QWEN3_MOE, {"output_router_logits": True}, "output_router_logits = true: ", ["false"]),
+        (GLM_4_5, {"output_router_logits": True}, "output_router_logits = true: ", ["false"]),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: ", ["1"]),
         (QWEN3_MOE, {"mlp_only_layers": [-1]}, "mlp_only_layers = [-1]: ", ["list of layers"]),
         (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes'", ["true or false"]),

@@ -39,7 +39,7 @@ def small_blocks():
 
 def hidden_states(weights, batch, seq):
     attend = attention.make_attend(seq=seq, kernel="blockwise")
-    return decoder.hidden_states(
+    hidden, _ = decoder.hidden_states(
         weights,
         batch,
         config=MODEL,
@@ -49,6 +49,7 @@ def hidden_states(weights, batch, seq):
         policy=RematPolicy(),
         tile_tokens=4096,
     )
+    return hidden
 
 
 @functools.cache

@@ -42,7 +42,8 @@ def make_parts(on_attend=lambda: None):
         return jnp.cumsum(q * k, 0) / 8 + v * shards["w"][None]
 
     def post(shards, x, mixed, carried, index, batch):
-        return x + jnp.cos(mixed @ shards["w"]) + carried[0]
+        y = x + jnp.cos(mixed @ shards["w"]) + carried[0]
+        return y, {"squares": jnp.sum(y**2, axis=-1)}
 
     return LayerParts(pre=pre, mix=mix, post=post)
 
@@ -61,9 +62,18 @@ def draw(seed=0):
 def run_plain(x, weights, indices, batch):
     """The layers in a Python loop."""
     parts = make_parts()
+    all_sums = []
     for layer in range(NUM_LAYERS):
-        x = parts(jax.tree.map(lambda w, i=layer: w[i], weights), x, indices[layer], batch)
-    return jnp.sum(x**2)
+        own = jax.tree.map(lambda w, i=layer: w[i], weights)
+        x, sums = parts(own, x, indices[layer], batch)
+        all_sums.append(sums["squares"])
+    return make_loss(x, jnp.stack(all_sums))
+
+
+def make_loss(x, sums):
+    """A loss in which the sums of each layer have another weight."""
+    weights = 1 / (1 + jnp.arange(sums.size)).reshape(sums.shape)
+    return jnp.sum(x**2) + jnp.sum(weights * sums)
 
 
 def merge_holders(holders, values):
@@ -80,7 +90,8 @@ def run_stack(x, holders, values, indices, batch, *, group_size, during_attentio
         offloads_during_attention=during_attention,
         merge_holders=merge_holders,
     )
-    return jnp.sum(stack(x, {KIND: holders}, {KIND: values}, indices, batch) ** 2)
+    x, sums = stack(x, {KIND: holders}, {KIND: values}, indices, batch)
+    return make_loss(x, sums[KIND]["squares"])
 
 
 def differentiate(group_size, during_attention, on_attend=lambda: None):
@@ -145,7 +156,11 @@ def test_layers_of_several_kinds_run_in_their_order(policy):
     }
     weights = {kind: draw_kind(KINDS.count(kind)) for kind in (KIND, OTHER)}
     first = make_parts()
-    other = dataclasses.replace(first, mix=lambda *inputs: -2 * first.mix(*inputs))
+    other = dataclasses.replace(
+        first,
+        mix=lambda *inputs: -2 * first.mix(*inputs),
+        post=lambda *inputs: (first.post(*inputs)[0], {}),
+    )
     parts = {KIND: first, OTHER: other}
     x = normal(5, 6)
     indices = jnp.arange(len(KINDS)) / 10
@@ -153,15 +168,18 @@ def test_layers_of_several_kinds_run_in_their_order(policy):
 
     def run_plain(x, weights):
         done = collections.Counter()
+        all_sums = []
         for layer, kind in enumerate(KINDS):
             own = jax.tree.map(lambda w, i=done[kind]: w[i], weights[kind])
-            x = parts[kind](own, x, indices[layer], batch)
+            x, sums = parts[kind](own, x, indices[layer], batch)
+            all_sums += sums.values()
             done[kind] += 1
-        return jnp.sum(x**2)
+        return make_loss(x, jnp.stack(all_sums))
 
     def run(x, weights):
         options = {"segments": SEGMENTS, "policy": policy, "gather": UnshardedGather()}
-        return jnp.sum(layer_stack.run_layers(parts, x, weights, indices, batch, **options) ** 2)
+        x, sums = layer_stack.run_layers(parts, x, weights, indices, batch, **options)
+        return make_loss(x, sums["squares"])
 
     expected = jax.value_and_grad(run_plain, argnums=(0, 1))(x, weights)
     loss, (dx, dweights) = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, weights)

@@ -111,6 +111,23 @@ def test_the_loss_is_that_of_transformers_and_untrained_weights_are_exported_unc
             assert after[name].dtype == getattr(oracle.torch, dtype), name
 
 
+def test_with_the_loss_of_routers_loss_and_gradient_norm_are_those_of_transformers(folder):
+    (document,) = test_hybrid.write_documents(folder / "one.jsonl", [100])
+    words = ("optimizer.learning_rate=0", "run.steps=1", "batch.rows_per_step=1")
+    words = (*words, "data.row_tokens=128", "model.router_aux_loss_coef=0.3")
+    (line,) = train(folder, "routers", *words, mesh="1x4", data="one")
+    model = oracle.torch_model(FIELDS)
+    model.router_aux_loss_coef = 0.3
+    tokens = oracle.torch.from_numpy(document.astype("int64"))[None]
+    results = model(tokens, labels=tokens, output_router_logits=True)
+    results.loss.backward()
+    squares = [weight.grad.square().sum().item() for weight in model.parameters()]
+    assert line["router_aux_loss"] == pytest.approx(results.aux_loss.item(), rel=tolerances.EVAL)
+    total = line["loss"] + 0.3 * line["router_aux_loss"]
+    assert total == pytest.approx(results.loss.item(), rel=tolerances.EVAL)
+    assert line["grad_norm"] == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT 0.21.2
 def test_an_adapter_loads_in_peft_with_our_loss_and_is_merged(folder, documents):
     import peft

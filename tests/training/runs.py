@@ -13,7 +13,7 @@ import numpy as np
 from jaxsp import attention
 from jaxsp.attention import Attend
 from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.config import ExpertsConfig, ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -111,14 +111,15 @@ def make_oracle_attend(model: ModelConfig) -> Attend:
 
 @functools.cache
 def compile_reference(model: ModelConfig = MODEL):
-    """Returns a function for the mean loss, number of correct labels, and gradients of all rows.
+    """Returns a function for the mean loss, number of correct labels, and gradients of all rows;
+    with the mean loss are the gradients of the routers' losses, if the model has some.
 
     It has no mesh, microbatches or tiles, and uses reference attention.
     """
     attend = make_oracle_attend(model)
 
     def mean_loss(weights, rows):
-        hidden = decoder.hidden_states(
+        hidden, statistics = decoder.hidden_states(
             weights,
             rows,
             config=model,
@@ -136,14 +137,33 @@ def compile_reference(model: ModelConfig = MODEL):
             jax.nn.log_softmax(logits), labels[..., None], axis=-1
         )[..., 0]
         num_correct = (has_label & (logits.argmax(-1) == labels)).sum()
-        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum().astype(
-            jnp.float32
-        ), num_correct
+        num_labels = has_label.sum().astype(jnp.float32)
+        loss = -jnp.where(has_label, log_probabilities, 0).sum() / num_labels
+        router_loss = sum_router_losses(model.experts, statistics, rows.lengths_BM)
+        return loss + router_loss, (loss, num_correct)
 
-    loss_and_gradients = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    return lambda weights, arrays: loss_and_gradients(
-        weights, Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
-    )
+    differentiate = jax.jit(jax.grad(mean_loss, has_aux=True))
+
+    def compute(weights, arrays):
+        batch = Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+        gradients, results = differentiate(weights, batch)
+        return results, gradients
+
+    return compute
+
+
+def sum_router_losses(
+    experts: ExpertsConfig | None, statistics: dict[str, jax.Array], lengths_BM: jax.Array
+) -> jax.Array | float:
+    """Means over rows of the routers' losses, times their factors. Statistics: [layers, B, ...]."""
+    if experts is None:
+        return 0.0
+    factor_B = 1 / (len(statistics["entropy"]) * lengths_BM.sum(1).astype(jnp.float32))
+    means = {name: jnp.einsum("NB...,B->B...", x, factor_B) for name, x in statistics.items()}
+    chosen_BE = jax.lax.stop_gradient(means["chosen"])
+    evenness_B = jnp.einsum("BE,BE->B", chosen_BE, means["probabilities"])
+    aux_loss_B = experts.aux_loss_coef * experts.num_experts * evenness_B
+    return jnp.mean(aux_loss_B + experts.z_loss_coef * means["squared_lse"])
 
 
 def label_smoothing_loss(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:

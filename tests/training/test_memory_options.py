@@ -700,9 +700,21 @@ def test_memory_options_are_parsed():
         batches.make_config(memory={"remat": "some"})
 
 
-@pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
-def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there, fails):
-    actual = runs.make_spec({"offload_activations": "layer_inputs"})
+@pytest.mark.parametrize(
+    ("during_attention", "there", "fails"),
+    [
+        ("never", 2 * 3840 - 1, True),
+        ("never", 2 * 3840, False),
+        ("always", 2 * 3840 - 1, True),
+        ("always", 2 * 3840, False),
+    ],
+)
+def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
+    monkeypatch, during_attention, there, fails
+):
+    """Of two layers' inputs, and a gradient that may take the place of one of them."""
+    memory = {"remat": "full", "offload_during_attention": during_attention}
+    actual = runs.make_spec({"offload_activations": "layer_inputs", **memory})
     monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: True)
     needs = MemoryUse(0, there)
     if not fails:
