@@ -712,7 +712,7 @@ def test_memory_options_are_parsed():
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
     monkeypatch, during_attention, there, fails
 ):
-    """Of two layers' inputs, and a gradient that may take the place of one of them."""
+    """The step keeps the inputs of two layers; a gradient may take the place of one of them."""
     memory = {"remat": "full", "offload_during_attention": during_attention}
     actual = runs.make_spec({"offload_activations": "layer_inputs", **memory})
     monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: True)
