@@ -177,6 +177,8 @@ class ExpertsConfig:
     """True if the weights of a token's experts are divided by their sum."""
     weight_scale: float = 1.0
     """Factor on these weights (GLM-4.5)."""
+    kernel: str = "xla"
+    """Name of the kernel of the matrix products: see `experts.kernels`."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     """Factors of the router's losses (`experts.balance`)."""

@@ -17,8 +17,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
-from jaxsp.experts import balance, routing, tiled
-from jaxsp.experts.tiled import Weight
+from jaxsp.experts import balance, kernels, routing
 
 
 class Experts(FeedForward):
@@ -102,7 +101,8 @@ class Experts(FeedForward):
         names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
         params = {name: getattr(self, name) for name in names}
         weights = {name: param[...] for name, param in params.items() if param is not None}
-        out_TD = tiled.apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
+        apply = kernels.find(self.sizes.kernel)
+        out_TD = apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
         out = out_TD.reshape(x.shape)
         statistics = balance.measure(logits_TE, experts_TK)
         if not self.sizes.has_losses:
@@ -118,11 +118,13 @@ class Experts(FeedForward):
             shared = gated.astype(shared.dtype)
         return out + shared, statistics
 
-    def _run_block(self, x: Array, weights: dict[str, Weight]) -> Array:
+    def _run_block(self, x: Array, weights: dict[str, Any]) -> Array:
+        """Args: weights: those of a kernel, such as `tiled.Weight`."""
+
         def multiply(x: Array, name: str) -> Array:
-            y = tiled.multiply(x, weights[name])
+            y = weights[name].multiply(x)
             bias = weights.get(f"{name}_bias")
-            return y if bias is None else tiled.add_bias(y, bias)
+            return y if bias is None else bias.add_to(y)
 
         return multiply(self._join(multiply(x, "gate"), multiply(x, "up")), "down")
 
@@ -146,6 +148,8 @@ class Experts(FeedForward):
         text = f"{sizes.num_chosen} of {sizes.num_experts} experts"
         if sizes.shared_size is not None:
             text += " and a shared one"
+        if sizes.kernel == "mosaic":
+            text += " in Mosaic kernels"
         # Three matrices of each expert, against a token's input and output for each of its experts
         least = 3 * sizes.num_experts * sizes.size // (2 * sizes.num_chosen)
         if tokens_per_device is not None and tokens_per_device < least:
@@ -163,11 +167,15 @@ class Experts(FeedForward):
     def backward_width(config: ModelConfig) -> int:
         """Gradients of all places, and of slots in the order of tokens."""
         sizes = _sizes(config)
-        # Of the places, a third may be empty (`places.choose_tiles`)
-        slots = 5 * sizes.num_chosen // 2
+        D = config.hidden_size
+        if sizes.kernel == "xla":
+            # Of the places, a third may be empty (`places.choose_tiles`)
+            of_slots = 5 * sizes.num_chosen // 2 * D
+        else:
+            # Inputs and outputs, gate, up and what they are joined to, and all gradients
+            of_slots = sizes.num_chosen * (4 * D + 6 * sizes.size)
         # Two float32 numbers of each expert (`experts.balance`)
-        statistics = 4 * sizes.num_experts
-        return slots * config.hidden_size + 4 * (sizes.shared_size or 0) + statistics
+        return of_slots + 4 * (sizes.shared_size or 0) + 4 * sizes.num_experts
 
     @staticmethod
     def gradient_elements(config: ModelConfig) -> int:

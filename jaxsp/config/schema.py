@@ -49,6 +49,10 @@ class ModelSourceConfig(ConfigSection):
     config.json. null: factor times the original range if model.rope extends it; otherwise the
     model's own. Longer documents are trained on too; the banner has a note."""
 
+    experts_kernel: Literal["auto", "mosaic", "xla"] = "auto"
+    """Kernel of experts' matrix products. mosaic: kernels for Hopper GPUs in bfloat16, with jax
+    0.11.1 or later. xla: a loop, on any device. auto: mosaic where it runs, otherwise xla. A run
+    checks mosaic against xla before the first step."""
     router_aux_loss_coef: Annotated[NonNegativeFloat | None, with_examples(0.001)] = None
     """Factor of the load-balancing loss of experts' routers, that of transformers for batches of
     one row: a mean over rows, which is the same on every mesh. null: that of config.json if it has

@@ -13,7 +13,7 @@ Dims: T tokens, K experts of a token, S slots, E experts, N tiles, t places of a
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 MIN_TILE = 16
 MAX_TILE = 512
@@ -54,6 +54,8 @@ class Places(NamedTuple):
     """Slot of each place, token * K + number of the token's expert; T * K: none."""
     experts_N: Int32[Array, "N"]
     """Expert of each tile; any expert for a tile without slots."""
+    ends_E: Int32[Array, "E"]
+    """Number of tiles up to those of each expert."""
     places_TK: Int32[Array, "T K"]
     """Place of each slot, tile * t + place in the tile."""
 
@@ -79,5 +81,18 @@ def find_places(experts_TK: Int32[Array, "T K"], tiles: Tiles, *, num_experts: i
     return Places(
         slots_Nt=slots_P.reshape(tiles.number, tiles.size),
         experts_N=jnp.minimum(experts_N, num_experts - 1),
+        ends_E=ends_E,
         places_TK=places_TK.reshape(experts_TK.shape),
     )
+
+
+def read_tokens(
+    x_TD: Float[Array, "T D"], slots: Int32[Array, "*places"], num_chosen: int
+) -> Float[Array, "*places D"]:
+    """The token of each place; zeros where there is none. Args: num_chosen: experts of a token."""
+    return x_TD.at[slots // num_chosen].get(mode="fill", fill_value=0)
+
+
+def read_places(x: Float[Array, "*places D"], where: Places) -> Float[Array, "T K D"]:
+    """Results at the places of each token."""
+    return x.reshape(-1, x.shape[-1])[where.places_TK]

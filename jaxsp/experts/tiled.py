@@ -26,14 +26,21 @@ class Weight(NamedTuple):
     value: Float[Array, "b ..."]
     holder: Float32[Array, "b ..."]
 
+    def multiply(self, x_bti: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
+        """Each tile times the transposed matrix of its expert, [b, o, i]."""
+        return _multiply(x_bti, self)
+
+    def add_to(self, y_bto: Float[Array, "b t o"]) -> Float[Array, "b t o"]:
+        """Adds the bias of its expert, [b, o], to each tile, in float32."""
+        return _add_bias(y_bto, self)
+
 
 BlockFunction = Callable[[Float[Array, "b t D"], Any], Float[Array, "b t D"]]
 """Function that computes the outputs of a block from its tokens and a tree of `Weight`."""
 
 
 @jax.custom_vjp
-def multiply(x_bti: Float[Array, "b t i"], matrix: Weight) -> Float[Array, "b t o"]:
-    """Each tile times the transposed matrix of its expert, [b, o, i]."""
+def _multiply(x_bti: Array, matrix: Weight) -> Array:
     return jnp.einsum("bti,boi->bto", x_bti, matrix.value)
 
 
@@ -44,12 +51,11 @@ def _multiply_backward(residuals: tuple[Array, Weight], dy_bto: Array) -> tuple[
     return dx_bti, Weight(jnp.zeros_like(matrix.value), gradient)
 
 
-multiply.defvjp(lambda x, matrix: (multiply(x, matrix), (x, matrix)), _multiply_backward)
+_multiply.defvjp(lambda x, matrix: (_multiply(x, matrix), (x, matrix)), _multiply_backward)
 
 
 @jax.custom_vjp
-def add_bias(y_bto: Float[Array, "b t o"], bias: Weight) -> Float[Array, "b t o"]:
-    """Adds the bias of its expert, [b, o], to each tile, in float32."""
+def _add_bias(y_bto: Array, bias: Weight) -> Array:
     y32 = y_bto.astype(jnp.float32) + bias.value[:, None].astype(jnp.float32)
     return y32.astype(y_bto.dtype)
 
@@ -59,7 +65,7 @@ def _add_bias_backward(bias: Weight, dy_bto: Array) -> tuple[Array, Weight]:
     return dy_bto, Weight(jnp.zeros_like(bias.value), gradient)
 
 
-add_bias.defvjp(lambda y, bias: (add_bias(y, bias), bias), _add_bias_backward)
+_add_bias.defvjp(lambda y, bias: (_add_bias(y, bias), bias), _add_bias_backward)
 
 
 def apply(
@@ -95,13 +101,13 @@ def _apply(
 ) -> Array:
     def run_block(number: Array, y_NtD: Array) -> Array:
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
-        x_btD = _read_tokens(x_TD, slots_bt, shares_TK.shape[1])
+        x_btD = places.read_tokens(x_TD, slots_bt, shares_TK.shape[1])
         y_btD = function(x_btD, _read_weights(weights, experts_b))
         return _write_block(y_NtD, y_btD, number)
 
     y_NtD = jax.lax.empty((*where.slots_Nt.shape, x_TD.shape[1]), x_TD.dtype)
     y_NtD = jax.lax.fori_loop(0, len(where.experts_N) // block, run_block, y_NtD)
-    y_TKD = _read_places(y_NtD, where).astype(jnp.float32)
+    y_TKD = places.read_places(y_NtD, where).astype(jnp.float32)
     return jnp.sum(y_TKD * shares_TK[..., None], axis=1).astype(x_TD.dtype)
 
 
@@ -120,8 +126,8 @@ def _apply_backward(
     def pull_block(number: Array, state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         dx_NtD, dshares_Nt, sums = state
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
-        x_btD = _read_tokens(x_TD, slots_bt, num_chosen)
-        dout_btD = _read_tokens(dout_TD, slots_bt, num_chosen).astype(jnp.float32)
+        x_btD = places.read_tokens(x_TD, slots_bt, num_chosen)
+        dout_btD = places.read_tokens(dout_TD, slots_bt, num_chosen).astype(jnp.float32)
         shares_bt = shares_TK.reshape(-1).at[slots_bt].get(mode="fill", fill_value=0)
         y_btD, pull = jax.vjp(function, x_btD, _read_weights(weights, experts_b))
         dx_btD, dweights = pull((dout_btD * shares_bt[..., None]).astype(y_btD.dtype))
@@ -140,7 +146,9 @@ def _apply_backward(
     )
     num_blocks = len(where.experts_N) // block
     dx_NtD, dshares_Nt, sums = jax.lax.fori_loop(0, num_blocks, pull_block, state)
-    dx_TD = jnp.sum(_read_places(dx_NtD, where).astype(jnp.float32), axis=1).astype(x_TD.dtype)
+    dx_TD = jnp.sum(places.read_places(dx_NtD, where).astype(jnp.float32), axis=1).astype(
+        x_TD.dtype
+    )
     dshares_TK = dshares_Nt.reshape(-1)[where.places_TK]
     dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), weights, sums)
     return dweights, dx_TD, dshares_TK, None
@@ -174,13 +182,3 @@ def _read_weights(weights: Any, experts_b: Array) -> Any:
 def _add_tile(sums: Any, gradients: Any, experts_b: Array, tile: Array) -> Any:
     """Adds a tile's gradients to those of its expert."""
     return jax.tree.map(lambda sum, part: sum.at[experts_b[tile]].add(part[tile]), sums, gradients)
-
-
-def _read_tokens(x_TD: Array, slots_bt: Array, num_chosen: int) -> Float[Array, "b t D"]:
-    """The token of each place; zeros where there is none."""
-    return x_TD.at[slots_bt // num_chosen].get(mode="fill", fill_value=0)
-
-
-def _read_places(x_NtD: Array, where: Places) -> Float[Array, "T K D"]:
-    """Results at the places of each token."""
-    return x_NtD.reshape(-1, x_NtD.shape[-1])[where.places_TK]

@@ -1,6 +1,7 @@
 """The mesh and the attention for each row length, and the choice of `mesh.seq: auto`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.experts import kernels
 from jaxsp.memory import available_memory, memory_fit, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.runtime import device_mesh, memory_limits
@@ -101,6 +103,7 @@ def make_run_spec(
         num_steps: number of steps of the run.
     Raises: UserError for a mesh that does not fit the devices.
     """
+    model = _choose_experts_kernel(config, model, devices)
     row_configs = config.row_configs
     longest = row_configs[config.data.max_row_tokens]
     sizes = device_mesh.resolve_axis_sizes(longest.mesh, len(devices))
@@ -116,6 +119,21 @@ def make_run_spec(
         for row_tokens, row_config in row_configs.items()
     }
     return RunSpec(config=config, steps=steps)
+
+
+def _choose_experts_kernel(
+    config: Config, model: ModelConfig, devices: Sequence[Any]
+) -> ModelConfig:
+    """The model with the kernel of its experts. Raises: UserError if it cannot run."""
+    if model.experts is None:
+        return model
+    kernel = kernels.choose(
+        config.model.experts_kernel,
+        dims=(model.hidden_size, model.experts.size),
+        dtype=config.model.compute_dtype,
+        devices=devices,
+    )
+    return dataclasses.replace(model, experts=dataclasses.replace(model.experts, kernel=kernel))
 
 
 def make_step_spec(

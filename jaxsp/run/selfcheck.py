@@ -44,6 +44,7 @@ from jaxsp.model.layer_stack import LayerParts
 from jaxsp.model.remat import RematPolicy
 from jaxsp.run import segment_errors
 from jaxsp.run.delta_rule_check import DeltaRuleCheck
+from jaxsp.run.experts_check import TOLERANCE, ExpertsCheck
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Gather, Shard
 from jaxsp.training import compile_options
@@ -104,6 +105,8 @@ def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str
         )
     if any(layer.mixer == DELTA_NET for layer in spec.model.layers):
         passed.append(check_delta_nets(spec, local[0]))
+    if spec.model.experts is not None and spec.model.experts.kernel != "xla":
+        passed.append(check_experts(spec, local[0]))
     if spec.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
         _check_offloading(spec, local)
@@ -323,6 +326,34 @@ def check_delta_nets(spec: StepSpec, device: jax.Device) -> str:
         )
     return (
         "self-check: the delta net agrees with its recurrence, token by token, on this device "
+        f"({_format_elapsed(start_s)})"
+    )
+
+
+def check_experts(spec: StepSpec, device: jax.Device) -> str:
+    """Checks the kernel of experts with the model's sizes, and returns a line for it.
+
+    Raises: UserError if an error is larger than rounding explains, or the kernel does not run.
+    """
+    start_s = time.perf_counter()
+    check = ExpertsCheck.of_model(spec.model)
+    suggestion = "another release of jax, or model.experts_kernel=xla"
+    name = f"model.experts_kernel = {spec.config.model.experts_kernel}: {check.kernel}"
+    try:
+        errors = check.measure_errors(device)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise _make_error(f"{name} does not run here: {reason}", device, suggestion) from error
+    wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= TOLERANCE]
+    if wrong:
+        raise _make_error(
+            f"{name} computes wrong results on this device (relative error of {', '.join(wrong)}; "
+            f"must be at most {TOLERANCE:g})",
+            device,
+            suggestion,
+        )
+    return (
+        f"self-check: {check.kernel} kernels of experts agree with XLA on this device "
         f"({_format_elapsed(start_s)})"
     )
 

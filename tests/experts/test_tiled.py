@@ -50,7 +50,7 @@ def make_inputs(num_tokens: int, num_chosen: int) -> tuple[dict, np.ndarray, np.
 
 
 def run_block(x, weights):
-    return tiled.multiply(jnp.tanh(tiled.multiply(x, weights["up"])), weights["down"])
+    return weights["down"].multiply(jnp.tanh(weights["up"].multiply(x)))
 
 
 def run_loop(weights, x, shares, experts):

@@ -18,6 +18,12 @@ _HOST_LAYOUT = ":S(5)"
 
 _CUBLAS_PREFIX = "__cublas$"
 
+_MOSAIC_PREFIX = "mosaic_gpu"
+
+_MOSAIC_EFFICIENCY = 0.7
+"""Assumed rate of products in Mosaic kernels, relative to large products of cuBLAS. Not measured.
+"""
+
 _FREE_OPCODES = (
     "parameter",
     "constant",
@@ -57,6 +63,8 @@ class KernelCost:
     """Bytes read from and written to device memory; an operand that is read twice counts once."""
     bytes_from_host: float
     bytes_to_host: float
+    efficiency: float = 1.0
+    """Rate of its matrix products relative to that of large ones."""
     num_runs: int
     begin_line: int
     """Line number of the instruction that starts it."""
@@ -85,8 +93,17 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     return [
         reader.read_cost(computations[line.line_number], line, num_runs=num_runs)
         for line, num_runs in runs
-        if line.opcode != "custom-call" or _CUBLAS_PREFIX in line.attributes
+        if line.opcode != "custom-call" or _is_product(line)
     ]
+
+
+def _is_product(line: Instruction) -> bool:
+    """True for a call of a library or a kernel that multiplies matrices."""
+    return _CUBLAS_PREFIX in line.attributes or _is_mosaic(line)
+
+
+def _is_mosaic(line: Instruction) -> bool:
+    return line.opcode == "custom-call" and f'target="{_MOSAIC_PREFIX}' in line.attributes
 
 
 def _find_kernel_computations(program: HloModule) -> list[str]:
@@ -138,6 +155,7 @@ class _CostReader:
             line_number=line.line_number,
             op_name=op_name[1] if op_name else "",
             flops=self._matmul_flops(start, lines),
+            efficiency=_MOSAIC_EFFICIENCY if _is_mosaic(start) else 1.0,
             device_bytes=sum_bytes([*reads, *writes], on_host=False),
             bytes_from_host=sum_bytes(reads, on_host=True),
             bytes_to_host=sum_bytes(writes, on_host=True),
@@ -208,6 +226,13 @@ class _CostReader:
         if line.opcode.startswith("fusion"):
             fused = self._instructions[line.find_computation("calls")]
             return sum((self._matmul_flops(inner, fused) for inner in fused.values()), start=0.0)
+        if _is_mosaic(line):
+            # Products of places with matrices of experts, or of places with places: experts.mosaic
+            *_, first, second = (lines[name].shape for name in line.operand_names)
+            ((_, places),) = comms.parse_shape(first)
+            ((_, others),) = comms.parse_shape(second)
+            size = math.prod(others[1:]) if len(others) == 3 else places[1] * others[1]
+            return 2.0 * places[0] * size
         is_cublas = line.opcode == "custom-call" and _CUBLAS_PREFIX in line.attributes
         if line.opcode != "dot" and not is_cublas:
             return 0.0

@@ -188,7 +188,7 @@ def _sum_runs(kernels: list[KernelCost], field: str) -> float:
 def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
     """Seconds of one run of a kernel."""
     return max(
-        kernel.flops / (ceilings.matmul_tflops * _TERA),
+        kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
         kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
     )
 

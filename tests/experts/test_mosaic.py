@@ -1,0 +1,117 @@
+"""Kernels for experts compute what the loop over tiles does, in JAX's interpreter of GPU kernels.
+
+The interpreter checks for races, and fills memory that nothing was written to with NaN. Nothing
+here shows that a GPU computes the same: a run compares them there before the first step.
+"""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxsp.core.errors import UserError
+from jaxsp.experts import kernels, mosaic
+from jaxsp.experts.mosaic import Groups
+from jaxsp.planner.cost import hlo_cost
+from jaxsp.run import experts_check, selfcheck
+from jaxsp.run.experts_check import ExpertsCheck
+from tests import batches, messages
+from tests.training import runs
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="jax is older than 0.11.2"
+)
+
+HOPPER = types.SimpleNamespace(compute_capability="9.0")
+BLACKWELL = types.SimpleNamespace(compute_capability="10.0")
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    monkeypatch.setattr(mosaic, "_NUM_BLOCKS", 2)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+@needs_interpreter
+def test_outputs_and_gradients_are_those_of_the_loop(interpreter):
+    """With half a tile of columns, and one and a half."""
+    check = ExpertsCheck(kernel="mosaic", width=64, size=192, has_bias=True)
+    errors = check.measure_errors(jax.devices()[0])
+    assert errors.keys() == {"out", "dx", "dshares", "dup", "ddown", "dup_bias"}
+    assert max(errors.values()) < experts_check.TOLERANCE / 3, errors
+
+
+@needs_interpreter
+def test_sums_over_places_are_float32(interpreter):
+    groups = Groups(jnp.array([0, 2, 2, 3], jnp.int32), jnp.array([1, 1, 3, 3], jnp.int32))
+    draw = lambda seed, *shape: jnp.asarray(
+        np.random.default_rng(seed).normal(size=shape), jnp.bfloat16
+    )
+    dy = draw(0, 4 * 128, 192)
+    dy = dy.at[3 * 128 :].set(jnp.nan)  # after the last expert's tiles
+    x = draw(1, 4 * 128, 64)
+    sums = mosaic.add_products(dy, x, groups)
+    for expert, own in enumerate([slice(0, 128), slice(0), slice(128, 384), slice(0)]):
+        expected = np.float64(dy[own]).T @ np.float64(x[own])
+        assert np.abs(sums[expert] - expected).max() <= 1e-6 * np.abs(expected).max(initial=0)
+
+
+def test_the_kernel_is_chosen_by_device_dims_dtype_and_release(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    fitting = {"dims": (2048, 768), "dtype": "bfloat16", "devices": [HOPPER]}
+    assert kernels.choose("auto", **fitting) == kernels.choose("mosaic", **fitting) == "mosaic"
+    assert kernels.choose("xla", **fitting) == "xla"
+    for change, part in (
+        ({"dims": (2048, 100)}, "multiples of 64, and experts have 2048 x 100"),
+        ({"dtype": "float32"}, "model.compute_dtype=bfloat16"),
+        ({"devices": [HOPPER, BLACKWELL]}, "Hopper GPUs"),
+        ({"devices": jax.devices()[:1]}, "Hopper GPUs"),
+    ):
+        assert kernels.choose("auto", **fitting | change) == "xla"
+        with pytest.raises(UserError, match=messages.containing(part, "experts_kernel=auto")):
+            kernels.choose("mosaic", **fitting | change)
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    with pytest.raises(UserError, match=r"jax 0\.11\.1 or later"):
+        kernels.choose("mosaic", **fitting)
+
+
+@pytest.mark.parametrize(
+    ("result", "part"),
+    [
+        ({"out": 1e-3, "dx": 0.03}, "(relative error of dx 0.03; must be at most 0.02)"),
+        ({"out": float("nan")}, "(relative error of out nan;"),
+        (jax.errors.JaxRuntimeError("no ptxas\nmore"), "does not run here: no ptxas"),
+    ],
+)
+def test_a_kernel_that_computes_something_else_ends_the_run(monkeypatch, result, part):
+    spec = runs.make_spec({}, model=batches.expert_model())
+
+    def measure_errors(check, device):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(ExpertsCheck, "measure_errors", measure_errors)
+    with pytest.raises(UserError, match=messages.containing(part, "model.experts_kernel=xla")):
+        selfcheck.check_experts(spec, jax.devices()[0])
+
+
+def test_products_of_the_kernels_are_counted():
+    """Those of places with matrices, and of places with places: 2 * P * i * o."""
+    text = """HloModule test
+
+ENTRY %main (e: s32[8], x: bf16[1024,64], w: bf16[4,192,64]) -> f32[4,192,64] {
+  %e = s32[8]{0} parameter(0)
+  %x = bf16[1024,64]{1,0} parameter(1)
+  %w = bf16[4,192,64]{2,1,0} parameter(2)
+  %y = bf16[1024,192]{1,0} custom-call(%e, %e, %x, %w), custom_call_target="mosaic_gpu_v2"
+  ROOT %s = f32[4,192,64]{2,1,0} custom-call(%e, %e, %y, %x), custom_call_target="mosaic_gpu_v2"
+}
+"""
+    first, second = hlo_cost.read_kernel_costs(text)
+    assert first.flops == second.flops == 2 * 1024 * 64 * 192
+    assert first.efficiency < 1
