@@ -61,20 +61,26 @@ _PLAN_ERRORS = Part(
 )
 
 
-def _steps(shape: str, *lengths: int) -> tuple[Part, ...]:
-    """Step times of a model with rows of these lengths, and the errors of plans of them."""
-    table = Part(
-        name="table",
-        seconds=400,
+def _steps(
+    shape: str,
+    *lengths: int,
+    name: str = "table",
+    seconds: int = 400,
+    options: tuple[str, ...] = (),
+) -> Part:
+    """Step times of a model with rows of these lengths."""
+    return Part(
+        name=name,
+        seconds=seconds,
         case_seconds=100,
         module="scripts.bench.step",
         arguments=(
             *("--shapes", shape, "--lengths", *map(str, lengths)),
             *"--steps 3 --case-seconds 180".split(),
+            *options,
         ),
-        is_resumable=True,
+        is_resumable=name == "table",
     )
-    return table, _PLAN_ERRORS
 
 
 STAGES = {
@@ -91,8 +97,13 @@ STAGES = {
         ),
     ),
     "kernels": Stage(
-        topics="versions; accuracy of cuDNN attention and delta rules on this GPU, packed and not",
-        parts=(_tests("tests/gpu/test_kernels.py", "tests/gpu/test_delta_rule.py"),),
+        topics="versions; accuracy of cuDNN attention, delta rules and experts on this GPU",
+        parts=(
+            _tests(
+                *("tests/gpu/test_kernels.py", "tests/gpu/test_delta_rule.py"),
+                "tests/gpu/test_experts.py",
+            ),
+        ),
     ),
     "memory": Stage(
         topics="cuDNN's workspace against the formula; cost of tiles and offloading",
@@ -146,11 +157,20 @@ STAGES = {
     ),
     "hybrid": Stage(
         topics="step times and errors of plans of a model with gated delta nets",
-        parts=_steps("qwen3.5-9b-4layers", 16_384, 131_072),
+        parts=(_steps("qwen3.5-9b-4layers", 16_384, 131_072), _PLAN_ERRORS),
     ),
     "experts": Stage(
-        topics="step times and errors of plans of a model with experts",
-        parts=_steps("qwen3-30b-a3b-4layers", 16_384, 65_536),
+        topics="step times of a model with experts, with both kernels; errors of plans",
+        parts=(
+            _steps("qwen3-30b-a3b-4layers", 16_384, 65_536, seconds=200),
+            _steps(
+                *("qwen3-30b-a3b-4layers", 16_384, 65_536),
+                name="xla",
+                seconds=200,
+                options=("--experts-kernel", "xla"),
+            ),
+            _PLAN_ERRORS,
+        ),
     ),
     "options": Stage(
         topics="do memory options change only memory; does a GPU learn as a CPU does?",

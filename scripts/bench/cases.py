@@ -100,6 +100,8 @@ class Case:
     """Key of NUM_DOCUMENTS."""
     kernel: str
     """attention.kernel of the config."""
+    experts_kernel: str = "auto"
+    """model.experts_kernel of the config."""
     steps: int
     """Number of timed steps, after WARM_UP_STEPS."""
     remat: str = "auto"
@@ -122,6 +124,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--documents", nargs="+", choices=NUM_DOCUMENTS, default=tuple(NUM_DOCUMENTS))
     add("--until-it-fails", action="store_true", help="doubles the longest row until it fails")
     add("--kernel", choices=_choices("attention", "kernel"), default="auto")
+    add("--experts-kernel", choices=_choices("model", "experts_kernel"), default="auto")
     for name in (*report.MEMORY_OPTIONS, *report.TILES):
         option = f"--{name.replace('_', '-')}"
         default = [getattr(Case, name)]
@@ -160,6 +163,7 @@ def expand_cases(args: argparse.Namespace) -> Iterator[Case]:
                 row_tokens=length,
                 documents=documents,
                 kernel=args.kernel,
+                experts_kernel=args.experts_kernel,
                 steps=args.steps,
                 xla_options=xla_options,
                 **memory_fields,
@@ -202,7 +206,7 @@ def make_config(case: Case, *, source: pathlib.Path, directory: pathlib.Path) ->
             "steps": WARM_UP_STEPS + case.steps,
             "xla_options": case.xla_options,
         },
-        model={"compute_dtype": "bfloat16"},
+        model={"compute_dtype": "bfloat16", "experts_kernel": case.experts_kernel},
         attention={"kernel": case.kernel},
         memory={name: getattr(case, name) for name in (*report.MEMORY_OPTIONS, *report.TILES)},
         data={

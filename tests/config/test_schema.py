@@ -171,7 +171,8 @@ MESSAGES = {
     "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
     "model.learning_rat=1": (
         "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, "
-        "compute_dtype, rope, max_position_embeddings, router_aux_loss_coef, router_z_loss_coef."
+        "compute_dtype, rope, max_position_embeddings, experts_kernel, router_aux_loss_coef, "
+        "router_z_loss_coef."
     ),
     "memory.xyz=1": (
         "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_every, "
