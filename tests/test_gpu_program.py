@@ -119,6 +119,7 @@ RECIPES = {
     "qwen35_9b_256k_8xh100": published.read_models()["Qwen/Qwen3.5-9B"].fields,
     "qwen36_27b_256k_8xh100": published.read_models()["Qwen/Qwen3.6-27B"].fields,
     "qwen3_30b_a3b_128k_8xh100": published.read_models()["Qwen/Qwen3-30B-A3B-Instruct-2507"].fields,
+    "gpt_oss_20b_128k_8xh100": published.read_models()["openai/gpt-oss-20b"].fields,
 }
 """Published sizes of each recipe's model."""
 
@@ -132,6 +133,7 @@ RECIPES = {
         pytest.param("qwen35_9b_256k_8xh100", marks=pytest.mark.slow),
         pytest.param("qwen36_27b_256k_8xh100", marks=pytest.mark.slow),
         pytest.param("qwen3_30b_a3b_128k_8xh100", marks=pytest.mark.slow),
+        pytest.param("gpt_oss_20b_128k_8xh100", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_fits_its_gpus_and_states_its_memory(name):

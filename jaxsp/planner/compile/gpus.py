@@ -93,10 +93,10 @@ gpu_device_info {{
   shared_memory_per_core: {self.shared_bytes_per_core}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
-  dnn_version: "9.10.2"
+  dnn_version: "9.28.0"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
 device_description_str: "{self.name}"
 """
 
