@@ -52,7 +52,13 @@ class Weight(NamedTuple):
 
     def multiply(self, x_Pi: Float[Array, "P i"]) -> Float[Array, "P o"]:
         """Each place times the transposed matrix of its expert, [E, o, i]."""
-        return _multiply(x_Pi, self)
+        _, o, i = self.value.shape
+        # Adapters have small dims
+        widths = [(0, 0), (0, -o % _STEP), (0, -i % _STEP)]
+        padded = self._replace(
+            value=jnp.pad(self.value, widths), holder=jnp.pad(self.holder, widths)
+        )
+        return _multiply(jnp.pad(x_Pi, [(0, 0), widths[2]]), padded)[:, :o]
 
     def add_to(self, y_Po: Float[Array, "P o"]) -> Float[Array, "P o"]:
         """Adds the bias of its expert, [E, o], to each place, in float32."""
