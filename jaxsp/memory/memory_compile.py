@@ -63,9 +63,13 @@ def check_offloads(spec: StepSpec, memory_use: MemoryUse) -> None:
     offloaded = memory_formula.step_offloaded_bytes(spec)
     least = offloaded.total - offloaded.gradients
     policy = spec.remat_policy
-    if policy.offloads_during_attention:
-        # XLA may put the gradient of a layer's output in place of a layer's input
-        least -= offloaded.activations // policy.num_offloaded_inputs(spec.model.num_layers)
+    # XLA may put the gradient of a layer's output in place of a layer's input, and keep the input
+    # of a layer that is not in a loop
+    num_left_out = policy.offloads_during_attention + sum(
+        segment.num_layers == 1 for segment in spec.model.segments
+    )
+    per_input = offloaded.activations // policy.num_offloaded_inputs(spec.model.num_layers)
+    least -= num_left_out * per_input
     if is_gpu(spec) and memory_use.host < least:
         size = units.format_bytes
         raise RuntimeError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention import KernelSettings
+from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -701,20 +702,28 @@ def test_memory_options_are_parsed():
 
 
 @pytest.mark.parametrize(
-    ("during_attention", "there", "fails"),
+    ("during_attention", "layers", "there", "fails"),
     [
-        ("never", 2 * 3840 - 1, True),
-        ("never", 2 * 3840, False),
-        ("always", 2 * 3840 - 1, True),
-        ("always", 2 * 3840, False),
+        ("never", "alike", 2 * 3840 - 1, True),
+        ("never", "alike", 2 * 3840, False),
+        ("always", "alike", 2 * 3840 - 1, True),
+        ("always", "alike", 2 * 3840, False),
+        ("never", "one differs", 2 * 3840 - 1, True),
+        ("never", "one differs", 2 * 3840, False),
     ],
 )
 def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
-    monkeypatch, during_attention, there, fails
+    monkeypatch, during_attention, layers, there, fails
 ):
-    """The step keeps the inputs of two layers; a gradient may take the place of one of them."""
+    """One array may be left out: of two layers' inputs and a gradient, and of the inputs of three
+    layers of which one is not in a loop."""
     memory = {"remat": "full", "offload_during_attention": during_attention}
-    actual = runs.make_spec({"offload_activations": "layer_inputs", **memory})
+    model = batches.model()
+    if layers == "one differs":
+        model = batches.expert_model(num_layers=3)
+        first = dataclasses.replace(model.layers[0], feed_forward=MLP)
+        model = dataclasses.replace(model, layers=(first, *model.layers[1:]))
+    actual = runs.make_spec({"offload_activations": "layer_inputs", **memory}, model=model)
     monkeypatch.setattr(memory_compile, "is_gpu", lambda spec: True)
     needs = MemoryUse(0, there)
     if not fails:
