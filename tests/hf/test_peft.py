@@ -107,7 +107,9 @@ SLOW_CASES = {
 }
 GATE_UP = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
-CASES["matrices of experts"] = Case("qwen3_moe", target_parameters=(GATE_UP, DOWN))
+E2E_CASES = {
+    "matrices of experts": Case("qwen3_moe", targets=[], target_parameters=(GATE_UP, DOWN))
+}
 SLOW_CASES |= {
     "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=(DOWN, GATE_UP)),
     "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=(GATE_UP,)),
@@ -126,6 +128,7 @@ each_case = pytest.mark.parametrize(
     "case",
     [
         *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.e2e) for name, case in E2E_CASES.items()),
         *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
     ],
 )
