@@ -146,6 +146,8 @@ class ExpertNames:
     """Module of the expert that all tokens have."""
     shared_gate: str | None = "mlp.shared_expert_gate"
     """Projection to the number by whose sigmoid its output is multiplied; None: there is none."""
+    module: str = "mlp.experts"
+    """Module of a layer in transformers that has the matrices of all experts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,11 @@ class ExpertsConfig:
     which PEFT could not load."""
 
     @property
+    def adapted_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that PEFT adapts, each of all experts, in the module's order."""
+        return tuple(f"{self.names.module}.{name}" for name in ("gate_up_proj", "down_proj"))
+
+    @property
     def has_losses(self) -> bool:
         """True if the router has losses of its own."""
         return self.aux_loss_coef > 0 or self.z_loss_coef > 0
@@ -230,6 +237,9 @@ class QueryScale:
 class Lora:
     """Adapters beside the projections of every layer: y = W x + scale * B (A x).
 
+    An adapted tensor of experts has an A and a B for each expert. Gate and up are one tensor, so
+    they have one A.
+
     With `is_dora`, each row of W + scale * B A is divided by its norm, and multiplied by a trained
     magnitude; the norm counts as a constant in the backward pass.
 
@@ -240,9 +250,19 @@ class Lora:
     scale: float
     targets: tuple[str, ...]
     """Names of the adapted projections in a layer. Example: `self_attn.q_proj`."""
+    target_parameters: tuple[str, ...] = ()
+    """Those of `ExpertsConfig.adapted_tensors` that are adapted, in that order."""
     is_dora: bool = False
     dropout: float = 0.0
     """Fraction of the elements of A's input that are set to 0 in training."""
+
+    def name_module(self, tensor: str) -> str:
+        """Module of the adapter of one of `target_parameters`, by PEFT's name.
+
+        The adapter of a module's last tensor is around that of the one before it.
+        """
+        module = tensor.rpartition(".")[0]
+        return module if tensor == self.target_parameters[-1] else f"{module}.base_layer"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

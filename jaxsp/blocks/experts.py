@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward, Statistics
-from jaxsp.blocks.config import ExpertsConfig, ModelConfig
+from jaxsp.blocks.config import ExpertsConfig, Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
-from jaxsp.blocks.layers import Parameter, RowGroups, declare_param
+from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
 from jaxsp.experts import balance, kernels, routing
@@ -51,10 +51,14 @@ class Experts(FeedForward):
 
         self.router_bias = vector(names.router_bias)
         self.correction = vector(names.correction, file_dtype="float32")
-        gate_rows, up_rows = _find_rows(sizes)
-        self.gate, self.gate_bias = self._declare((F, D), names.gate, gate_rows, config)
-        self.up, self.up_bias = self._declare((F, D), names.up, up_rows, config)
-        self.down, self.down_bias = self._declare((D, F), names.down, None, config)
+        gate_up, down = sizes.adapted_tensors
+        gate_rows, up_rows = _find_adapted_rows(sizes)
+        self.gate, self.gate_bias = self._declare((F, D), names.gate, gate_up, gate_rows, config)
+        self.up, self.up_bias = self._declare((F, D), names.up, gate_up, up_rows, config)
+        self.down, self.down_bias = self._declare((D, F), names.down, down, None, config)
+        self.gate_up_a, self.gate_b, self.up_b = _declare_adapter(config.lora, self.gate, self.up)
+        self.down_a, self.down_b = _declare_adapter(config.lora, self.down)
+        self.adapter_scale = 1.0 if config.lora is None else config.lora.scale
         shared: Mlp | None = None
         shared_gate: Linear | None = None
         if sizes.shared_size is not None:
@@ -67,17 +71,25 @@ class Experts(FeedForward):
         self.activation = config.activation
 
     def _declare(
-        self, shape: tuple[int, int], name: str, rows: RowGroups | None, config: ModelConfig
+        self,
+        shape: tuple[int, int],
+        name: str,
+        adapted_tensor: str,
+        adapted_rows: RowGroups | None,
+        config: ModelConfig,
     ) -> tuple[nnx.Param, nnx.Param | None]:
         """The matrices of all experts, and their biases."""
         sizes = _sizes(config)
         E = sizes.num_experts
+        rows = adapted_rows if sizes.names.gate == sizes.names.up else None
         matrix = Parameter(
             shape=(E, *shape),
             hf_name=name,
             hf_rows=rows,
             is_transposed=sizes.is_transposed,
             num_experts=E,
+            adapted_tensor=adapted_tensor,
+            adapted_rows=adapted_rows,
             std=config.initializer_range,
         )
         bias = Parameter(shape=(E, shape[0]), hf_name=f"{name}_bias", hf_rows=rows, num_experts=E)
@@ -98,8 +110,7 @@ class Experts(FeedForward):
             num_chosen_groups=self.sizes.num_chosen_groups,
             scale=self.sizes.weight_scale,
         )
-        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-        params = {name: getattr(self, name) for name in names}
+        params = {name: getattr(self, name) for name in _EXPERT_WEIGHTS}
         weights = {name: param[...] for name, param in params.items() if param is not None}
         apply = kernels.find(self.sizes.kernel)
         out_TD = apply(self._run_block, weights, x_TD, shares_TK, experts_TK)
@@ -121,12 +132,21 @@ class Experts(FeedForward):
     def _run_block(self, x: Array, weights: dict[str, Any]) -> Array:
         """Args: weights: those of a kernel, such as `tiled.Weight`."""
 
-        def multiply(x: Array, name: str) -> Array:
+        def reduce(x: Array, name: str) -> Array | None:
+            """Input of an adapter's matrix B; None: there is no adapter."""
+            a = weights.get(f"{name}_a")
+            return None if a is None else a.multiply(x)
+
+        def multiply(x: Array, name: str, reduced: Array | None) -> Array:
             y = weights[name].multiply(x)
+            if reduced is not None:
+                y = y + scale(weights[f"{name}_b"].multiply(reduced), self.adapter_scale)
             bias = weights.get(f"{name}_bias")
             return y if bias is None else bias.add_to(y)
 
-        return multiply(self._join(multiply(x, "gate"), multiply(x, "up")), "down")
+        reduced = reduce(x, "gate_up")
+        joined = self._join(multiply(x, "gate", reduced), multiply(x, "up", reduced))
+        return multiply(joined, "down", reduce(joined, "down"))
 
     def _join(self, gate: Array, up: Array) -> Array:
         """Input of the last matrix."""
@@ -180,7 +200,13 @@ class Experts(FeedForward):
     @staticmethod
     def gradient_elements(config: ModelConfig) -> int:
         sizes = _sizes(config)
-        return 3 * sizes.num_experts * sizes.size * config.hidden_size
+        D = config.hidden_size
+        F = sizes.size
+        if config.lora is None:
+            return 3 * sizes.num_experts * F * D
+        gate_up, down = (name in config.lora.target_parameters for name in sizes.adapted_tensors)
+        per_rank = gate_up * (D + 2 * F) + down * (F + D)
+        return sizes.num_experts * config.lora.rank * per_rank
 
     @staticmethod
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
@@ -193,10 +219,47 @@ def _sizes(config: ModelConfig) -> ExpertsConfig:
     return config.experts
 
 
-def _find_rows(sizes: ExpertsConfig) -> tuple[RowGroups | None, RowGroups | None]:
-    """Rows of gate and of up in the tensor that they share; None: each has its own."""
-    if sizes.names.gate != sizes.names.up:
-        return None, None
+_EXPERT_WEIGHTS = (
+    *("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
+    *("gate_up_a", "gate_b", "up_b", "down_a", "down_b"),
+)
+"""Attributes with a weight of each expert; those of adapters end with `_a` and `_b`."""
+
+
+def _declare_adapter(lora: Lora | None, *weights: nnx.Param) -> list[nnx.Param | None]:
+    """Matrices of the adapter of a tensor: A, and a B for each of the weights that share it."""
+    params: list[Parameter] = [weight.param for weight in weights]
+    first = params[0]
+    tensor = first.adapted_tensor
+    if lora is None or tensor is None or tensor not in lora.target_parameters:
+        return [None, *(None for _ in params)]
+    name = lora.name_module(tensor)
+    E = first.num_experts
+    dim_in = first.shape[-1]
+    a = Parameter(
+        shape=(*first.shape[:1], lora.rank, dim_in),
+        hf_name=f"{name}.lora_A.weight",
+        num_experts=E,
+        expert_layout="rows",
+        std=(3 * dim_in) ** -0.5,
+        is_adapter=True,
+    )
+    matrices = [a] + [
+        Parameter(
+            shape=(*param.shape[:-1], lora.rank),
+            hf_name=f"{name}.lora_B.weight",
+            hf_rows=param.adapted_rows,
+            num_experts=E,
+            expert_layout="columns",
+            is_adapter=True,
+        )
+        for param in params
+    ]
+    return [declare_param(matrix) for matrix in matrices]
+
+
+def _find_adapted_rows(sizes: ExpertsConfig) -> tuple[RowGroups, RowGroups]:
+    """Rows of gate and of up in transformers' tensor of both."""
     if sizes.is_transposed:
         return RowGroups(0, 1, 2), RowGroups(1, 1, 2)
     F = sizes.size

@@ -7,10 +7,11 @@ export copy bytes.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
@@ -53,6 +54,14 @@ class Parameter:
     """True if files have rows as columns."""
     num_experts: int | None = None
     """Number of experts, the first dim of `shape`; None: there are none."""
+    expert_layout: Literal["rows", "columns"] | None = None
+    """Dim of a file's matrix that has all experts' rows, one expert after another, or all experts'
+    columns, those of all experts beside each other; None: experts have a dim of their own."""
+    adapted_tensor: str | None = None
+    """Tensor of a layer in transformers' modules that has the matrices of all experts, and that
+    PEFT adapts as a whole. Example: `mlp.experts.gate_up_proj`."""
+    adapted_rows: RowGroups | None = None
+    """Rows of an expert's matrix in that tensor; None: all of them."""
     layers: tuple[int, ...] | None = None
     """Numbers of the layers that have such a tensor, which the array stacks in front of `shape`;
     None for a tensor outside the layers."""
@@ -123,10 +132,28 @@ class Parameter:
         rows, *others = self.matrix_shape
         if self.hf_rows is not None:
             rows = rows // self.hf_rows.num_rows * self.hf_rows.group_rows
+        if self.expert_layout is not None:
+            (columns,) = others
+            num_experts = self.num_experts or 1
+            if self.expert_layout == "rows":
+                return (num_experts * rows, columns)
+            return (rows, num_experts * columns)
         matrix = (*others, rows) if self.is_transposed else (rows, *others)
         if self.num_experts is None or self.has_tensor_per_expert:
             return matrix
         return (self.num_experts, *matrix)
+
+    def view_matrices(self, tensor: np.ndarray) -> np.ndarray:
+        """View of a file's tensor as matrices, [rows, columns] or [experts, rows, columns].
+
+        They have all rows of the tensor, of which `hf_rows` are the parameter's.
+        """
+        num_experts = self.num_experts or 1
+        if self.expert_layout == "rows":
+            return tensor.reshape(num_experts, -1, tensor.shape[-1])
+        if self.expert_layout == "columns":
+            return tensor.reshape(len(tensor), -1, num_experts).transpose(2, 0, 1)
+        return tensor.swapaxes(-1, -2) if self.is_transposed else tensor
 
     def tensor_name(self, layer: int | None, expert: int | None = None) -> str:
         """Name of a tensor in a safetensors file. Args: layer: None for one outside the layers."""

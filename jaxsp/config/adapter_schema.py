@@ -32,8 +32,16 @@ class AdapterConfig(ConfigSection):
         with_examples("all-linear", "[q_proj, v_proj]"),
     ] = None
     """Projections of a layer with an adapter, by the names of Hugging Face's files: q_proj,
-    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. Experts and their
-    routers have no adapters. null: all-linear, or those of adapter.source."""
+    k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj in most families. Those of experts are
+    target_parameters; routers have no adapters. []: none. null: all-linear, or those of
+    adapter.source."""
+    target_parameters: Annotated[
+        tuple[str, ...] | None,
+        with_examples("[mlp.experts.gate_up_proj, mlp.experts.down_proj]", strict=False),
+    ] = None
+    """Tensors of experts with an adapter, by their names in transformers, as in PEFT: each expert
+    has matrices of its own, and gate and up of an expert share one adapter. Not for dora, nor with
+    dropout. null: none, or those of adapter.source. With targets: [], experts only."""
     modules_to_save: Annotated[
         tuple[Literal["embed_tokens", "lm_head"], ...],
         with_examples("[embed_tokens, lm_head]", strict=False),
@@ -53,6 +61,6 @@ class AdapterConfig(ConfigSection):
     def _check_targets(cls, value: object) -> object:
         if value is None or value == "all-linear":
             return value
-        if not isinstance(value, list | tuple) or not value:
+        if not isinstance(value, list | tuple):
             raise ValueError("must be all-linear, or a list such as [q_proj, v_proj]")
         return tuple(value)

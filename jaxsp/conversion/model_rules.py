@@ -8,6 +8,8 @@ from jaxsp.conversion.draft import Draft, as_list, is_on, is_set
 
 _TARGETS = ("lora_target_modules", "target_modules")
 
+_PARAMETERS = ("lora_target_parameters", "target_parameters")
+
 _FLOATS = ("bf16", "bfloat16", "fp16", "float16", "float32", "mixed_precision")
 
 _OFFLOADING = (
@@ -52,11 +54,14 @@ def convert_adapter(draft: Draft) -> None:
 
 def _is_adapter_option(name: str) -> bool:
     """True for options that have an effect only with an adapter."""
-    return bool(re.match(r"(lora|peft|loraplus|bnb)_|use_rslora|target_modules|loftq", name))
+    return bool(re.match(r"(lora|peft|loraplus|bnb)_|use_rslora|target_|loftq", name))
 
 
 def _convert_targets(draft: Draft) -> None:
-    """Converts the projections that have an adapter."""
+    """Converts the projections and tensors of experts that have an adapter."""
+    parameters = draft.take(*_PARAMETERS)
+    if parameters:
+        draft.set("adapter.target_parameters", as_list(parameters), *_PARAMETERS)
     if is_on(draft.take("lora_target_linear")):
         draft.skip("lora_target_modules")
         draft.set("adapter.targets", "all-linear", "lora_target_linear")

@@ -595,6 +595,7 @@ FAMILIES["granitemoe"] = dataclasses.replace(
             given["num_local_experts"],
             given["intermediate_size"],
             names=ExpertNames(
+                module="block_sparse_moe.experts",
                 router="block_sparse_moe.router.layer.weight",
                 gate="block_sparse_moe.input_linear.weight",
                 up="block_sparse_moe.input_linear.weight",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp.blocks import layers
-from jaxsp.blocks.config import ModelConfig
+from jaxsp.blocks.config import EXPERTS, ModelConfig
 from jaxsp.config import json_values
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
@@ -64,6 +64,7 @@ _RULES = {
     ),
     "lora_alpha": POSITIVE,
     "target_modules": _MODULES,
+    "target_parameters": Rule(lambda x: _is_list(x, _is_text), "a list of names or null"),
     "exclude_modules": _MODULES,
     "modules_to_save": Rule(
         lambda x: _is_list(x, _is_saved_module), f"a list of {' and '.join(SAVED_MODULES)}, or null"
@@ -139,6 +140,7 @@ def _fill_in(
             "alpha": adapters.DEFAULT_ALPHA_PER_RANK * rank,
             "use_rslora": False,
             "targets": "all-linear",
+            "target_parameters": (),
         }
         missing = {name: x for name, x in defaults.items() if getattr(adapter, name) is None}
         return adapter.model_copy(update=missing)
@@ -154,6 +156,13 @@ def _fill_in(
             problems.append(
                 "adapter.targets: must be those of adapter.source, "
                 f"[{', '.join(read['targets'])}]. Leave them out."
+            )
+    if adapter.target_parameters is not None:
+        parameters = adapters.find_target_parameters(model, adapter)
+        if parameters != read["target_parameters"]:
+            problems.append(
+                "adapter.target_parameters: must be those of adapter.source, "
+                f"[{', '.join(read['target_parameters'])}]. Leave them out."
             )
     if problems:
         raise UserError(problems)
@@ -187,7 +196,9 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
             "adapter with PEFT, and use the merged model as model.source."
         )
     targets: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     try:
+        parameters = _match_parameters(fields, model)
         with limits.limit_time(_PATTERN_SECONDS):
             targets = _match_targets(fields, model)
     except limits.LimitError as error:
@@ -205,6 +216,7 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
         "alpha": float(fields["lora_alpha"]),
         "use_rslora": bool(fields.get("use_rslora")),
         "targets": targets,
+        "target_parameters": parameters,
         "modules_to_save": tuple(saved),
     }
 
@@ -252,10 +264,44 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
             )
         if matches[0]:
             found.append(projection)
-    if not found:
+    if not found and not fields.get("target_parameters"):
         raise ValueError(
             f"target_modules = {format_value(targets)}: matches no projection of the model "
             f"({', '.join(projections)})"
+        )
+    return tuple(found)
+
+
+def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
+    """Tensors of experts that PEFT adapts.
+
+    Raises: ValueError for names of others, and for a tensor with an adapter in some of the layers
+        that have it.
+    """
+    names = fields.get("target_parameters") or ()
+    numbers = [n for n, layer in enumerate(model.layers) if layer.feed_forward == EXPERTS]
+    matched: set[str] = set()
+    found = []
+    for parameter in adapters.list_parameters(model):
+        of_layers = []
+        for layer in numbers:
+            full = decoder.LAYER_PREFIX.format(layer=layer) + parameter
+            both = (full, _add_text_prefix(full))
+            of_layers.append({n for n in names for f in both if f == n or f.endswith(f".{n}")})
+        matched.update(*of_layers)
+        if any(of_layers) != all(of_layers):
+            raise ValueError(
+                f"target_parameters: {parameter} has an adapter in {sum(map(bool, of_layers))} of "
+                f"{len(numbers)} layers that have it; it must be in all or none"
+            )
+        if all(of_layers):
+            found.append(parameter)
+    others = [name for name in names if name not in matched]
+    if others:
+        offered = ", ".join(adapters.list_parameters(model)) or "it has no experts"
+        raise ValueError(
+            f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
+            f"supported ({offered})"
         )
     return tuple(found)
 
@@ -372,8 +418,9 @@ def save_adapter(
     targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
         # A list would match the vision tower too
-        names = "|".join(map(re.escape, targets))
-        targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({names})"
+        if targets:
+            names = "|".join(map(re.escape, targets))
+            targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({names})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
@@ -385,6 +432,7 @@ def save_adapter(
         "use_dora": lora.is_dora,
         "base_model_name_or_path": base,
         "target_modules": targets,
+        "target_parameters": list(lora.target_parameters) or None,
         "modules_to_save": saved or None,
         "ensure_weight_tying": is_tied,
     }

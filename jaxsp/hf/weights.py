@@ -56,6 +56,8 @@ class WeightReader:
             index: a slice for each dim of `param.shape`.
         Raises: UserError if the file has changed since it was checked.
         """
+        if param.expert_layout is not None:
+            return self._read_adapter(param, layer, index)
         num_stacked = 0 if param.num_experts is None else 1
         experts = index[:num_stacked]
         rows, *others = index[num_stacked:]
@@ -78,6 +80,15 @@ class WeightReader:
         if stop - first == len(numbers):
             return array
         return array.take(numbers - first, axis=num_stacked)
+
+    def _read_adapter(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
+        """A slice of an adapter's matrices of all experts, whose whole tensor is read."""
+        whole = self.read_slice(self.tensors[param.tensor_name(layer)], 2 * (slice(None),))
+        experts, rows, columns = index
+        numbers = np.arange(param.matrix_shape[0])[rows]
+        if param.hf_rows is not None:
+            numbers = param.hf_rows.find(numbers)
+        return param.view_matrices(whole)[experts, :, columns].take(numbers, axis=1)
 
     def read_slice(self, tensor: TensorView, index: Index) -> np.ndarray:
         """Returns a slice of any tensor, like `read`."""

@@ -142,15 +142,15 @@ class ExportTensor(NamedTuple):
         whole = np.empty(self.parts[0][0].hf_shape, dtype)
         for param, array in self.parts:
             part = self._part_to_numpy(param, array, dtype)
-            if param.hf_rows is None and not param.is_transposed:
+            is_whole = param.hf_rows is None and param.expert_layout is None
+            if is_whole and not param.is_transposed:
                 return np.ascontiguousarray(part)  # safetensors ignores strides
             axis = part.ndim - len(param.matrix_shape)
             rows = np.arange(part.shape[axis])
             if param.hf_rows is not None:
                 rows = param.hf_rows.find(rows)
-            view = whole.swapaxes(-1, -2) if param.is_transposed else whole
             index: Any = (*axis * (slice(None),), rows)
-            view[index] = part
+            param.view_matrices(whole)[index] = part
         return whole
 
     def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:

@@ -142,7 +142,7 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
     feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
     live = tile * itemsize * feed_forward.backward_width(model)
     has_gradients = model.lora is None
-    own_sums = 4 * feed_forward.gradient_elements(model) * has_gradients
+    own_sums = 4 * feed_forward.gradient_elements(model)
     if tile < tokens:
         activations = live + 2 * stream + 5 * tile * model.hidden_size * itemsize
         return activations + (itemsize + 4 * has_gradients) * weights + own_sums

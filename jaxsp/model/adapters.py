@@ -37,11 +37,16 @@ def list_projections(model: ModelConfig) -> tuple[str, ...]:
     return tuple(find_projections(model))
 
 
+def list_parameters(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the tensors of experts that may have adapters: see `ExpertsConfig`."""
+    return model.experts.adapted_tensors if model.experts else ()
+
+
 def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
     """The model with the adapters of a config.
 
-    Raises: UserError for a target that the model does not have, and for the head of a model whose
-        head is its embedding.
+    Raises: UserError for targets that the model does not have, for experts with options that their
+        adapters do not have, and for the head of a model whose head is its embedding.
     """
     if adapter.type == "none":
         return model
@@ -55,10 +60,16 @@ def add_adapter(model: ModelConfig, adapter: AdapterConfig) -> ModelConfig:
     lora = Lora(
         rank=rank,
         scale=alpha / (math.sqrt(rank) if adapter.use_rslora else rank),
-        targets=find_targets(model, adapter.targets or "all-linear"),
+        targets=find_targets(model, "all-linear" if adapter.targets is None else adapter.targets),
+        target_parameters=find_target_parameters(model, adapter),
         is_dora=adapter.type == "dora",
         dropout=adapter.dropout,
     )
+    if not lora.targets and not lora.target_parameters:
+        raise UserError(
+            "adapter.targets = []: nothing would have an adapter. Use all-linear, or some of: "
+            f"{', '.join(abbreviate(list_projections(model), list_projections(model)))}."
+        )
     return dataclasses.replace(model, lora=lora)
 
 
@@ -71,10 +82,7 @@ def find_targets(model: ModelConfig, targets: str | tuple[str, ...]) -> tuple[st
     if targets == "all-linear":
         return projections
 
-    def is_match(projection: str, target: str) -> bool:
-        return projection == target or projection.endswith(f".{target}")
-
-    unknown = [name for name in targets if not any(is_match(p, name) for p in projections)]
+    unknown = [name for name in targets if not any(_is_match(p, name) for p in projections)]
     if unknown:
         names = ", ".join(abbreviate(projections, projections))
         use = f"Use all-linear, or some of: {names}"
@@ -82,13 +90,52 @@ def find_targets(model: ModelConfig, targets: str | tuple[str, ...]) -> tuple[st
         of_experts = [name for name in unknown if name.rpartition(".")[2] in _list_parts(model)]
         if of_experts:
             raise UserError(
-                f"{asked}: experts and routers, which {', '.join(of_experts)} would match, have no "
+                f"{asked}: {', '.join(of_experts)} would match experts or routers. Experts are in "
+                f"adapter.target_parameters=[{','.join(list_parameters(model))}]; routers have no "
                 f"adapters. {use}. adapter.type=none trains all weights."
             )
         raise UserError(
             f"{asked}: the layers of this model have no projection {', '.join(unknown)}. {use}."
         )
-    return tuple(p for p in projections if any(is_match(p, name) for name in targets))
+    return tuple(p for p in projections if any(_is_match(p, name) for name in targets))
+
+
+def _is_match(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def find_target_parameters(model: ModelConfig, adapter: AdapterConfig) -> tuple[str, ...]:
+    """Tensors of experts that `adapter.target_parameters` names, in the order of the module.
+
+    Raises: UserError for a name without a tensor, and for options that need PEFT's linear layers.
+    """
+    names = adapter.target_parameters or ()
+    if not names:
+        return ()
+    asked = f"adapter.target_parameters = [{', '.join(names)}]"
+    parameters = list_parameters(model)
+    if not parameters:
+        raise UserError(
+            f"{asked}: the model has no experts. Leave it out; adapter.targets has the names of "
+            "projections."
+        )
+    unknown = [name for name in names if not any(_is_match(p, name) for p in parameters)]
+    if unknown:
+        raise UserError(
+            f"{asked}: the model has no {', '.join(unknown)} of all experts. Use some of: "
+            f"{', '.join(parameters)}."
+        )
+    if adapter.type == "dora":
+        raise UserError(
+            f"{asked}: experts have no adapters of type dora. Set adapter.type=lora, or leave "
+            "adapter.target_parameters out."
+        )
+    if adapter.dropout:
+        raise UserError(
+            f"{asked}: adapters of experts have no dropout. Set adapter.dropout=0, or leave "
+            "adapter.target_parameters out."
+        )
+    return tuple(p for p in parameters if any(_is_match(p, name) for name in names))
 
 
 def _list_parts(model: ModelConfig) -> set[str]:
@@ -117,9 +164,10 @@ def abbreviate(targets: tuple[str, ...], projections: tuple[str, ...]) -> list[s
 def describe(model: ModelConfig, lora: Lora, adapter: AdapterConfig) -> str:
     """Describes the adapters, and the model's own weights that are trained with them."""
     projections = list_projections(model)
-    targets = f"all {len(lora.targets)} projections"
+    names = [f"all {len(lora.targets)} projections"]
     if len(lora.targets) < len(projections):
-        targets = ", ".join(abbreviate(lora.targets, projections))
+        names = abbreviate(lora.targets, projections)
+    targets = ", ".join([*names, *lora.target_parameters])
     kind = "DoRA" if lora.is_dora else "LoRA"
     text = f"{kind} of rank {lora.rank}, scale {lora.scale:g}, on {targets}"
     if adapter.dropout:

@@ -106,12 +106,19 @@ def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> n
 
 def _merge_weight(read: dict[_Key, ReadLayer], lora: Lora | None, param: Parameter) -> ReadLayer:
     """Function that returns a layer of a weight with its adapter, if it has one."""
-    stem = param.hf_name.removesuffix(".weight")
-    read_a = read.get((f"{stem}.lora_A.weight", None, param.layers))
-    read_b = read.get((f"{stem}.lora_B.weight", param.hf_rows, param.layers))
-    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", param.hf_rows, param.layers))
     read_weight = read[_key(param)]
-    if lora is None or read_a is None or read_b is None or not param.is_matrix:
+    if lora is None or not param.is_matrix:
+        return read_weight
+    stem = param.hf_name.removesuffix(".weight")
+    rows = param.hf_rows
+    tensor = param.adapted_tensor
+    if tensor is not None and tensor in lora.target_parameters:
+        stem = decoder.LAYER_PREFIX + lora.name_module(tensor)
+        rows = param.adapted_rows
+    read_a = read.get((f"{stem}.lora_A.weight", None, param.layers))
+    read_b = read.get((f"{stem}.lora_B.weight", rows, param.layers))
+    read_magnitude = read.get((f"{stem}.lora_magnitude_vector", rows, param.layers))
+    if read_a is None or read_b is None:
         return read_weight
 
     def merge(layer: int | None) -> np.ndarray:
@@ -131,6 +138,8 @@ def merge_matrix(
     magnitude_o: np.ndarray | None = None,
 ) -> np.ndarray:
     """The matrix W + scale * B A, whose rows have DoRA's magnitudes as norms if there are any.
+
+    Shapes: experts' matrices have a dim of experts first.
 
     All are float32. The operations and their order are those of PEFT's `merge_and_unload`.
     """

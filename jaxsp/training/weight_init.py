@@ -52,7 +52,9 @@ def random_weights(
         shape = param.stacked_shape
         padding = tuple(sharding.padding(param, len(shape), num_shards))
         place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
-        fixed = dataclasses.replace(param, hf_name="", hf_rows=None, is_transposed=False)
+        fixed = dataclasses.replace(
+            param, hf_name="", hf_rows=None, is_transposed=False, adapted_rows=None
+        )
         return _build_draw(fixed, padding, place)(key)
 
     # One after another: the drawing of all weights of a large model may not fit a device

@@ -81,6 +81,7 @@ ANSWERS = {
     "logging.trackers": "report_to use_wandb use_mlflow",
     "logging.project": "wandb_project mlflow_experiment_name",
     "logging.run_name": "run_name wandb_name mlflow_run_name",
+    "adapter.target_parameters": "lora_target_parameters",
     "optimizer.warmup_fraction": "warmup_ratio",
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
@@ -88,8 +89,7 @@ ANSWERS = {
     NOT_NEEDED: "packing sample_packing padding_free deepspeed fsdp zero_optimization.stage "
     "mlflow_tracking_uri wandb_entity "
     "lora_qkv_kernel liger_rope liger_rms_norm",
-    NOT_OFFERED: "use_comet lora_bias lora_target_parameters rank_pattern "
-    "push_to_hub tensor_parallel",
+    NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
 

@@ -332,7 +332,9 @@ def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, wor
 def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        others = dict.fromkeys(("data.eval", "adapter.modules_to_save", "optimizer.groups"), "x")
+        lists = ("targets", "target_parameters", "modules_to_save")
+        keys = ("data.eval", "optimizer.groups", *(f"adapter.{part}" for part in lists))
+        others = dict.fromkeys(keys, "x")
         wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
         (example,) = re.findall(
             rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE

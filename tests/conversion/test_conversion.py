@@ -106,6 +106,7 @@ def test_a_script_of_trl_is_parsed_and_not_executed():
         "alpha": 8,
         "dropout": 0.0,
         "targets": ["q_proj"],
+        "target_parameters": ["down_proj"],
     }
     assert fields["optimizer"]["min_learning_rate_fraction"] == pytest.approx(0.1)
     assert "map() changes records" in comments

@@ -430,7 +430,9 @@ def as_published(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         renamed[new_name] = renamed.pop(name)
     is_gpt_oss = any(name.endswith("_proj_bias") for name in renamed)
     for name in [
-        name for name in renamed if ".mlp.experts." in name and "_proj.weight" not in name
+        name
+        for name in renamed
+        if ".mlp.experts." in name and "_proj.weight" not in name and "lora" not in name
     ]:
         if is_gpt_oss:
             break  # its files have the names and tensors of modules
@@ -488,7 +490,7 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
 
     def take_one(param: Parameter, name: str) -> np.ndarray:
         used.add(name)
-        whole = left[name].swapaxes(-1, -2) if param.is_transposed else left[name]
+        whole = param.view_matrices(left[name])
         if param.hf_rows is None:
             return whole
         axis = whole.ndim - len(param.matrix_shape)

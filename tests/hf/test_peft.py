@@ -19,7 +19,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config, peft, text_part, weights
+from jaxsp.hf import model_config, peft, text_part, weights, writer
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
 from jaxsp.setup import merging
@@ -61,6 +61,7 @@ class Case:
     alpha: float = 7.0
     use_rslora: bool = False
     targets: Any = "all-linear"
+    target_parameters: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
 
     @property
@@ -104,7 +105,21 @@ SLOW_CASES = {
     )
     for kind in ("lora", "dora")
 }
+GATE_UP = "mlp.experts.gate_up_proj"
+DOWN = "mlp.experts.down_proj"
+E2E_CASES = {
+    "matrices of experts": Case("qwen3_moe", targets=[], target_parameters=(GATE_UP, DOWN))
+}
 SLOW_CASES |= {
+    "alternating rows of experts": Case("gpt_oss", targets=[], target_parameters=(DOWN, GATE_UP)),
+    "gate and up of experts": Case("gpt_oss", targets=["q_proj"], target_parameters=(GATE_UP,)),
+    "down of experts": Case("olmoe", targets=[], target_parameters=("down_proj",)),
+    "experts beside a shared one": Case("qwen3_5_moe", target_parameters=(GATE_UP, DOWN)),
+    "experts of Mixtral": Case("mixtral", use_rslora=True, target_parameters=(GATE_UP, DOWN)),
+    "experts of GLM": Case("glm4_moe", target_parameters=("gate_up_proj", "down_proj")),
+    "experts of Qwen3-Next": Case("qwen3_next", targets=[], target_parameters=(GATE_UP, DOWN)),
+    "experts of Granite": Case("granitemoe", target_parameters=("gate_up_proj", "down_proj")),
+} | {
     f"{name} experts": Case(name)
     for name, fields in oracle.MODELS.items()
     if "num_experts_per_tok" in fields and name != "qwen3_next"
@@ -113,6 +128,7 @@ each_case = pytest.mark.parametrize(
     "case",
     [
         *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.e2e) for name, case in E2E_CASES.items()),
         *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
     ],
 )
@@ -328,6 +344,8 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
         "muse_glimmer with vision",
         {"target_modules": ["q_proj", "self_attn.gate_proj"], "exclude_modules": ".*vision.*"},
     ),
+    "experts": ("qwen3_moe", {"target_modules": ["v_proj"], "target_parameters": [DOWN, GATE_UP]}),
+    "experts only": ("gpt_oss", {"target_modules": [], "target_parameters": ["gate_up_proj"]}),
     "rslora": ("phi3", {"target_modules": "all-linear", "use_rslora": True}),
     "dora": ("qwen3", {"target_modules": "all-linear", "use_dora": True}),
     "delta nets": ("qwen3_5", {"target_modules": "all-linear"}),
@@ -346,7 +364,7 @@ SOURCES = {name: ("llama", fields) for name, fields in LLAMA_SOURCES.items()} | 
     ),
 }
 QUICK_SOURCES = ("regex", "excluded", "tied", "dora")
-E2E_SOURCES = ("full names", "dropout", "rslora")
+E2E_SOURCES = ("full names", "dropout", "rslora", "experts")
 
 
 def mark(name):
@@ -492,6 +510,60 @@ def test_a_projection_has_adapters_in_the_layers_that_have_it(tmp_path, changes,
         for layer in places[name]
         for matrix in "AB"
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_parameters": ["mlp.gate.weight", DOWN]}, ["mlp.gate.weight", GATE_UP, DOWN]),
+        (
+            {"target_parameters": [f"model.layers.2.{DOWN}"]},
+            [f"target_parameters: {DOWN} has an adapter in 1 of 3 layers"],
+        ),
+        ({"target_parameters": DOWN}, ["target_parameters", "a list of names"]),
+        ({"target_parameters": [DOWN], "target_modules": ["up_proj"]}, None),
+    ],
+)
+def test_tensors_of_experts_are_in_all_layers_that_have_them(tmp_path, changes, words):
+    """Layer 1 has no experts."""
+    config = model_config.parse_model_config(oracle.MODELS["qwen3_moe"], field="model.config")
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": []}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields | changes))
+    section = AdapterConfig(type="lora", source=str(tmp_path))
+    if words is None:
+        resolved = peft.resolve(section, config)
+        assert (resolved.config.targets, resolved.config.target_parameters) == ((), (DOWN,))
+        return
+    with pytest.raises(UserError) as caught:
+        peft.resolve(section, config)
+    assert_names(caught.value, *words, start="adapter.source")
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_merged_experts_are_those_of_peft(tmp_path, base_of, model):
+    base = base_of(model)
+    section = Case(model, targets=["q_proj"], target_parameters=(GATE_UP, DOWN)).section
+    resolved, table, trained = export(base, section, tmp_path / "adapter")
+    frozen_table = trainable.select_frozen(table, table)
+    names = {name for name in base.tensors if "correction" not in name}
+    frozen = {name: torch.from_numpy(base.tensors[name]) for name in names}
+    state = trainable.merge(trained, oracle.stacked(frozen, frozen_table))
+    plain_table, merged = merging.merge_state(state, table=table, model=resolved.model)
+    ours = writer.list_tensors(merged, plain_table)
+    adapted = hf_peft.PeftModel.from_pretrained(base.load(), tmp_path / "adapter")
+    theirs = oracle.as_published(
+        {
+            name: weight.detach().numpy()
+            for name, weight in adapted.merge_and_unload().named_parameters()
+        }
+    )
+    assert ours.keys() == theirs.keys()
+    changed = [name for name in ours if not np.array_equal(theirs[name], base.tensors[name])]
+    assert all("q_proj" in name or "experts" in name for name in changed)
+    assert any("gate" in name and "experts" in name for name in changed)
+    for name, tensor in ours.items():
+        error = batches.relative_error(tensor.to_numpy(np.dtype("float32")), theirs[name])
+        assert error < tolerances.MERGE, name
 
 
 @pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])

@@ -13,6 +13,7 @@ import pytest
 
 from jaxsp.blocks import dropout
 from jaxsp.blocks.config import Lora
+from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import adapters
 from jaxsp.sharding import host_offload, quantization
@@ -71,7 +72,25 @@ for name, sizes in {"int8": (1, 2, 4), "nf4": (2, 2, 2)}.items():
     lora = dataclasses.replace(LORA, targets=targets)
     adapter = PLAIN | {"quantization": name}
     CASES[f"{name} experts"] = Case(sizes, lora, adapter=adapter, has_experts=True)
-E2E = ("data parallel", "nf4", "nf4 experts", "all offloaded")
+OF_EXPERTS = dataclasses.replace(
+    LORA,
+    targets=PROJECTIONS[:1],
+    target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+)
+DOWN_ONLY = dataclasses.replace(
+    OF_EXPERTS, targets=(), target_parameters=("mlp.experts.down_proj",)
+)
+CASES |= {
+    "matrices of experts": Case((1, 2, 4), OF_EXPERTS, memory=TILES, has_experts=True),
+    "matrices of experts in nf4": Case(
+        (2, 2, 2), OF_EXPERTS, adapter=PLAIN | {"quantization": "nf4"}, has_experts=True
+    ),
+    "matrices of experts offloaded": Case(
+        (1, 2, 4), OF_EXPERTS, memory=HOST | TILES | STACK, has_experts=True
+    ),
+    "experts only": Case((1, 8, 1), DOWN_ONLY, has_experts=True),
+}
+E2E = ("data parallel", "nf4", "nf4 experts", "all offloaded", "matrices of experts")
 
 
 def marks(name):
@@ -210,8 +229,8 @@ def test_matrices_of_experts_are_quantized_and_routers_are_not():
 
 
 @pytest.mark.parametrize("has_own_names", [True, False])
-def test_experts_and_routers_have_no_adapters(has_own_names):
-    """Nor have projections that PEFT would take for experts because of their names."""
+def test_projections_do_not_include_experts_and_routers(has_own_names):
+    """Nor projections that PEFT would take for experts because of their names."""
     model = batches.expert_model()
     sizes = dataclasses.replace(model.experts, has_own_names=has_own_names)
     model = dataclasses.replace(model, experts=sizes)
@@ -223,4 +242,45 @@ def test_experts_and_routers_have_no_adapters(has_own_names):
     for name in names:
         with pytest.raises(UserError) as caught:
             adapters.find_targets(model, ("q_proj", name))
-        assert_names(caught.value, f"experts and routers, which {name} ", "all-linear", "type=none")
+        words = (f"{name} would match experts or routers", "mlp.experts.down_proj", "all-linear")
+        assert_names(caught.value, *words)
+
+
+NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"target_parameters": ["gate_proj"]}, ["gate_proj", *NAMES]),
+        ({"target_parameters": ["mlp.gate.weight"]}, ["mlp.gate.weight", *NAMES]),
+        ({"target_parameters": [NAMES[0]], "type": "dora"}, [NAMES[0], "adapter.type=lora"]),
+        ({"target_parameters": [NAMES[0]], "dropout": 0.1}, [NAMES[0], "adapter.dropout=0"]),
+    ],
+)
+def test_adapters_that_experts_do_not_have_are_refused(fields, words):
+    section = AdapterConfig.model_validate(PLAIN | fields)
+    with pytest.raises(UserError) as caught:
+        adapters.add_adapter(batches.expert_model(), section)
+    assert_names(caught.value, *words, start="adapter.target_parameters")
+
+
+def test_a_model_without_experts_has_no_target_parameters():
+    section = AdapterConfig(type="lora", target_parameters=NAMES)
+    with pytest.raises(UserError) as caught:
+        adapters.add_adapter(batches.model(), section)
+    assert_names(caught.value, "no experts", "adapter.targets", start="adapter.target_parameters")
+
+
+def test_an_adapter_of_nothing_is_refused():
+    with pytest.raises(UserError) as caught:
+        adapters.add_adapter(batches.model(), AdapterConfig(type="lora", targets=()))
+    assert_names(caught.value, "targets = []", "all-linear", "q_proj", start="adapter.")
+
+
+def test_names_of_experts_may_be_shortened_and_in_any_order():
+    section = AdapterConfig(
+        type="lora", targets=(), target_parameters=("down_proj", "experts.gate_up_proj")
+    )
+    lora = adapters.add_adapter(batches.expert_model(), section).lora
+    assert (lora.targets, lora.target_parameters) == ((), NAMES)

@@ -17,7 +17,7 @@ model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
 trainer = SFTTrainer(
     model=model,
     train_dataset=dataset,
-    peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
+    peft_config=LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["down_proj"]),
     args=SFTConfig(
         output_dir=f"{model_id}-sft",
         per_device_train_batch_size=2,
