@@ -126,6 +126,16 @@ class FeedForward(nnx.Module):
         raise NotImplementedError
 
     @staticmethod
+    def fixed_elements(config: ModelConfig) -> int:
+        """Elements that are live at once in the backward pass, however few tokens there are."""
+        return 0
+
+    @staticmethod
+    def statistics_width(config: ModelConfig) -> int:
+        """Numbers of statistics for each token."""
+        return 0
+
+    @staticmethod
     def gradient_elements(config: ModelConfig) -> int:
         """Float32 numbers of gradients that the backward pass adds up itself."""
         return 0

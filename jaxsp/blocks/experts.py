@@ -17,7 +17,7 @@ from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
 from jaxsp.blocks.linear import Linear
 from jaxsp.blocks.mlp import Mlp, activate
-from jaxsp.experts import balance, kernels, routing
+from jaxsp.experts import balance, kernels, places, routing
 
 
 class Experts(FeedForward):
@@ -192,10 +192,21 @@ class Experts(FeedForward):
             # Of the places, a third may be empty (`places.choose_tiles`)
             of_slots = 5 * sizes.num_chosen // 2 * D
         else:
-            # Inputs and outputs, gate, up and what they are joined to, and all gradients
-            of_slots = sizes.num_chosen * (4 * D + 6 * sizes.size)
-        # Two float32 numbers of each expert (`experts.balance`)
-        return of_slots + 4 * (sizes.shared_size or 0) + 4 * sizes.num_experts
+            of_slots = sizes.num_chosen * _place_elements(config)
+        return of_slots + 4 * (sizes.shared_size or 0)
+
+    @staticmethod
+    def fixed_elements(config: ModelConfig) -> int:
+        """Empty places of each expert's last tile, in kernels that compute all places at once."""
+        sizes = _sizes(config)
+        if sizes.kernel == "xla":
+            return 0
+        return (places.KERNEL_TILE - 1) * sizes.num_experts * _place_elements(config)
+
+    @staticmethod
+    def statistics_width(config: ModelConfig) -> int:
+        """Those of `experts.balance.measure`."""
+        return 2 * _sizes(config).num_experts + 2
 
     @staticmethod
     def gradient_elements(config: ModelConfig) -> int:
@@ -212,6 +223,11 @@ class Experts(FeedForward):
     def active_fraction(config: ModelConfig, param: Parameter) -> float:
         sizes = _sizes(config)
         return 1.0 if param.num_experts is None else sizes.num_chosen / sizes.num_experts
+
+
+def _place_elements(config: ModelConfig) -> int:
+    """Inputs and outputs of a place, gate, up and what they are joined to, and all gradients."""
+    return 4 * config.hidden_size + 6 * _sizes(config).size
 
 
 def _sizes(config: ModelConfig) -> ExpertsConfig:

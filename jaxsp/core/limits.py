@@ -46,7 +46,8 @@ def limit_time(seconds: float) -> Iterator[None]:
         if not isinstance(lost.exc_value, LimitError):
             old_hook(lost)
 
-    old_hook, sys.unraisablehook = sys.unraisablehook, report_lost
+    old_hook = sys.unraisablehook
+    sys.unraisablehook = report_lost
     old_handler = signal.signal(signal.SIGVTALRM, check)
     try:
         try:

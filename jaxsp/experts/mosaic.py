@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxsp.experts import places
 from jaxsp.experts.places import Places, Tiles
 
-_TILE = 128
+_TILE = places.KERNEL_TILE
 """Places of a tile, rows of the results of a thread block, and columns."""
 
 _STEP = 64
@@ -198,11 +198,11 @@ def multiply(
                 own_ref = matrix_ref.at[experts_N[tile]]
                 inner = (_STEP, _TILE) if is_transposed else (_TILE, _STEP)
                 find = lambda k: (k, column) if is_transposed else (column, k)
-                turn = lambda ref: ref if is_transposed else ref.transpose((1, 0))
+                transpose = lambda ref: ref if is_transposed else ref.transpose((1, 0))
 
                 def sum_steps(sums: Any) -> None:
                     plgpu.emit_pipeline(
-                        lambda _, x, own: plgpu.wgmma(sums, x, turn(own)),
+                        lambda _, x, own: plgpu.wgmma(sums, x, transpose(own)),
                         grid=(i // _STEP,),
                         in_specs=[
                             plgpu.BlockSpec((_TILE, _STEP), lambda k: (tile, k), delay_release=1),

@@ -19,6 +19,9 @@ MIN_TILE = 16
 MAX_TILE = 512
 """Limits of the places of a tile, powers of two."""
 
+KERNEL_TILE = 128
+"""Places of a tile in the Mosaic kernels."""
+
 BLOCK_PLACES = 4096
 """Maximum places that are multiplied at a time: they keep a GPU busy."""
 

@@ -245,7 +245,10 @@ def _parse_fields(
         "tie_embeddings": given["tie_word_embeddings"],
         "initializer_range": float(given["initializer_range"]),
     }
-    return ModelConfig(**model | family.model | family.read(given)), resolved
+    config = ModelConfig(**model | family.model | family.read(given))
+    if not any(layer.feed_forward == EXPERTS for layer in config.layers):
+        config = dataclasses.replace(config, experts=None)
+    return config, resolved
 
 
 def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:

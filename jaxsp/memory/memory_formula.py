@@ -140,7 +140,9 @@ def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
     params = decoder.split_kinds(model, spec.table["layers"])[kind]["post_attention"]
     weights = _matrix_elements(params)
     feed_forward = registry.FEED_FORWARDS[kind.feed_forward]
-    live = tile * itemsize * feed_forward.backward_width(model)
+    live = tile * feed_forward.backward_width(model) + feed_forward.fixed_elements(model)
+    # Statistics are float32, and have gradients
+    live = itemsize * live + 2 * 4 * tokens * feed_forward.statistics_width(model)
     has_gradients = model.lora is None
     own_sums = 4 * feed_forward.gradient_elements(model)
     if tile < tokens:

@@ -125,10 +125,15 @@ def _choose_experts_kernel(
     config: Config, model: ModelConfig, devices: Sequence[Any]
 ) -> ModelConfig:
     """The model with the kernel of its experts. Raises: UserError if it cannot run."""
+    requested = config.model.experts_kernel
     if model.experts is None:
+        if requested != "auto":
+            raise UserError(
+                f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
+            )
         return model
     kernel = kernels.choose(
-        config.model.experts_kernel,
+        requested,
         dims=(model.hidden_size, model.experts.size),
         dtype=config.model.compute_dtype,
         devices=devices,

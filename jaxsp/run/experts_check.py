@@ -21,6 +21,9 @@ _CHOSEN = [[0, 2]] * 70 + [[2, 3]] * 90 + [[3, 0]]
 
 _NUM_EXPERTS = 4
 
+_RANK = 8
+"""Rank of an adapter beside the last matrix."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsCheck:
@@ -74,6 +77,8 @@ class ExpertsCheck:
         weights = {
             "up": draw(_NUM_EXPERTS, F, D) * np.asarray(D**-0.5, jnp.bfloat16),
             "down": draw(_NUM_EXPERTS, D, F) * np.asarray(F**-0.5, jnp.bfloat16),
+            "down_a": draw(_NUM_EXPERTS, _RANK, F) * np.asarray(F**-0.5, jnp.bfloat16),
+            "down_b": draw(_NUM_EXPERTS, D, _RANK) * np.asarray(_RANK**-0.5, jnp.bfloat16),
         }
         if self.has_bias:
             weights["up_bias"] = draw(_NUM_EXPERTS, F)
@@ -91,7 +96,9 @@ def _run_block(x: Array, weights: dict[str, Any]) -> Array:
     hidden = weights["up"].multiply(x)
     if "up_bias" in weights:
         hidden = weights["up_bias"].add_to(hidden)
-    return weights["down"].multiply(jax.nn.silu(hidden))
+    hidden = jax.nn.silu(hidden)
+    adapted = weights["down_b"].multiply(weights["down_a"].multiply(hidden))
+    return weights["down"].multiply(hidden) + adapted
 
 
 def _find_error(actual: Array, expected: Array) -> float:

@@ -23,6 +23,7 @@ _NEUTRAL_FIELDS = (
     "batch.rows_per_microbatch",
     "data.eval.",
     "data.num_workers",
+    "model.experts_kernel",
     "run.compilation_cache",
     "run.deterministic",
     "run.early_stopping",

@@ -1,5 +1,6 @@
 """Resuming: which checkpoint a run continues from, and whether the config still fits it."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -248,9 +249,12 @@ def _model_problems(
     suggestion: str,
 ) -> list[str]:
     """Differences between the model and adapter of a checkpoint and those of the config."""
-    saved = model_config.parse_model_config(
-        meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
+    saved = _without_training_choices(
+        model_config.parse_model_config(
+            meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
+        )
     )
+    model = _without_training_choices(model)
     differences = [
         (name, value, getattr(saved, name))
         for name, value in vars(model).items()
@@ -269,6 +273,15 @@ def _model_problems(
         f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
         for name, value, saved_value in differences
     ]
+
+
+def _without_training_choices(model: ModelConfig) -> ModelConfig:
+    """The model without what may change from step to step: the kernel of experts, and the losses
+    of routers."""
+    if model.experts is None:
+        return model
+    experts = dataclasses.replace(model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0)
+    return dataclasses.replace(model, experts=experts)
 
 
 def _layer_differences(

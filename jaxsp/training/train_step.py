@@ -20,8 +20,8 @@ from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 
 StepResults = dict[str, Any]
-"""Scalar arrays by name, for a step over the whole mesh: METRICS, the sums that they are made from,
-and:
+"""Arrays by name, most of them scalars, for a step over the whole mesh: METRICS, the sums that they
+are made from, and:
 
 - grad_norm: global norm of the gradients, before clipping.
 - learning_rate

@@ -39,10 +39,10 @@ def interpreter(monkeypatch):
 
 @needs_interpreter
 def test_outputs_and_gradients_are_those_of_the_loop(interpreter):
-    """With matrices as small as those of adapters."""
-    check = ExpertsCheck(kernel="mosaic", width=64, size=24, has_bias=True)
+    check = ExpertsCheck(kernel="mosaic", width=64, size=64, has_bias=True)
     errors = check.measure_errors(jax.devices()[0])
-    assert errors.keys() == {"out", "dx", "dshares", "dup", "ddown", "dup_bias"}
+    weights = {"dup", "dup_bias", "ddown", "ddown_a", "ddown_b"}
+    assert errors.keys() == {"out", "dx", "dshares", *weights}
     assert max(errors.values()) < experts_check.TOLERANCE / 3, errors
 
 
@@ -95,6 +95,10 @@ def test_the_kernel_is_chosen_by_device_dims_dtype_and_release(monkeypatch):
             batches.expert_model(),
             devices=jax.devices()[:1],
         )
+    with pytest.raises(UserError, match="experts_kernel = mosaic: the model has no experts"):
+        row_meshes.make_step_spec(
+            config.model_copy(update={"model": model}), batches.model(), devices=jax.devices()[:1]
+        )
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
     with pytest.raises(UserError, match=r"jax 0\.11\.1 or later"):
         kernels.choose("mosaic", **fitting)
@@ -106,6 +110,7 @@ def test_the_kernel_is_chosen_by_device_dims_dtype_and_release(monkeypatch):
         ({"out": 1e-3, "dx": 0.03}, "(relative error of dx 0.03; must be at most 0.02)"),
         ({"out": float("nan")}, "(relative error of out nan;"),
         (jax.errors.JaxRuntimeError("no ptxas\nmore"), "does not run here: no ptxas"),
+        (NotImplementedError("no layout"), "does not run here: no layout"),
     ],
 )
 def test_a_kernel_that_computes_something_else_ends_the_run(monkeypatch, result, part):

@@ -836,3 +836,10 @@ def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
     ]
     assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
     assert model_config.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+
+
+def test_a_model_whose_layers_all_have_an_mlp_has_no_experts():
+    fields = QWEN3_MOE | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
+    assert model_config.parse_model_config(fields, field="model.config").experts is None
+    fields |= {"mlp_only_layers": [0]}
+    assert model_config.parse_model_config(fields, field="model.config").experts is not None

@@ -28,6 +28,8 @@ FIELDS = oracle.MODELS["qwen3_moe"] | {"num_hidden_layers": 2, "moe_intermediate
 
 STEPS = test_hybrid.STEPS
 
+ROUTER_LOSSES = ("model.router_aux_loss_coef=0.01", "model.router_z_loss_coef=0.001")
+
 
 def train(folder, name, *words, mesh, data="train"):
     return test_hybrid.train(folder, name, *words, mesh=mesh, data=folder / f"{data}.jsonl")
@@ -54,12 +56,12 @@ def documents(folder):
 @pytest.fixture(scope="module")
 def straight(folder):
     """Lines of metrics.jsonl of the run on 2x4, which is not stopped."""
-    return train(folder, "2x4", mesh="2x4")
+    return train(folder, "2x4", *ROUTER_LOSSES, mesh="2x4")
 
 
 @pytest.mark.parametrize("mesh", ["1x8", pytest.param("1x1", marks=pytest.mark.slow)])
 def test_losses_are_the_same_on_every_mesh(folder, straight, mesh):
-    words = ("attention.strategy=ring",) if mesh == "1x8" else ()
+    words = (*ROUTER_LOSSES, *(["attention.strategy=ring"] if mesh == "1x8" else []))
     lines = train(folder, mesh, *words, mesh=mesh)
     expected = [line["loss"] for line in straight]
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=tolerances.MESH)
@@ -77,7 +79,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, straight):
     shutil.copytree(folder / "2x4", folder / "stopped")
     for step in range(test_hybrid.STOPPED + 1, STEPS + 1):
         shutil.rmtree(folder / f"stopped/checkpoints/{step}")
-    lines = train(folder, "stopped", mesh="2x4")
+    lines = train(folder, "stopped", *ROUTER_LOSSES, mesh="2x4")
     assert [line["loss"] for line in lines] == [line["loss"] for line in straight]
     assert read_weights(folder / "stopped") == read_weights(folder / "2x4")
 

@@ -158,12 +158,14 @@ def sum_router_losses(
     """Means over rows of the routers' losses, times their factors. Statistics: [layers, B, ...]."""
     if experts is None:
         return 0.0
-    factor_B = 1 / (len(statistics["entropy"]) * lengths_BM.sum(1).astype(jnp.float32))
+    num_tokens_B = lengths_BM.sum(1).astype(jnp.float32)
+    has_tokens_B = num_tokens_B > 0
+    factor_B = has_tokens_B / (len(statistics["entropy"]) * jnp.maximum(num_tokens_B, 1))
     means = {name: jnp.einsum("NB...,B->B...", x, factor_B) for name, x in statistics.items()}
     chosen_BE = jax.lax.stop_gradient(means["chosen"])
     evenness_B = jnp.einsum("BE,BE->B", chosen_BE, means["probabilities"])
     aux_loss_B = experts.aux_loss_coef * experts.num_experts * evenness_B
-    return jnp.mean(aux_loss_B + experts.z_loss_coef * means["squared_lse"])
+    return jnp.sum(aux_loss_B + experts.z_loss_coef * means["squared_lse"]) / has_tokens_B.sum()
 
 
 def label_smoothing_loss(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:

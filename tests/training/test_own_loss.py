@@ -28,11 +28,12 @@ MESHES = {(1, 1, 4): 2, (1, 2, 2): 1, (2, 2, 2): 2}
 
 
 def embeddings(shards, rows, *, config, gather, dtype, **_):
-    """Hidden states of a model without layers, which compiles in a second."""
+    """Hidden states of a model without layers, which compiles in a second; and no statistics."""
     row = decoder.param_table(config)["embedding"]
-    return decoder.embed_tokens(
+    hidden_BlD = decoder.embed_tokens(
         gather, row, shards["embedding"], rows.tokens_BL, dtype=dtype, padding_id=None
     )
+    return hidden_BlD, {}
 
 
 @pytest.fixture(autouse=True)
