@@ -159,7 +159,7 @@ def sum_router_losses(
     if experts is None:
         return 0.0
     num_tokens_B = lengths_BM.sum(1).astype(jnp.float32)
-    has_tokens_B = num_tokens_B > 0
+    has_tokens_B = (num_tokens_B > 0).astype(jnp.float32)
     factor_B = has_tokens_B / (len(statistics["entropy"]) * jnp.maximum(num_tokens_B, 1))
     means = {name: jnp.einsum("NB...,B->B...", x, factor_B) for name, x in statistics.items()}
     chosen_BE = jax.lax.stop_gradient(means["chosen"])
