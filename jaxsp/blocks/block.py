@@ -99,8 +99,6 @@ class FeedForward(nnx.Module):
 
     checkpoint_names: ClassVar[tuple[str, ...]]
     """Names of the results that `remat: save_attention_and_mlp` keeps."""
-    has_statistics: ClassVar[bool] = False
-    """True if it returns statistics."""
 
     def __init__(self, config: ModelConfig): ...
 
@@ -132,7 +130,7 @@ class FeedForward(nnx.Module):
 
     @staticmethod
     def statistics_width(config: ModelConfig) -> int:
-        """Numbers of statistics for each token."""
+        """Numbers of statistics for each token; 0: there are none."""
         return 0
 
     @staticmethod

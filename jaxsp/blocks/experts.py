@@ -23,7 +23,6 @@ from jaxsp.experts import balance, kernels, places, routing
 class Experts(FeedForward):
     """The weighted sum of the chosen experts, each of which is an `Mlp`, and of a shared one."""
 
-    has_statistics = True
     checkpoint_names = Mlp.checkpoint_names  # of the shared expert; the others are recomputed
 
     def __init__(self, config: ModelConfig):

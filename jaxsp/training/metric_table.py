@@ -76,13 +76,13 @@ METRICS = {
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
         "is most. 1: all experts have equally many. Metrics of routers are those of models with "
-        "experts; other models do not have these fields.",
+        "experts; other models do not have these fields. They are null where token_accuracy is.",
         lambda sums: _max_load(sums["router_counts_NE"]),
         needs="router_counts_NE",
     ),
     "router_entropy": Metric(
-        "Mean entropy of a router's probabilities over tokens and layers, divided by that of equal "
-        "ones: from 0, always the same expert, to 1.",
+        "Mean entropy of the softmax of routers' logits over tokens and layers, divided by that of "
+        "equal logits: from 0, always the same expert, to 1.",
         lambda sums: divide(sums["router_entropy_sum"], sums["num_rows"]),
         needs="router_entropy_sum",
     ),
