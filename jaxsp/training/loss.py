@@ -36,11 +36,8 @@ TransformLogits = Callable[[Array], Array]
 """Elementwise function from products of hidden states and head to logits, float32: see
 `decoder.transform_logits`."""
 
-MAX_LOGIT_BYTES = (GIB, GIB // 4)
-"""Maximum bytes of a tile's float32 logits.
-
-Tried in this order if the logits of all tokens do not fit.
-"""
+MAX_LOGIT_BYTES = (4 * GIB, GIB, GIB // 4)
+"""Maximum bytes of a tile's float32 logits, tried in this order."""
 
 
 def sum_token_losses(
@@ -64,107 +61,94 @@ def sum_token_losses(
         token_loss: None for cross entropy.
     Precision: logits and all sums are float32, also the head's gradient over tiles (summed over 256
         tiles in bfloat16, it is off by 3 %).
-    Memory: the backward pass recomputes a tile's logits. One number per token is saved.
+    Memory: gradients are made while a tile's logits exist, so that logits are computed once. Until
+        the backward pass, one array like the hidden states and the shard of the head's gradient
+        are kept.
     """
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
-    labels_TX = split(labels_Bl, pad_value=NO_LABEL)
-    weights_TX = None if weights_Bl is None else split(weights_Bl)
+    compute_tile = functools.partial(_compute_tile, token_loss, transform_logits)
 
-    def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, Array | None]:
-        head_VD = gather.all_gather(head, shard)
-        sum_tile = functools.partial(_sum_tile, head_VD, token_loss, transform_logits)
-        return metric_table.scan_sums(sum_tile, (split(hidden_BlD), labels_TX, weights_TX))
+    def split_inputs(hidden_BlD: Array) -> tuple[Array, Array, Array | None]:
+        weights_TX = None if weights_Bl is None else split(weights_Bl)
+        return split(hidden_BlD), split(labels_Bl, pad_value=NO_LABEL), weights_TX
 
     @jax.custom_vjp
     def sum_losses(hidden_BlD: Array, shard: Any) -> Sums:
-        return forward(hidden_BlD, shard)[0]
-
-    def sum_losses_fwd(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Any, ...]]:
-        sums, lse_TX = forward(hidden_BlD, shard)
-        return sums, (hidden_BlD, shard, lse_TX)
-
-    def sum_losses_bwd(residuals: tuple[Any, ...], dsums: Sums) -> tuple[Array, Any]:
-        hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
-        add_tile = functools.partial(
-            _backward_tile, head_VD, dsums["loss_sum"], token_loss, transform_logits
-        )
-        inputs = (split(hidden_BlD), labels_TX, weights_TX, lse_TX)
-        zeros_VD = jnp.zeros(head.shape, jnp.float32) if gather.has_gradient(shard) else None
-        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, zeros_VD, inputs)
+        sum_tile = lambda tile: (compute_tile(head_VD, tile)[0], None)
+        return metric_table.scan_sums(sum_tile, split_inputs(hidden_BlD))[0]
+
+    def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any]]:
+        head_VD = gather.all_gather(head, shard)
+        has_gradient = gather.has_gradient(shard)
+        tiles = split_inputs(hidden_BlD)
+
+        def add_tile(carry: tuple[Sums, Array | None], tile: Any) -> tuple[Any, Array]:
+            sums, dhead_VD = carry
+            tile_sums, dproducts_XV = compute_tile(head_VD, tile)
+            dproducts_XV = dproducts_XV.astype(head_VD.dtype)
+            product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            dhidden_XD = product("XV,VD->XD", dproducts_XV, head_VD)
+            if has_gradient:
+                dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, tile[0])
+            sums = jax.tree.map(jnp.add, sums, tile_sums)
+            return (sums, dhead_VD), dhidden_XD.astype(hidden_BlD.dtype)
+
+        zeros = metric_table.make_zeros(lambda tile: compute_tile(head_VD, tile)[0], tiles)
+        zeros_VD = jnp.zeros(head.shape, jnp.float32) if has_gradient else None
+        (sums, dhead_VD), dhidden_TXD = jax.lax.scan(add_tile, (zeros, zeros_VD), tiles)
         dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
-        dshard = None if dhead_VD is None else gather.reduce_scatter(head, dhead_VD)
-        return jax.lax.optimization_barrier((dhidden_BlD, dshard))
+        dshard = gather.reduce_scatter(head, dhead_VD) if has_gradient else None
+        return sums, jax.lax.optimization_barrier((dhidden_BlD, dshard))
 
-    sum_losses.defvjp(sum_losses_fwd, sum_losses_bwd)
+    def backward(gradients: tuple[Array, Any], dsums: Sums) -> tuple[Array, Any]:
+        multiply = lambda x: (x.astype(jnp.float32) * dsums["loss_sum"]).astype(x.dtype)
+        return jax.tree.map(multiply, gradients)
+
+    sum_losses.defvjp(forward, backward)
     return sum_losses(hidden_BlD, shard)
 
 
-def _sum_tile(
-    head_VD: Array,
+def _compute_tile(
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
+    head_VD: Array,
     inputs: tuple[Array, Array, Array | None],
-) -> tuple[Sums, Array | None]:
-    """Sums over the tokens of a tile; for cross entropy, also the log-sum-exp of their logits."""
+) -> tuple[Sums, Float32[Array, "X V"]]:
+    """Sums over the tokens of a tile, and the gradient of `loss_sum` with respect to the products
+    of hidden states and head."""
     hidden_XD, labels_X, weights_X = inputs
-    logits_XV = transform_logits(_products(hidden_XD, head_VD))
+    products_XV = jnp.einsum("XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32)
+    logits_XV, pull_logits = jax.vjp(transform_logits, products_XV)
     has_label_X = labels_X != NO_LABEL
     known_labels_X = jnp.where(has_label_X, labels_X, 0)
     if token_loss is None:
-        lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
-        label_logits_X1 = jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)
-        losses_X = lse_X - label_logits_X1[:, 0]
+        losses_X, dlogits_XV = _cross_entropy(logits_XV, known_labels_X)
     else:
-        lse_X = None
-        losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
+        losses_X, pull = jax.vjp(
+            lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV
+        )
+        (dlogits_XV,) = pull(jnp.ones_like(losses_X))
     is_correct_X = has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)
     sums = {
         "loss_sum": _apply_weights(losses_X, has_label_X, weights_X).sum(),
         "num_correct": is_correct_X.sum(dtype=jnp.int32),
     }
-    return sums, lse_X
-
-
-def _backward_tile(
-    head_VD: Array,
-    dloss: Array,
-    token_loss: TokenLoss | None,
-    transform_logits: TransformLogits,
-    dhead_VD: Array | None,
-    inputs: tuple[Array, Array, Array | None, Array | None],
-) -> tuple[Array | None, Array]:
-    """Adds a tile to the head's gradient, which is None if the head is frozen; also returns the
-    gradient of the tile's hidden states."""
-    hidden_XD, labels_X, weights_X, lse_X = inputs
-    logits_XV, pull_logits = jax.vjp(transform_logits, _products(hidden_XD, head_VD))
-    if token_loss is None:
-        assert lse_X is not None
-        probabilities_XV = jnp.exp(logits_XV - lse_X[:, None])
-        one_hot_XV = jax.nn.one_hot(labels_X, head_VD.shape[0], dtype=jnp.float32)
-        dlogits_XV = probabilities_XV - one_hot_XV
-    else:
-        known_labels_X = jnp.where(labels_X != NO_LABEL, labels_X, 0)
-        losses_X, pull = jax.vjp(
-            lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV
-        )
-        (dlogits_XV,) = pull(jnp.ones_like(losses_X))
-    has_label_X1 = (labels_X != NO_LABEL)[:, None]
     weights_X1 = None if weights_X is None else weights_X[:, None]
-    dlogits_XV = _apply_weights(dlogits_XV * dloss, has_label_X1, weights_X1)
-    dproducts_XV = pull_logits(dlogits_XV)[0].astype(head_VD.dtype)
-    dhidden_XD = jnp.einsum("XV,VD->XD", dproducts_XV, head_VD, preferred_element_type=jnp.float32)
-    if dhead_VD is not None:
-        dhead_VD += jnp.einsum(
-            "XV,XD->VD", dproducts_XV, hidden_XD, preferred_element_type=jnp.float32
-        )
-    return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
+    dlogits_XV = _apply_weights(dlogits_XV, has_label_X[:, None], weights_X1)
+    return sums, pull_logits(dlogits_XV)[0]
 
 
-def _products(hidden_XD: Array, head_VD: Array) -> Float32[Array, "X V"]:
-    return jnp.einsum("XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32)
+def _cross_entropy(
+    logits_XV: Float32[Array, "X V"], labels_X: Int32[Array, "X"]
+) -> tuple[Float32[Array, "X"], Float32[Array, "X V"]]:
+    """Losses, and the gradient of each with respect to its logits."""
+    lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
+    label_logits_X1 = jnp.take_along_axis(logits_XV, labels_X[:, None], axis=-1)
+    one_hot_XV = jax.nn.one_hot(labels_X, logits_XV.shape[1], dtype=jnp.float32)
+    return lse_X - label_logits_X1[:, 0], jnp.exp(logits_XV - lse_X[:, None]) - one_hot_XV
 
 
 def _apply_weights(values: Array, has_label: Array, weights: Array | None) -> Array:

@@ -42,19 +42,19 @@ def read_lines(path):
 def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report(
     tmp_path, monkeypatch
 ):
-    sum_tile = loss._sum_tile
+    compute_tile = loss._compute_tile
 
     def count_even_labels(*arguments):
-        sums, lse_X = sum_tile(*arguments)
+        sums, gradient_XV = compute_tile(*arguments)
         labels_X = arguments[-1][1]
         is_even_X = (labels_X != NO_LABEL) & (labels_X % 2 == 0)
-        return sums | {"num_even": is_even_X.sum(dtype=jnp.int32)}, lse_X
+        return sums | {"num_even": is_even_X.sum(dtype=jnp.int32)}, gradient_XV
 
     even = Metric(
         "Tokens before an even one, as a fraction of all.",
         lambda sums: metric_table.divide(sums["num_even"], sums["num_tokens"]),
     )
-    monkeypatch.setattr(loss, "_sum_tile", count_even_labels)
+    monkeypatch.setattr(loss, "_compute_tile", count_even_labels)
     monkeypatch.setitem(METRICS, "even_fraction", even)
     documents = np.random.default_rng(0).integers(0, 257, (4, 64))
     train(tmp_path, documents, steps=2)
