@@ -159,6 +159,9 @@ class MemoryConfig(ConfigSection):
     attention too, which is about a quarter more arithmetic for long rows. auto: the first of
     save_attention_and_mlp (if nothing is offloaded), save_attention and full that fits. Gathered
     weights are never kept; they are gathered again."""
+    kept_mlp_layers: Annotated[Literal["auto"] | int, with_examples(16)] = "auto"
+    """Number of layers, the last ones, in which remat: save_attention_and_mlp keeps the MLP's
+    products. auto: all of them, or with remat: auto as many as fit."""
     offload_activations: Annotated[
         Literal["none", "layer_inputs", "layer_inputs_and_attention"], with_examples("layer_inputs")
     ] = "none"
@@ -190,6 +193,13 @@ class MemoryConfig(ConfigSection):
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of sharded weights are sent and summed. Gradients of small weights
     are always summed in float32."""
+
+    @pydantic.field_validator("kept_mlp_layers", mode="before")
+    @classmethod
+    def _check_kept_layers(cls, value: Any) -> Any:
+        if value not in ("auto", 0) and not fields.is_count(value):
+            raise ValueError("must be auto, or an integer of at least 0")
+        return value
 
     @pydantic.field_validator("mlp_tile_tokens", "loss_tile_tokens", mode="before")
     @classmethod

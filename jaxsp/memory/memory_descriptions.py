@@ -17,7 +17,11 @@ def describe(spec: StepSpec) -> str:
     remat: str = memory.remat
     if spec.remat_policy.is_attention_offloaded:
         remat = spec.remat_policy.remat
-    parts = [f"{spec.tokens_per_device:,} tokens per device{tiles}", _RECOMPUTED[remat]]
+    recomputed = _RECOMPUTED[remat]
+    kept = memory.kept_mlp_layers
+    if kept not in ("auto", 0, spec.model.num_layers):
+        recomputed += f" of the last {kept} layers"
+    parts = [f"{spec.tokens_per_device:,} tokens per device{tiles}", recomputed]
     if spec.remat_policy.is_input_offloaded:
         arrays = "layer inputs"
         if memory.offload_every > 1:

@@ -5,6 +5,7 @@ slowest. A formula skips those that cannot fit, because compiling with autotunin
 GPU. For the others, the memory of the compiled program decides.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -29,6 +30,18 @@ MAX_PREDICTED_RATIO = 1.15
 The prediction is 0.93 to 1.08 times what jax 0.12 compiles (tests/memory/test_memory_fit.py), and
 1.14 times for 7.5M tokens of Llama-3.1-8B on eight H100s.
 """
+
+
+KEPT_MARGIN = 0.01
+"""Fraction of the device memory that is left free when the number of layers that keep the MLP's
+products is computed."""
+
+
+MAX_KEPT_TRIES = 3
+"""Maximum number of numbers of such layers that are compiled."""
+
+MIN_MORE_KEPT = 1 / 20
+"""Minimum fraction of the layers that another number of them has to be larger by."""
 
 
 class MemoryUse(NamedTuple):
@@ -95,7 +108,7 @@ def fit(
         shortage = describe_shortage(memory_use, limit)
         # All candidates offload the same arrays: no other one helps if host memory is short
         if memory_use.device_total <= limit.device or is_last:
-            return CompiledStep(
+            step = CompiledStep(
                 spec=candidate,
                 executable=executable,
                 memory_use=memory_use,
@@ -103,10 +116,60 @@ def fit(
                 shortage=shortage,
                 full_remat_reason="" if saves_attention else reason,
             )
+            if not _can_keep_more(spec, candidate):
+                return step
+            return _keep_mlp_layers(step, compile_step=compile_step, measure=measure)
         if saves_attention:
             reason = f"keeping attention's output needs {shortage}"
         scale *= max(1.0, memory_use.device_total / predicted)
     raise AssertionError("there is at least one candidate, and the last one is compiled")
+
+
+def _can_keep_more(spec: StepSpec, candidate: StepSpec) -> bool:
+    """True if the layers of a candidate may keep the MLP's products."""
+    is_tiled = candidate.mlp_tile < candidate.tokens_per_device
+    saves_only_attention = candidate.config.memory.remat == "save_attention"
+    return saves_only_attention and not is_tiled and _is_number_of_layers_free(spec)
+
+
+def _is_number_of_layers_free(spec: StepSpec) -> bool:
+    """True if as many layers as fit keep the MLP's products."""
+    memory = spec.config.memory
+    remats = list_remats(spec, is_memory_known=True)
+    return (
+        "auto" == memory.remat == memory.kept_mlp_layers
+        and RematPolicy(remat=remats[0]).is_mlp_saved
+    )
+
+
+def _keep_mlp_layers(
+    step: CompiledStep,
+    *,
+    compile_step: Callable[[StepSpec], Any],
+    measure: Callable[[Any], MemoryUse],
+) -> CompiledStep:
+    """The step with the MLP's products kept in as many layers as fit, or almost as many."""
+    limit = step.memory_limit.device
+    target = int((1 - KEPT_MARGIN) * limit)
+    totals = [0, *itertools.accumulate(memory_formula.list_mlp_bytes(step.spec))]
+    room = target - step.memory_use.device_total
+    for _ in range(MAX_KEPT_TRIES):
+        kept = step.spec.config.memory.kept_mlp_layers
+        assert isinstance(kept, int)
+        number = bisect.bisect_right(totals, totals[kept] + room) - 1
+        if number - kept < max(1, MIN_MORE_KEPT * len(totals)):
+            break
+        spec = replace_memory(step.spec, remat="save_attention_and_mlp", kept_mlp_layers=number)
+        executable = compile_step(spec)
+        memory_use = measure(executable)
+        if memory_use.device_total <= limit:
+            step = dataclasses.replace(
+                step, spec=spec, executable=executable, memory_use=memory_use
+            )
+            room = target - memory_use.device_total
+        else:
+            room -= memory_use.device_total - target
+    return step
 
 
 def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSpec]:
@@ -115,11 +178,17 @@ def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSp
     Args:
         is_memory_known: True if the devices' memory is known. If not, tiles have a safe size.
     """
-    loss_tiles = spec.loss_tiles if is_memory_known else [spec.loss_tile]
     for remat in list_remats(spec, is_memory_known=is_memory_known):
+        loss_tiles = spec.loss_tiles if is_memory_known else [spec.loss_tile]
+        kept_mlp_layers: int = 0
         mlp_tiles = spec.mlp_tiles if is_memory_known else [spec.mlp_tile]
         if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
             mlp_tiles = [tile for tile in spec.mlp_tiles if tile == spec.tokens_per_device]
+            requested = spec.config.memory.kept_mlp_layers
+            kept_mlp_layers = spec.model.num_layers if requested == "auto" else requested
+        elif is_memory_known and _is_number_of_layers_free(spec):
+            # The memory of all logits is better used for products of the MLP
+            loss_tiles = loss_tiles[1:] or loss_tiles
         for during_attention in list_offloads_during_attention(spec, remat):
             # With all tokens at once, the MLP needs more memory than attention
             tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
@@ -127,6 +196,7 @@ def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSp
                 yield replace_memory(
                     spec,
                     remat=remat,
+                    kept_mlp_layers=kept_mlp_layers,
                     mlp_tile_tokens=mlp_tile,
                     loss_tile_tokens=loss_tile,
                     offload_during_attention=during_attention,
@@ -157,7 +227,7 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
     frees_memory = spec.remat_policy.is_input_offloaded or spec.has_offloaded_state
     if frees_memory or not is_memory_known:
         return ["save_attention", "full"]
-    if not has_saved_products(spec.model):
+    if memory.kept_mlp_layers == 0 or not has_saved_products(spec.model):
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]
 

@@ -88,7 +88,7 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
         weights=weights,
         moments=_device_state_bytes(spec),
         gradients=gradients,
-        activations=sum(_saved_bytes(spec, layer.kind) for layer in spec.model.layers)
+        activations=sum(_saved_bytes(spec, kind, policy) for kind, policy in _list_layers(spec))
         + _kept_embedding_bytes(spec),
     )
 
@@ -103,12 +103,32 @@ def _kept_embedding_bytes(spec: StepSpec) -> int:
     return _stream_bytes(spec) if spec.model.has_embedding_norm else 0
 
 
-def _saved_bytes(spec: StepSpec, kind: LayerKind) -> int:
+def _list_layers(spec: StepSpec) -> list[tuple[LayerKind, RematPolicy]]:
+    """Kind of each layer, and what it keeps."""
+    return [
+        (kind, policy)
+        for segment in spec.model.segments
+        for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers)
+        for _ in periods
+        for kind in segment.period
+    ]
+
+
+def list_mlp_bytes(spec: StepSpec) -> list[int]:
+    """Bytes of the MLP's products in each layer, the last one first."""
+    return [
+        spec.tokens_per_device
+        * spec.dtype.itemsize
+        * sum(registry.FEED_FORWARDS[kind.feed_forward].saved_widths(spec.model))
+        for kind, _ in reversed(_list_layers(spec))
+    ]
+
+
+def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = spec.model
-    policy = spec.remat_policy
     itemsize = spec.dtype.itemsize
-    per_token = itemsize * sum(saved_product_widths(spec, kind))
+    per_token = itemsize * sum(_saved_product_widths(spec, kind, policy))
     if not policy.is_input_offloaded:
         per_token += model.hidden_size * itemsize
     if policy.is_attention_saved and not policy.is_attention_offloaded:
@@ -116,10 +136,9 @@ def _saved_bytes(spec: StepSpec, kind: LayerKind) -> int:
     return spec.tokens_per_device * per_token
 
 
-def saved_product_widths(spec: StepSpec, kind: LayerKind) -> list[int]:
+def _saved_product_widths(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> list[int]:
     """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
     saves for the backward pass."""
-    policy = spec.remat_policy
     widths: list[int] = []
     # Activations of tiles are not saved
     has_tiles = spec.mlp_tile < spec.tokens_per_device

@@ -58,6 +58,14 @@ def find_problems(
                 f"memory.remat = {memory.remat}: all layers of this model have experts, which are "
                 "recomputed. Use memory.remat=save_attention."
             )
+    if memory.remat not in ("auto", "save_attention_and_mlp") and memory.kept_mlp_layers not in (
+        "auto",
+        0,
+    ):
+        problems.append(
+            f"memory.kept_mlp_layers = {memory.kept_mlp_layers}: memory.remat = {memory.remat} "
+            "does not choose layers. Use memory.remat=save_attention_and_mlp, or leave it out."
+        )
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens

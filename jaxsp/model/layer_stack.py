@@ -88,15 +88,20 @@ def run_layers(
             )
             x, sums_of_kinds = stack(x, *gather.split_holders(stacks), own, batch)
             all_sums += sums_of_kinds.values()
-        elif len(segment.period) == 1:
+            continue
+        divided = policy.divide(segment, segments[-1].first + segments[-1].num_layers)
+        if len(segment.period) == len(divided) == 1:
             (kind,) = stacks
-            run = functools.partial(_run_layer, parts[kind], batch, policy, kind)
+            run = functools.partial(_run_layer, parts[kind], batch, divided[0][1], kind)
             x, sums = jax.lax.scan(run, x, (stacks[kind], own))
             all_sums.append(sums)
-        else:
-            run = functools.partial(_run_period, parts, segment.period, stacks, batch, policy)
-            periods = jnp.arange(segment.repeats, dtype=jnp.int32)
-            x, sums = jax.lax.scan(run, x, (periods, _split_layers(own, len(segment.period))))
+            continue
+        own = _split_layers(own, len(segment.period))
+        for periods, of_part in divided:
+            run = functools.partial(_run_period, parts, segment.period, stacks, batch, of_part)
+            numbers = jnp.asarray(periods, jnp.int32)
+            inputs = numbers, _take_layers(own, periods.start, len(periods))
+            x, sums = jax.lax.scan(run, x, inputs)
             all_sums.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), sums))
     return x, _join_sums(all_sums)
 

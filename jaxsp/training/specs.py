@@ -187,6 +187,7 @@ class StepSpec:
         memory = self.config.memory
         policy = RematPolicy(
             remat="full",
+            kept_mlp_layers=None if memory.kept_mlp_layers == "auto" else memory.kept_mlp_layers,
             offload_activations=memory.offload_activations,
             offload_every=memory.offload_every,
             offloads_during_attention=memory.offload_during_attention == "always",

@@ -41,7 +41,7 @@ AUTO = {"loss_tile_tokens": "auto"}
 TOKENS = 65_536
 """Memory of a device."""
 MLP_TILES = (TOKENS, 8192, 2048)
-LOSS_TILES = (TOKENS, 2048, 512)
+LOSS_TILES = (TOKENS, 8192, 2048, 512)
 
 
 def large(**memory):
@@ -68,7 +68,7 @@ def candidates(spec, *, is_known=True):
 
 def test_candidates_are_tried_from_the_fastest_on():
     """Recomputing costs more than tiles, and tiles of the MLP cost more than tiles of the loss."""
-    with_tiles = itertools.product(("save_attention", "full"), MLP_TILES, LOSS_TILES)
+    with_tiles = itertools.product(("save_attention", "full"), MLP_TILES, LOSS_TILES[1:])
     kept = [("save_attention_and_mlp", TOKENS, tile) for tile in LOSS_TILES]
     assert candidates(large()) == [*kept, *with_tiles]
 
@@ -236,6 +236,31 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
     assert not actual.shortage
 
 
+@pytest.mark.parametrize("num_kept", [0, 8, 24])
+def test_as_many_layers_keep_the_mlps_products_as_fit(num_kept):
+    """Formula and program agree, and there is room for half a layer more."""
+    spec = large()
+    *_, base = (
+        candidate
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
+        if decided(candidate) == ("save_attention", TOKENS, 8192)
+    )
+
+    def needs(number):
+        kept = {"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
+        return memory_formula.predict_bytes(memory_fit.replace_memory(base, **kept))
+
+    room = (needs(num_kept) + needs(num_kept + 1)) // 2
+    trial = Trial()
+    actual = trial.fit(spec, room).spec.config.memory
+    assert (actual.remat, actual.kept_mlp_layers, actual.loss_tile_tokens) == (
+        ("save_attention_and_mlp", num_kept, 8192) if num_kept else ("save_attention", 0, 8192)
+    )
+    # A program that needs more than the formula says
+    actual = Trial(factor=1.02).fit(spec, room).spec.config.memory
+    assert actual.kept_mlp_layers in (num_kept - 1, num_kept) or not num_kept
+
+
 def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     trial = Trial()
     actual = trial.fit(large(), 20 * GIB)
@@ -253,7 +278,7 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
 
 def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
     """The first compiled program needs 1.5 times as much as predicted, and so will later ones."""
-    spec = large()
+    spec = large(kept_mlp_layers=32)
     trial = Trial(factor=1.5)
     takes = formulas(spec)
     room = takes[0]

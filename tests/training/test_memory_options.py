@@ -53,7 +53,10 @@ NEEDS_HOST = pytest.mark.skipif(
 
 CASES = {
     "nothing computed again": ((1, 2, 4), {"remat": "none"}),
-    "attention and MLP kept": ((1, 2, 4), {"remat": "save_attention_and_mlp"}),
+    "attention kept, in two layers the MLP too": (
+        (1, 2, 4),
+        {"remat": "save_attention_and_mlp", "kept_mlp_layers": 2},
+    ),
     "attention and MLP kept, inputs offloaded": (
         (2, 2, 2),
         {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"},
@@ -112,7 +115,7 @@ QUICK = ("all", "five layers, inputs offloaded during attention", "experts, tile
 def model_of(name):
     if name.startswith("experts"):
         return batches.expert_model()
-    num_layers = 5 if name.startswith("five layers") else runs.MODEL.num_layers
+    num_layers = 5 if name.startswith(("five layers", "attention kept")) else runs.MODEL.num_layers
     return batches.model(tie_embeddings=name.startswith("tied"), num_layers=num_layers)
 
 
