@@ -179,7 +179,11 @@ class Gather(Protocol):
     """
 
     def __call__(self, params: Any, shards: Any) -> Any:
-        """Whole weights of a tree, or of one parameter; differentiable."""
+        """Whole weights of a tree, or of one parameter; differentiable.
+
+        Those that are trained are float32 arrays of values of the compute dtype, so that their
+        gradients are float32: cast them where they are used. XLA removes both conversions.
+        """
 
     def all_gather(self, param: Parameter, shard: Any) -> Array:
         """One whole weight, without a gradient; `gather(param, shard)` has one."""

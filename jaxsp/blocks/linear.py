@@ -50,7 +50,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
         """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        y = multiply(x, self.weight[...])
         if self.adapter is not None:
             y = self.adapter(x, y, self.weight[...], keys)
         if self.bias is None:
@@ -59,6 +59,25 @@ class Linear(nnx.Module):
         y32 = y.astype(jnp.float32)
         bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
         return (y32 + bias).astype(y.dtype)
+
+
+@jax.custom_vjp
+def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
+    """x W^T in the dtype of x; the gradient of W has the dtype of W: see `layers.Gather`."""
+    return jnp.einsum("...i,oi->...o", x, weight_oi.astype(x.dtype))
+
+
+def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, Array]]:
+    return multiply(x, weight_oi), (x, weight_oi)
+
+
+def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, weight_oi = residuals
+    dx = jnp.einsum("...o,oi->...i", dy, weight_oi.astype(x.dtype))
+    return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype)
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 class LoraAdapter(nnx.Module):
@@ -114,7 +133,7 @@ class LoraAdapter(nnx.Module):
         b_or = self.b[...]
         if keys is not None:
             x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
-        delta = jnp.einsum("...r,or->...o", jnp.einsum("...i,ri->...r", x, a_ri), b_or)
+        delta = multiply(multiply(x, a_ri), b_or)
         y = y + scale(delta, self.scale)
         if self.magnitude is None:
             return y
@@ -130,6 +149,7 @@ class LoraAdapter(nnx.Module):
     def _row_norms(self, weight_oi: Array, a_ri: Array, b_or: Array) -> Float32[Array, "o"]:
         """Norms of the rows of W + scale * B A, without that matrix."""
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        a_ri = a_ri.astype(weight_oi.dtype)
         b_or = self.scale * b_or.astype(jnp.float32)
         weight_squares_o = jnp.sum(jnp.square(weight_oi.astype(jnp.float32)), axis=-1)
         mixed_or = product("oi,ri->or", weight_oi, a_ri)

@@ -94,6 +94,7 @@ def apply(
 def _apply(
     function: BlockFunction, weights: Any, x_TD: Array, shares_TK: Array, where: Places
 ) -> Array:
+    weights = places.cast_weights(weights, x_TD.dtype)
     x_PD = places.read_tokens(x_TD, where.slots_Nt.reshape(-1), shares_TK.shape[1])
     y_TKD = places.read_places(function(x_PD, _hold(weights, where)), where)
     return jnp.sum(y_TKD.astype(jnp.float32) * shares_TK[..., None], axis=1).astype(x_TD.dtype)
@@ -106,7 +107,8 @@ def _apply_forward(function: BlockFunction, *inputs: Any) -> tuple[Array, tuple[
 def _apply_backward(
     function: BlockFunction, residuals: tuple[Any, ...], dout_TD: Array
 ) -> tuple[Any, Array, Array, None]:
-    weights, x_TD, shares_TK, where = residuals
+    given, x_TD, shares_TK, where = residuals
+    weights = places.cast_weights(given, x_TD.dtype)
     slots_P = where.slots_Nt.reshape(-1)
     read = functools.partial(places.read_tokens, slots=slots_P, num_chosen=shares_TK.shape[1])
     shares_P = shares_TK.reshape(-1).at[slots_P].get(mode="fill", fill_value=0)
@@ -115,7 +117,7 @@ def _apply_backward(
     dx_PD, dweights = pull((dout_PD * shares_P[:, None]).astype(y_PD.dtype))
     dshares_P = jnp.sum(y_PD.astype(jnp.float32) * dout_PD, axis=-1)
     dx_TKD = places.read_places(dx_PD, where).astype(jnp.float32)
-    dweights = jax.tree.map(lambda weight, own: own.holder.astype(weight.dtype), weights, dweights)
+    dweights = jax.tree.map(lambda weight, own: own.holder.astype(weight.dtype), given, dweights)
     return dweights, jnp.sum(dx_TKD, axis=1).astype(x_TD.dtype), dshares_P[where.places_TK], None
 
 

@@ -99,6 +99,8 @@ def _apply(
     shares_TK: Array,
     where: Places,
 ) -> Array:
+    weights = places.cast_weights(weights, x_TD.dtype)
+
     def run_block(number: Array, y_NtD: Array) -> Array:
         slots_bt, experts_b = _read_block(number, block, where.slots_Nt, where.experts_N)
         x_btD = places.read_tokens(x_TD, slots_bt, shares_TK.shape[1])
@@ -120,7 +122,8 @@ def _apply_forward(
 def _apply_backward(
     function: BlockFunction, block: int, residuals: tuple[Any, ...], dout_TD: Array
 ) -> tuple[Any, Array, Array, None]:
-    weights, x_TD, shares_TK, where = residuals
+    given, x_TD, shares_TK, where = residuals
+    weights = places.cast_weights(given, x_TD.dtype)
     num_chosen = shares_TK.shape[1]
 
     def pull_block(number: Array, state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
@@ -150,7 +153,7 @@ def _apply_backward(
         x_TD.dtype
     )
     dshares_TK = dshares_Nt.reshape(-1)[where.places_TK]
-    dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), weights, sums)
+    dweights = jax.tree.map(lambda weight, gradient: gradient.astype(weight.dtype), given, sums)
     return dweights, dx_TD, dshares_TK, None
 
 

@@ -99,9 +99,11 @@ def apply_in_tiles(
 
         def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile
-            _, pull = jax.vjp(run, trained, *inputs)
+            # As `Gather` returns them; inside the loop, so that XLA removes the conversion
+            trained32 = jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
+            _, pull = jax.vjp(run, trained32, *inputs)
             dweights, *dinputs = pull(dresults)
-            sums = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, dweights)
+            sums = jax.tree.map(jnp.add, sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
 
         zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), trained_params)

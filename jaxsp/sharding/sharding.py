@@ -244,9 +244,15 @@ class Gather:
         return jax.tree.map(self._gather_param, params, shards)
 
     def _gather_param(self, param: Parameter, shard: Shard) -> Array:
-        gather = jax.custom_vjp(functools.partial(self.all_gather, param))
+        if not self.has_gradient(shard):
+            return self.all_gather(param, shard)
+
+        @jax.custom_vjp
+        def gather(shard: Shard) -> Array:
+            return self.all_gather(param, shard).astype(jnp.float32)
+
         gather.defvjp(
-            lambda shard: (self.all_gather(param, shard), None),
+            lambda shard: (gather(shard), None),
             lambda _, gradient: (self.reduce_scatter(param, gradient),),
         )
         return gather(shard)

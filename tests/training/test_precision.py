@@ -135,10 +135,10 @@ def test_weights_are_sent_in_the_compute_dtype_and_gradients_in_the_reduce_dtype
     # 7 matrices and 2 biases of 100 elements or more; embedding and head
     sharded_in_a_layer = 9
     at_the_ends = 2
-    # Layers and the head are gathered again in the backward pass, the embedding is not
+    # Layers are gathered again in the backward pass, embedding and head are not
     assert dtypes_of("all_gather", grad_reduce_dtype) == (
         {"bfloat16"},
-        2 * sharded_in_a_layer + at_the_ends + 1,
+        2 * sharded_in_a_layer + at_the_ends,
     )
     assert dtypes_of("reduce_scatter", grad_reduce_dtype) == (
         {grad_reduce_dtype},
