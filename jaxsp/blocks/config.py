@@ -297,6 +297,8 @@ class ModelConfig:
     output_bias: bool = False
     """True if attention's output projection has a bias."""
     mlp_bias: bool = False
+    linear_dtype: str | None = None
+    """Dtype of products of linear layers, such as `float8`; None: the compute dtype."""
     has_fused_qkv: bool = False
     """True if q, k and v are one tensor in Hugging Face's files (Phi-3)."""
     has_fused_gate_up: bool = False

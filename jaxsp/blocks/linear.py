@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from jaxsp.blocks import dropout
+from jaxsp.blocks import dropout, float8
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
@@ -40,6 +40,8 @@ class Linear(nnx.Module):
             is_projection=True,
         )
         self.weight = declare_param(matrix)
+        is_float8 = config.linear_dtype == float8.NAME and float8.can_multiply(dim_in, dim_out)
+        self.multiply = float8.multiply if is_float8 else multiply
         vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias", hf_rows=hf_rows)
         self.bias = declare_param(vector) if bias else None
         adapter: LoraAdapter | None = None
@@ -50,7 +52,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
         """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
-        y = multiply(x, self.weight[...])
+        y = self.multiply(x, self.weight[...])
         if self.adapter is not None:
             y = self.adapter(x, y, self.weight[...], keys)
         if self.bias is None:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxsp import attention
 from jaxsp.attention import AttentionChoice, HasHeads
+from jaxsp.blocks import float8
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
@@ -104,6 +105,9 @@ def make_run_spec(
     Raises: UserError for a mesh that does not fit the devices.
     """
     model = _choose_experts_kernel(config, model, devices)
+    if (linear_dtype := config.model.linear_dtype) is not None:
+        float8.check_devices(devices)
+        model = dataclasses.replace(model, linear_dtype=linear_dtype)
     row_configs = config.row_configs
     longest = row_configs[config.data.max_row_tokens]
     sizes = device_mesh.resolve_axis_sizes(longest.mesh, len(devices))

@@ -33,6 +33,7 @@ from jaxsp.attention import (
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.blocks import float8
 from jaxsp.blocks.config import ATTENTION, DELTA_NET, LayerKind, LayerSegment
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
@@ -42,7 +43,7 @@ from jaxsp.memory import memory_fit
 from jaxsp.model import layer_stack
 from jaxsp.model.layer_stack import LayerParts
 from jaxsp.model.remat import RematPolicy
-from jaxsp.run import segment_errors
+from jaxsp.run import float8_check, segment_errors
 from jaxsp.run.delta_rule_check import DeltaRuleCheck
 from jaxsp.run.experts_check import TOLERANCE, ExpertsCheck
 from jaxsp.sharding import sharding
@@ -107,6 +108,8 @@ def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str
         passed.append(check_delta_nets(spec, local[0]))
     if spec.model.experts is not None and spec.model.experts.kernel != "xla":
         passed.append(check_experts(spec, local[0]))
+    if spec.model.linear_dtype == float8.NAME:
+        passed.append(check_float8(spec, local[0]))
     if spec.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
         _check_offloading(spec, local)
@@ -326,6 +329,32 @@ def check_delta_nets(spec: StepSpec, device: jax.Device) -> str:
         )
     return (
         "self-check: the delta net agrees with its recurrence, token by token, on this device "
+        f"({_format_elapsed(start_s)})"
+    )
+
+
+def check_float8(spec: StepSpec, device: jax.Device) -> str:
+    """Checks products in 8-bit floats with the model's sizes, and returns a line for them.
+
+    Raises: UserError if an error is larger than rounding explains.
+    """
+    start_s = time.perf_counter()
+    model = spec.model
+    errors = float8_check.measure_errors(device, model.hidden_size, model.intermediate_size)
+    wrong = [
+        f"{name} {error:.3g}"
+        for name, error in errors.items()
+        if not error <= float8_check.TOLERANCE
+    ]
+    if wrong:
+        raise _make_error(
+            f"model.linear_dtype = {float8.NAME}: computes wrong products on this device (relative "
+            f"error of {', '.join(wrong)}; must be at most {float8_check.TOLERANCE:g})",
+            device,
+            "another release of jax, or model.linear_dtype=null",
+        )
+    return (
+        "self-check: products in 8-bit floats agree with those in float32 on this device "
         f"({_format_elapsed(start_s)})"
     )
 

@@ -44,6 +44,7 @@ NO_TRITON: XlaOptions = {"xla_gpu_enable_triton_gemm": False}
 """Disables Triton's matrix multiplications.
 
 As of 0.11, XLA otherwise chooses them, and fails with DETERMINISTIC, which permits none of them.
+With `model.linear_dtype: float8`, cuBLAS has the faster products.
 """
 
 NO_REMATERIALIZATION: XlaOptions = {"xla_disable_hlo_passes": "rematerialization"}
@@ -167,6 +168,8 @@ def _own_options(config: Config, release: tuple[int, ...], *, overlaps_loops: bo
     options = dict(NO_REMATERIALIZATION)
     if overlaps_loops:
         options |= OVERLAP_IN_LOOPS
+    if config.model.linear_dtype is not None:
+        options |= NO_TRITON
     if RematPolicy(remat=config.memory.remat).is_attention_saved:
         options |= MEMORY_FOR_OVERLAP
     if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:

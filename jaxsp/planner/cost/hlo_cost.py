@@ -24,6 +24,12 @@ _MOSAIC_EFFICIENCY = 0.7
 """Assumed rate of products in Mosaic kernels, relative to large products of cuBLAS. Not measured.
 """
 
+_FLOAT8_TARGET = "matmul$f8"
+"""Part of the target of cuBLAS' products of 8-bit floats."""
+
+_FLOAT8_EFFICIENCY = 1.65
+"""Assumed rate of products of 8-bit floats, relative to those of bfloat16. Not measured."""
+
 _FREE_OPCODES = (
     "parameter",
     "constant",
@@ -106,6 +112,14 @@ def _is_mosaic(line: Instruction) -> bool:
     return line.opcode == "custom-call" and f'target="{_MOSAIC_PREFIX}' in line.attributes
 
 
+def _find_efficiency(line: Instruction) -> float:
+    """Rate of an instruction's products relative to that of large ones in bfloat16."""
+    if _is_mosaic(line):
+        return _MOSAIC_EFFICIENCY
+    is_float8 = line.opcode == "custom-call" and _FLOAT8_TARGET in line.attributes
+    return _FLOAT8_EFFICIENCY if is_float8 else 1.0
+
+
 def _find_kernel_computations(program: HloModule) -> list[str]:
     """Finds the computations whose instructions are kernels: the entry, bodies of loops, and the
     computations that these call."""
@@ -155,7 +169,7 @@ class _CostReader:
             line_number=line.line_number,
             op_name=op_name[1] if op_name else "",
             flops=self._matmul_flops(start, lines),
-            efficiency=_MOSAIC_EFFICIENCY if _is_mosaic(start) else 1.0,
+            efficiency=_find_efficiency(start),
             device_bytes=sum_bytes([*reads, *writes], on_host=False),
             bytes_from_host=sum_bytes(reads, on_host=True),
             bytes_to_host=sum_bytes(writes, on_host=True),

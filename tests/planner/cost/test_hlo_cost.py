@@ -1,8 +1,11 @@
 """Arithmetic and memory traffic of compiled programs, against counts by hand and a formula."""
 
+import re
+
 import pytest
 
 from jaxsp.model import flops
+from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import hlo_cost
 from tests.planner import programs
 
@@ -129,8 +132,8 @@ def test_an_asynchronous_update_counts_once():
 
 @pytest.mark.e2e
 def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats():
-    """The forward products of layers and head are computed twice, except the last one of a layer,
-    whose result is not used."""
+    """The forward products of layers are computed twice, except the last one of a layer, whose
+    result is not used."""
     step = programs.gpu_step(data=2, seq=4, num_heads=64, microbatches=1)
     model = step.spec.model
     tokens = programs.DEVICE_TOKENS
@@ -142,5 +145,30 @@ def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats
     F = model.intermediate_size
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
     layer = 2 * tokens * (D * heads * model.head_dim + 3 * D * F)
-    again = model.num_layers * (layer - 2 * tokens * D * F) + 2 * tokens * model.vocab_size * D
+    again = model.num_layers * (layer - 2 * tokens * D * F)
     assert executed == pytest.approx(needed + again, rel=0.02)
+
+
+def test_products_of_8_bit_floats_have_a_higher_rate():
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    )
+    call = f"%c = (bf16[512,2048]{{1,0}}, s8[64]{{0}}) custom-call(%a, %b), backend_config={config}"
+    targets = ("__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+    plain, float8 = (
+        kernels(A, B, f'{call}, custom_call_target="{target}"')[0].efficiency for target in targets
+    )
+    assert 1 == plain < float8 < 2
+
+
+@pytest.mark.e2e
+def test_linear_layers_call_cublas_for_8_bit_floats():
+    """Forward, recomputed and gradients of activations; gradients of matrices are in bfloat16."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    small = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    config = programs.settings("model.linear_dtype=float8", "mesh.seq=1", **small)
+    step = programs.step(config, compiled.make_devices("h100-80gb", 1))
+    targets = re.findall(r'custom_call_target="(__cublas\$[\w$]*)"', step.dump.hlo_text)
+    num_float8 = targets.count("__cublas$lt$matmul$f8")
+    assert num_float8 >= 2 * 7, "seven matrices of a layer"
+    assert 7 <= len(targets) - num_float8 < num_float8

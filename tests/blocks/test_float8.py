@@ -1,0 +1,110 @@
+"""Products of linear layers in 8-bit floats."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.blocks import float8
+from jaxsp.core.errors import UserError
+from jaxsp.run import selfcheck
+from tests import batches, messages
+from tests.training import runs
+
+T, I, O = 24, 64, 48
+
+
+def draw(*shape, dtype="bfloat16"):
+    rng = np.random.default_rng(sum(shape))
+    return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+
+@jax.jit
+def run(x, weight, dy):
+    y, pull = jax.vjp(float8.multiply, x, weight)
+    return y, *pull(dy)
+
+
+def error(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+
+
+def test_products_and_gradients_are_those_of_floats_except_for_rounding():
+    """e4m3 has 3 bits of mantissa: both factors are off by up to 6 %, at random."""
+    x, weight, dy = draw(T, I), draw(O, I, dtype="float32"), draw(T, O)
+    y, dx, dweight = run(x, weight, dy)
+    x64, weight64, dy64 = (np.asarray(a, np.float64) for a in (x, weight, dy))
+    assert 0.01 < error(y, x64 @ weight64.T) < 0.05
+    assert 0.01 < error(dx, dy64 @ weight64) < 0.05
+    assert error(dweight, dy64.T @ x64) < 1e-6, "not in 8 bits"
+    assert (y.dtype, dx.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1, 448, 1e30])
+def test_a_token_of_any_size_has_its_own_scale(scale):
+    """Results of a token do not depend on other tokens, not even in the last bit."""
+    x, weight, dy = draw(T, I), draw(O, I), draw(T, O)
+    y, dx, _ = run(x.at[0].multiply(scale), weight, dy.at[0].multiply(scale))
+    plain_y, plain_dx, _ = run(x, weight, dy)
+    np.testing.assert_array_equal(y[1:], plain_y[1:])
+    np.testing.assert_array_equal(dx[1:], plain_dx[1:])
+    assert error(y[0].astype(jnp.float32) / scale, plain_y[0]) < 0.06
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
+    x, weight, dy = draw(T, I).at[0].set(0), draw(O, I), draw(T, O)
+    y, *_ = run(x.at[1, 3].set(jnp.nan).at[2, 3].set(jnp.inf), weight, dy)
+    assert (y[0] == 0).all()
+    assert not np.isfinite(np.asarray(y[1:3], np.float32)).any()
+    assert np.isfinite(np.asarray(y[3:], np.float32)).all()
+
+
+def test_gpus_without_such_products_are_refused():
+    def device(capability):
+        return types.SimpleNamespace(
+            platform="gpu", compute_capability=capability, device_kind="NVIDIA A100"
+        )
+
+    with pytest.raises(UserError, match=messages.containing("float8", "A100", "Hopper")):
+        float8.check_devices([device("8.0")])
+    for capability in ("8.9", "9.0", "12.0"):
+        float8.check_devices([device(capability)])
+
+
+def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypatch):
+    spec = runs.make_spec({}, model=batches.model(hidden_size=64, intermediate_size=96))
+    assert "8-bit floats" in selfcheck.check_float8(spec, jax.devices()[0])
+
+    def share_a_scale(x, *, axis):
+        return quantize(x, axis=None)
+
+    quantize = float8._quantize
+    monkeypatch.setattr(float8, "_quantize", share_a_scale)
+    with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "y", "dx")):
+        selfcheck.check_float8(spec, jax.devices()[0])
+
+
+@pytest.mark.e2e
+def test_loss_and_gradients_do_not_depend_on_the_mesh(small_shards):
+    """In float32; a value that is rounded the other way on another mesh is the largest error."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "head_dim": 16}
+    model = batches.model(linear_dtype="float8", **sizes)
+    weights = runs.draw_weights(model)
+    results = {}
+    for mesh, rows in {(1, 1, 1): 4, (1, 2, 4): 1, (2, 2, 2): 2}.items():
+        run = runs.compile_in_thread(
+            mesh, rows_per_microbatch=rows, model=model, functions=("gradients",)
+        ).result()
+        state = run.state(weights)
+        gradients, sums = run.gradients(state.master, run.rows(runs.ROWS))
+        results[mesh] = run.unpad(gradients), float(sums["loss"])
+    (expected, loss), *others = results.values()
+    (plain_loss, _), _ = runs.compile_reference(batches.model(**sizes))(weights, runs.ROWS)
+    assert 1e-5 < abs(loss / float(plain_loss) - 1) < 0.02, "products are in 8 bits"
+    for gradients, other_loss in others:
+        assert abs(other_loss / loss - 1) < 1e-5
+        for name, gradient in gradients.items():
+            assert batches.relative_error(gradient, expected[name]) < 1e-3, name
