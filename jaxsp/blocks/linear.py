@@ -5,13 +5,14 @@ Dims: i and o, a matrix's inputs and outputs; r and s, an adapter's rank; else a
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from jaxsp.blocks import dropout, float8
+from jaxsp.blocks import adapted, dropout, float8
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
@@ -52,9 +53,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B l i"], keys: Keys | None = None) -> Float[Array, "B l o"]:
         """Args: keys: of the tokens, for dropout before the adapter; None: no dropout."""
-        y = self.multiply(x, self.weight[...])
-        if self.adapter is not None:
-            y = self.adapter(x, y, self.weight[...], keys)
+        if self.adapter is None:
+            y = self.multiply(x, self.weight[...])
+        else:
+            y = self.adapter(x, self.weight[...], keys, product=self.multiply)
         if self.bias is None:
             return y
         # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
@@ -121,22 +123,28 @@ class LoraAdapter(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B l i"],
-        y: Float[Array, "B l o"],
         weight_oi: Float[Array, "o i"],
         keys: Keys | None,
+        *,
+        product: Callable[[Array, Array], Array],
     ) -> Float[Array, "B l o"]:
         """The adapted product.
 
         Args:
-            y: the product of x and the frozen weight.
+            weight_oi: the frozen weight.
             keys: of the tokens, for dropout; None: no dropout.
+            product: function that multiplies x and the frozen weight.
         """
         a_ri = self.a[...]
         b_or = self.b[...]
-        if keys is not None:
-            x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
-        delta = multiply(multiply(x, a_ri), b_or)
-        y = y + scale(delta, self.scale)
+        is_plain = keys is None and product is multiply
+        if is_plain and adapted.is_faster(x, weight_oi, a_ri.shape[0]):
+            y = adapted.multiply(x, weight_oi, a_ri, b_or, self.scale)
+        else:
+            y = product(x, weight_oi)
+            if keys is not None:
+                x = dropout.drop(x, keys, name=self.name, rate=self.dropout)
+            y = y + scale(multiply(multiply(x, a_ri), b_or), self.scale)
         if self.magnitude is None:
             return y
         norm_o = jax.lax.stop_gradient(self._row_norms(weight_oi, a_ri, b_or))

@@ -116,7 +116,7 @@ def fit(
                 shortage=shortage,
                 full_remat_reason="" if saves_attention else reason,
             )
-            if not _can_keep_more(spec, candidate):
+            if not (math.isfinite(limit.device) and _can_keep_more(spec, candidate)):
                 return step
             return _keep_mlp_layers(step, compile_step=compile_step, measure=measure)
         if saves_attention:

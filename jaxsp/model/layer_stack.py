@@ -99,8 +99,8 @@ def run_layers(
         own = _split_layers(own, len(segment.period))
         for periods, of_part in divided:
             run = functools.partial(_run_period, parts, segment.period, stacks, batch, of_part)
-            numbers = jnp.asarray(periods, jnp.int32)
-            inputs = numbers, _take_layers(own, periods.start, len(periods))
+            of_periods = _take_layers(own, periods.start, len(periods))
+            inputs = jnp.asarray(periods, jnp.int32), of_periods
             x, sums = jax.lax.scan(run, x, inputs)
             all_sums.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), sums))
     return x, _join_sums(all_sums)

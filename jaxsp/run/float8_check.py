@@ -21,9 +21,10 @@ def measure_errors(device: jax.Device, dim_in: int, dim_out: int) -> dict[str, f
     rng = np.random.default_rng(0)
     sizes = np.exp2(rng.integers(-20, 20, (_NUM_TOKENS, 1)))
     shapes = (_NUM_TOKENS, dim_in), (dim_out, dim_in), (_NUM_TOKENS, dim_out)
-    x, weight, dy = (rng.standard_normal(shape) for shape in shapes)
-    x, dy = x * sizes, dy / sizes
-    inputs = [jax.device_put(np.asarray(a, jnp.bfloat16), device) for a in (x, weight, dy)]
+    drawn = [rng.standard_normal(shape) for shape in shapes]
+    drawn[0] *= sizes
+    drawn[2] /= sizes
+    inputs = [jax.device_put(np.asarray(a, jnp.bfloat16), device) for a in drawn]
 
     def run(x: jax.Array, weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
         y, pull = jax.vjp(float8.multiply, x, weight.astype(jnp.float32))

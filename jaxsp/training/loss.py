@@ -80,7 +80,6 @@ def sum_token_losses(
 
     def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any]]:
         head_VD = gather.all_gather(head, shard)
-        has_gradient = gather.has_gradient(shard)
         tiles = split_inputs(hidden_BlD)
 
         def add_tile(carry: tuple[Sums, Array | None], tile: Any) -> tuple[Any, Array]:
@@ -89,18 +88,18 @@ def sum_token_losses(
             dproducts_XV = dproducts_XV.astype(head_VD.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             dhidden_XD = product("XV,VD->XD", dproducts_XV, head_VD)
-            if has_gradient:
+            if dhead_VD is not None:
                 dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, tile[0])
             sums = jax.tree.map(jnp.add, sums, tile_sums)
             return (sums, dhead_VD), dhidden_XD.astype(hidden_BlD.dtype)
 
         zeros = metric_table.make_zeros(lambda tile: compute_tile(head_VD, tile)[0], tiles)
-        zeros_VD = jnp.zeros(head.shape, jnp.float32) if has_gradient else None
+        zeros_VD = jnp.zeros(head.shape, jnp.float32) if gather.has_gradient(shard) else None
         (sums, dhead_VD), dhidden_TXD = jax.lax.scan(add_tile, (zeros, zeros_VD), tiles)
         dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
-        dshard = gather.reduce_scatter(head, dhead_VD) if has_gradient else None
+        dshard = None if dhead_VD is None else gather.reduce_scatter(head, dhead_VD)
         return sums, jax.lax.optimization_barrier((dhidden_BlD, dshard))
 
     def backward(gradients: tuple[Array, Any], dsums: Sums) -> tuple[Array, Any]:
