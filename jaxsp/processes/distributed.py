@@ -42,8 +42,8 @@ POLL_INTERVAL_S = 0.5
 MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often.
 
-They take 7 % of a core; unlimited, 1,024 clients make 4,600 (2 cores, which clients share, jax
-0.10.1).
+They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
+processes share; `scripts.bench.polling`).
 """
 
 MAX_PEER_READS = 10
