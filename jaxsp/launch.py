@@ -1,5 +1,7 @@
 """Trains with one process per GPU of this node, and starts a job that hangs again.
 
+With more than 64 GPUs, one process per node uses all its GPUs.
+
 `jaxsp launch [--processes N] CONFIG.yaml [key.path=value ...]`. A job that fails, or that
 loses a process, is not started again. The first SIGTERM, SIGINT or SIGHUP is forwarded to the
 processes, which write a checkpoint if there is time; a second one kills them.
@@ -37,7 +39,8 @@ def main(arguments: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "launch",
-        "Trains as jaxsp train does, with one process for each GPU of this node.",
+        "Trains as jaxsp train does, with one process for each GPU of this node, or one for all "
+        f"of them in a job of more than {cluster.MAX_ONE_GPU_PROCESSES} GPUs.",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
@@ -101,7 +104,10 @@ def _plan_processes(args: argparse.Namespace) -> list[Process]:
     """Processes of this node. Raises: UserError for invalid arguments."""
     problems = ProblemCollector()
     num_gpus = hardware.count_gpus(os.environ)
-    num_local = num_gpus if args.processes is None else args.processes
+    num_local = args.processes
+    if num_local is None:
+        is_large = args.nodes * num_gpus > cluster.MAX_ONE_GPU_PROCESSES
+        num_local = 1 if is_large else num_gpus
     if args.processes is None and num_gpus == 0:
         problems.append(
             "--processes: missing, and this node has no NVIDIA GPU. "
@@ -111,7 +117,7 @@ def _plan_processes(args: argparse.Namespace) -> list[Process]:
         rule = "must be at least 1"
         if num_gpus > 0:
             rule = f"must be from 1 to {num_gpus}, the GPUs of this node"
-        problems.append(f"--processes = {num_local}: {rule}. Leave it out for one process per GPU.")
+        problems.append(f"--processes = {num_local}: {rule}. Leave it out.")
     if not 0 <= args.node < args.nodes:
         problems.append(
             f"--node = {args.node}: must be from 0 to {args.nodes - 1}, with --nodes {args.nodes}."

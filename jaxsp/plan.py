@@ -19,16 +19,14 @@ from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
-from jaxsp.data.packing import summary
 from jaxsp.hf import folder, peft, published
 from jaxsp.hf.rope import context_range
 from jaxsp.planner import plots, report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.runtime import memory_limits
-from jaxsp.setup import data_sets, model_files
+from jaxsp.setup import data_preparation
+from jaxsp.setup.model_files import ModelFiles
 
 _NUMBERS = {
     "--devices": (
@@ -201,33 +199,16 @@ def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
 
 
 def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:
-    """Reads and packs the training data as training does, and prints its rows and steps.
-
-    Returns: the steps of the run. Raises: UserError with all problems of the sources.
-    """
-    template = config.data.chat_template
-    if template is not None:
-        template = chat_template.resolve_template(template)
-    data = config.data.model_copy(update={"eval": (), "chat_template": template})
+    """Prints rows and steps of the training data, and returns the steps. Raises: UserError."""
+    data = config.data.model_copy(update={"eval": ()})
     config = config.model_copy(update={"data": data})
-    problems = ProblemCollector()
-    opened = data_sets.open_sources(config, for_training=True, problems=problems)
-    problems.raise_if_any()
-    tokenizer = None
-    if opened.have_text:
-        source = None
-        if config.model.tokenizer is None and config.model.source is not None:
-            source = folder.find(config.model.source)
-        tokenizer = model_files.load_tokenizer(config, source, None)
-    train, _ = data_sets.make_data_sets(
-        opened, config, tokenizer, vocab_size=model.vocab_size, for_training=True
-    )
-    assert train is not None, "made for training"
-    schedule = train.make_schedule(config, num_steps=config.run.steps, epochs=config.run.epochs)
-    for label, line in summary.describe_data(train, config, schedule):
-        console.print(f"{label:<8}{line}")
-    console.print(f"{'steps':<8}{format_count(len(schedule), 'step')}")
-    return len(schedule)
+    files = ModelFiles(config=model)
+    # The sizes may be published ones, without the model's folder
+    needs_tokenizer = any(source.format != "tokens" for source in data.train)
+    if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
+        source = folder.find(config.model.source)
+        files = ModelFiles(config=model, folder=source, hf_config=source.config_fields)
+    return data_preparation.print_data(config, files, console, ProblemCollector())
 
 
 def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Cluster:

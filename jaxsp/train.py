@@ -18,7 +18,7 @@ from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
-from jaxsp.setup import build, preview, resume
+from jaxsp.setup import build, data_preparation, preview, resume
 from jaxsp.storage import copies, run_storage
 
 
@@ -29,11 +29,14 @@ def main(arguments: list[str]) -> None:
     process = cli.detect_process(args)
     if process.index == 0:
         registry.check_installed(config.logging)
+    console = rich.console.Console(quiet=process.index > 0, markup=False)
     if args.preview is not None:
         if args.preview < 0:
             raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
-        console = rich.console.Console(quiet=process.index > 0, markup=False)
         preview.print_preview(config, console, num_records=args.preview or None)
+        return
+    if args.prepare_data:
+        data_preparation.prepare_data(config, console)
         return
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
@@ -42,7 +45,6 @@ def main(arguments: list[str]) -> None:
     preemption = Preemption(config.run, status)
     with preemption.listen():
         distributed.initialize(process)
-        console = rich.console.Console(quiet=process.index > 0, markup=False)
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
@@ -92,6 +94,12 @@ def _make_parser() -> argparse.ArgumentParser:
         type=int,
         help="prints the first N records of each source and marks the tokens with a loss, without "
         "training; default: the first record, and one of each kind of chat",
+    )
+    parser.add_argument(
+        "--prepare-data",
+        action="store_true",
+        help="reads, tokenizes and packs the data, and prints its rows and steps, without training "
+        "or GPUs; a run then finds the tokens in the cache",
     )
     return parser
 

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from scripts.bench import batches, checkpoints, packing, tokenization
+from scripts.bench import batches, checkpoints, packing, polling, tokenization
 
 
 def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch):
@@ -83,3 +83,14 @@ def test_checkpoints_are_timed_and_then_removed(tmp_path, monkeypatch, capsys):
     )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
     assert capsys.readouterr().out.splitlines()[0] == checkpoints.HEADER
+
+
+@pytest.mark.e2e
+def test_processes_join_and_read(tmp_path, capsys):
+    out = tmp_path / "polling.json"
+    options = ["--processes", "3", "--seconds", "1", "--out", str(out)]
+    assert polling.main(options) == 0
+    paced, unpaced = json.loads(out.read_text())["cases"]
+    assert 3 < paced["reads_per_s"] < 9, "three processes read every half second"
+    assert unpaced["reads_per_s"] > 100
+    assert capsys.readouterr().out.splitlines()[0] == polling.HEADER

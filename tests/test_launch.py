@@ -14,7 +14,7 @@ from jaxsp import launch
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.processes import child_processes, hardware
+from jaxsp.processes import child_processes, cluster, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.processes.stderr_mux import PEER_LINE_DELAY_S
 from jaxsp.run import trainer
@@ -483,7 +483,9 @@ def test_invalid_arguments_are_refused(monkeypatch, arguments, environ, num_gpus
         launch.main([*arguments.split(), "configs/quickstart.yaml", "run.steps=1"])
 
 
-def test_one_launch_per_node_makes_one_job(monkeypatch):
+@pytest.fixture
+def plan(monkeypatch):
+    """Function that returns the processes that launch starts on a node with four GPUs."""
     jobs = []
 
     def run_processes(command, processes, signals):
@@ -491,10 +493,24 @@ def test_one_launch_per_node_makes_one_job(monkeypatch):
 
     monkeypatch.setattr(child_processes, "run_processes", run_processes)
     monkeypatch.setattr(hardware, "count_gpus", lambda _: 4)
-    for node in "01":
-        options = f"--nodes 2 --node {node} --coordinator node-0:29500"
-        launch.main([*options.split(), "configs/quickstart.yaml"])
-    (first, second) = jobs
+
+    def plan_processes(options):
+        launch.main([*options.split(), "--coordinator", "node-0:29500", "configs/quickstart.yaml"])
+        return jobs.pop()
+
+    return plan_processes
+
+
+def test_a_large_job_has_one_process_per_node(plan):
+    assert plan("--nodes 17 --node 3 --processes 4")[0].num_processes == 68
+    assert plan("--nodes 16 --node 3")[0].num_processes == 64
+    (process,) = plan("--nodes 17 --node 3")
+    assert (process.index, process.num_processes) == (3, 17)
+    assert cluster.choose_local_gpus(process, 4) is None, "it uses all GPUs"
+
+
+def test_one_launch_per_node_makes_one_job(plan):
+    (first, second) = (plan(f"--nodes 2 --node {node}") for node in (0, 1))
     assert [process.index for process in first + second] == list(range(8))
     assert [process.local_index for process in second] == [0, 1, 2, 3]
     for process in first + second:

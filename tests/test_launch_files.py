@@ -24,7 +24,7 @@ CONTAINER = POD["containers"][0]
 
 
 SRUN = """
-shift
+while [[ $1 == --* ]]; do shift; done
 "$@" & child=$!
 echo $child > {folder}/task
 trap "kill -KILL $child; exit 137" TERM
@@ -108,6 +108,15 @@ def test_slurm_starts_only_a_run_that_hangs_or_is_killed_again(run_command, code
     train = "python -m jaxsp.train a.yaml run.shutdown_grace=270s run.steps=3"
     assert python_calls(called) == [train] * starts
     assert not any(line.startswith("scontrol") for line in called)
+
+
+@pytest.mark.parametrize(("nodes", "cpus"), [(8, None), (9, 48)])
+def test_slurm_starts_one_task_per_node_above_64_gpus(run_command, nodes, cpus):
+    step = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "6", "SLURM_GPUS_ON_NODE": "8"}
+    _, _, called = run_command(SLURM, "a.yaml", codes="0", SLURM_NNODES=str(nodes), **step)
+    tasks = "" if cpus is None else f" --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus}"
+    assert called[0].startswith(f"srun --kill-on-bad-exit=0{tasks} python")
+    assert len(python_calls(called)) == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jaxsp.checkpoint import checksums
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
-from jaxsp.sharding import sharding
+from jaxsp.sharding import replicas, sharding
 from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
@@ -200,13 +200,19 @@ def _restore_items(
 ) -> dict[str, Any]:
     """Restores items with these shapes and shardings, and checks their checksums."""
 
+    mesh = jax.tree.leaves(items)[0].sharding.mesh
+    is_broadcast = replicas.is_broadcast(mesh)
+
     def to_args(x: Any) -> ocp.ArrayRestoreArgs:
+        place = replicas.on_first_replica(x.sharding) if is_broadcast else x.sharding
         # Not strict, because the stored shapes differ: the amount of padding depends on the mesh
         return ocp.ArrayRestoreArgs(
-            sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False
+            sharding=place, global_shape=x.shape, dtype=x.dtype, strict=False
         )
 
     def read() -> dict[str, Any]:
+        if replicas.find_readers(mesh).isdisjoint(mesh.local_devices):
+            return {}
         return {
             item: _read_item(
                 checkpoint,
@@ -217,12 +223,31 @@ def _restore_items(
         }
 
     restored = raise_on_all_processes(checkpoint, read)
+    if is_broadcast:
+        restored = _broadcast_items(items, restored)
     expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
     shapes = {name: leaf.shape for name, leaf in expected.items()}
     # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))
     return restored
+
+
+def _broadcast_items(items: dict[str, Any], restored: dict[str, Any]) -> dict[str, Any]:
+    """Items on all replicas. Args: restored: those of replica 0, which are deleted one by one.
+
+    orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes wait
+    forever. Here, all have raised that before.
+    """
+    likes, structure = jax.tree.flatten(items)
+    arrays = jax.tree.leaves(restored) or [None] * len(likes)
+    results = []
+    for like, array in zip(likes, arrays, strict=True):
+        shards = [] if array is None else [x.data for x in array.addressable_shards]
+        results.append(replicas.broadcast(like, like.sharding, shards))
+        if array is not None:
+            array.delete()
+    return jax.tree.unflatten(structure, results)
 
 
 def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:

@@ -106,7 +106,8 @@ class RunConfig(ConfigSection):
     """Folder of compiled programs that later runs reuse, up to 5 GiB. auto:
     ~/.cache/jaxsp/programs, or below XDG_CACHE_HOME, for a single process on GPUs, or on CPUs with
     jax 0.12. Earlier releases print long lines about the processor when they read a program for
-    CPUs. Several processes need a folder that all nodes share. null: none."""
+    CPUs. Several processes need a folder that all nodes share; process 0 writes it. More than 128
+    on GPUs, each of which times kernels for itself, also have that of auto. null: none."""
 
     _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 

@@ -28,6 +28,11 @@ _ARGUMENTS = "--coordinator HOST:PORT --num-processes N --process-id I"
 _SUGGESTION = f"Or pass {_ARGUMENTS}."
 
 
+MAX_ONE_GPU_PROCESSES = 64
+"""Number of GPUs up to which each has a process of its own. With more, one process uses all GPUs of
+a node: process 0 has an eighth of the others to answer, and storage an eighth of the imports."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
     """One of the processes of a job."""
@@ -98,6 +103,17 @@ def count_local_processes(
     if process.num_local_processes is not None:
         return process.num_local_processes
     return max(1, hardware.count_gpus(environ) // devices_per_process)
+
+
+def find_count_warning(process: Process) -> str | None:
+    """Describes how to start fewer processes, if a large job has several per node."""
+    if process.num_local_processes in (None, 1) or process.num_processes <= MAX_ONE_GPU_PROCESSES:
+        return None
+    return (
+        f"{process.num_processes} processes start slowly: with more than {MAX_ONE_GPU_PROCESSES} "
+        "GPUs, start one process per node, which uses all GPUs there: srun --ntasks-per-node=1, "
+        "torchrun --nproc-per-node=1, mpirun --map-by ppr:1:node, or jaxsp launch."
+    )
 
 
 def choose_local_gpus(process: Process, num_gpus: int) -> list[int] | None:

@@ -40,7 +40,11 @@ POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
 
 MAX_POLLS_PER_S = 200
-"""Reads per second that process 0 answers, at most: with more processes, each reads less often."""
+"""Reads per second that process 0 answers, at most: with more processes, each reads less often.
+
+They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
+processes share; `scripts.bench.polling`).
+"""
 
 MAX_PEER_READS = 10
 """Reads in which a process looks for others on its node, which publish their ids when they join."""
@@ -184,12 +188,12 @@ def _read_events() -> None:
     _events = events
 
 
-def poll_interval_s() -> float:
+def poll_interval_s(shortest_s: float = POLL_INTERVAL_S) -> float:
     """Seconds between two reads of what other processes have published.
 
     Example: 0.5 up to 100 processes, 5.1 with 1,024.
     """
-    return max(POLL_INTERVAL_S, _this_process.num_processes / MAX_POLLS_PER_S)
+    return max(shortest_s, _this_process.num_processes / MAX_POLLS_PER_S)
 
 
 def is_connected() -> bool:

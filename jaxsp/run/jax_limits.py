@@ -42,8 +42,11 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
         outside_bytes=outside_bytes,
     )
     if num_gpus and process.index == 0:
-        warning = memory_limits.find_fraction_warning(os.environ, outside_bytes)
-        if warning:
+        warnings = (
+            cluster.find_count_warning(process),
+            memory_limits.find_fraction_warning(os.environ, outside_bytes),
+        )
+        for warning in filter(None, warnings):
             distributed.log(warning)
 
 

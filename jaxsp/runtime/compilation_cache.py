@@ -9,6 +9,7 @@ from jaxsp.core import paths, urls
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
 from jaxsp.processes import distributed, hardware
+from jaxsp.runtime import jax_platform
 
 AUTO = "auto"
 
@@ -61,9 +62,12 @@ def _is_automatic(num_processes: int) -> bool:
     """True if `auto` keeps programs.
 
     Only process 0 writes them. Without a shared home folder it would read a program that the others
-    compile, while XLA expects all of them to divide the timing of kernels.
+    compile, while XLA expects all of them to divide the timing of kernels, up to
+    `MAX_SHARED_AUTOTUNING` processes.
     """
     has_gpu = hardware.count_gpus(os.environ) > 0
+    if has_gpu and jax_platform.has_own_autotuning(num_processes):
+        return True
     return num_processes == 1 and (has_gpu or jax.__version_info__ >= MIN_CPU_RELEASE)
 
 

@@ -36,6 +36,15 @@ XLA does not know in XLA_FLAGS ends the process."""
 GPU_TIMEOUT_S = 600
 """Replaces these limits in jobs of several nodes, where connecting all GPUs takes minutes."""
 
+MAX_SHARED_AUTOTUNING = 128
+"""Number of processes up to which they divide the timing of kernels, as XLA does by default. Each
+then reads the results of all others from process 0, for each program: a million reads with 1,024
+processes."""
+
+OWN_AUTOTUNING_FLAG = "--xla_gpu_shard_autotuning=false"
+"""Makes each process time all kernels, as if it was the only one. jaxlib 0.10.1 to 0.12.0.1 have
+it."""
+
 
 def choose_platform(
     *,
@@ -69,9 +78,11 @@ def choose_platform(
         if not os.environ.get("JAX_PLATFORMS"):
             # An installed CUDA plugin would look for a GPU and print a traceback
             jax.config.update("jax_platforms", "cpu")
-        _raise_timeouts(os.environ, collective_timeout_flags())
+        _add_flags(os.environ, collective_timeout_flags())
     elif num_processes > num_local_processes:
-        _raise_timeouts(os.environ, gpu_timeout_flags())
+        _add_flags(os.environ, gpu_timeout_flags())
+        if has_own_autotuning(num_processes):
+            _add_flags(os.environ, [OWN_AUTOTUNING_FLAG])
     if virtual_cpu_devices is None:
         return
     per_process, remainder = divmod(virtual_cpu_devices, num_processes)
@@ -95,8 +106,13 @@ def gpu_timeout_flags() -> list[str]:
     return [f"--{name}={GPU_TIMEOUT_S}" for name in GPU_TIMEOUTS]
 
 
-def _raise_timeouts(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
-    """Adds the limits that the user has not set to XLA_FLAGS.
+def has_own_autotuning(num_processes: int) -> bool:
+    """True if each process of a job on GPUs times all kernels."""
+    return num_processes > MAX_SHARED_AUTOTUNING
+
+
+def _add_flags(environ: MutableMapping[str, str], own_flags: Sequence[str]) -> None:
+    """Adds the flags that the user has not set to XLA_FLAGS.
 
     XLA reads the variable once, when the first device is used. It holds flags or the name of a file
     of flags, never both, so a file is left as it is.

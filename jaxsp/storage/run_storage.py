@@ -122,7 +122,7 @@ def _share_sessions(lock: SessionLock | None) -> tuple[str, str | None, int]:
         distributed.publish(_SESSIONS_KEY, json.dumps([*lock.sessions, lock.number]))
         return *lock.sessions, lock.number
     while 0 not in (published := distributed.read_published(_SESSIONS_KEY)):
-        time.sleep(_POLL_S)
+        time.sleep(distributed.poll_interval_s(_POLL_S))
     session, previous, number = json.loads(published[0])
     return session, previous, number
 
@@ -179,7 +179,7 @@ def _count_owners(is_owner: bool) -> int:
         published = distributed.read_published(_OWNER_KEY)
         if len(published) == num_processes:
             return sum(map(int, published.values()))
-        time.sleep(_POLL_S)
+        time.sleep(distributed.poll_interval_s(_POLL_S))
     return 1
 
 

@@ -17,7 +17,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory
 from jaxsp.runtime import device_mesh
-from jaxsp.sharding import quantization, sharding
+from jaxsp.sharding import quantization, replicas, sharding
 
 ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """Function that reads a slice of one layer of a weight, in float32 and without padding.
@@ -93,39 +93,45 @@ def load_weights(
     """Weights from slices that `read_slice` returns, each on its devices.
 
     A process reads the slices of its own devices only, each once, even if several devices hold it.
+    Processes without a device of replica 0 read nothing, and receive its weights one by one.
 
     Memory: on the host, in addition to the shards of its CPU devices, one shard of one stacked
         weight and the slice of a layer.
     """
     num_shards = device_mesh.num_shards(mesh)
+    readers = replicas.find_readers(mesh)
+    is_broadcast = replicas.is_broadcast(mesh)
 
     def load(param: Parameter) -> Any:
         shape = sharding.stored_shape(param, num_shards)
         place = sharding.named_sharding(param, mesh, is_on_host=is_on_host(param))
         owners: dict[_Spans, list[jax.Device]] = {}
         for device, index in place.addressable_devices_indices_map(shape).items():
+            if device not in readers:
+                continue
             assert index is not None, "the device is addressable"
             spans = tuple(
                 dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=True)
             )
             owners.setdefault(spans, []).append(device)
         shards: list[Any] = []
+        memory_kind = None if is_broadcast else place.memory_kind
         # A callback of make_array_from_callback would hold the shards of all devices at a time
         for spans, devices in owners.items():
             shard = _read_shard(param, spans, read_slice)
             copies = [
-                jax.device_put(shard, SingleDeviceSharding(device, memory_kind=place.memory_kind))
+                jax.device_put(shard, SingleDeviceSharding(device, memory_kind=memory_kind))
                 for device in devices
             ]
             # A copy may read its source after device_put has returned
             shards += jax.block_until_ready(copies)
-        return jax.tree.map(
-            lambda like, *parts: jax.make_array_from_single_device_arrays(
-                like.shape, place, list(parts)
-            ),
-            quantization.describe(param, shape),
-            *shards,
-        )
+
+        def join(like: Any, *parts: Array) -> Array:
+            if is_broadcast:
+                return replicas.broadcast(like, place, parts)
+            return jax.make_array_from_single_device_arrays(like.shape, place, list(parts))
+
+        return jax.tree.map(join, quantization.describe(param, shape), *shards)
 
     return jax.tree.map(load, table)
 

@@ -129,11 +129,13 @@ def measure(name: str, chunks: int) -> dict[str, object]:
     """Ratios and hops for one distribution and one number of chunks per device."""
     starts, lengths = draw_rows(name)
     ring = Ring(degree=DEVICES, chunks_per_device=chunks)
-    work = np.array(
-        [
-            balance.count_row_work(*row, row_tokens=ROW_TOKENS, layout=ring.layout)
-            for row in zip(starts, lengths, strict=True)
-        ]
+    work = balance.count_row_work(
+        starts.ravel(),
+        lengths.ravel(),
+        np.repeat(np.arange(NUM_ROWS), starts.shape[1]),
+        num_rows=NUM_ROWS,
+        row_tokens=ROW_TOKENS,
+        layout=ring.layout,
     )
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.int64) for x in (starts, lengths)]

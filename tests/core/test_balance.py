@@ -19,8 +19,17 @@ LAYOUTS = [
 ]
 
 
-def arrays(row):
-    return np.array([place[0] for place in row], int), np.array([place[1] for place in row], int)
+def count(rows, layout):
+    places = np.array([place for row in rows for place in row], np.int32).reshape(-1, 2)
+    row_of_segment = [number for number, row in enumerate(rows) for _ in row]
+    return balance.count_row_work(
+        places[:, 0],
+        places[:, 1],
+        np.array(row_of_segment, int),
+        num_rows=len(rows),
+        row_tokens=96,
+        layout=layout,
+    )
 
 
 def count_pairs(row, layout):
@@ -36,20 +45,20 @@ def count_pairs(row, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ROWS)
-def test_the_work_is_the_number_of_pairs_of_tokens(name, layout):
-    work = balance.count_row_work(*arrays(ROWS[name]), row_tokens=96, layout=layout)
-    expected = count_pairs(ROWS[name], layout)
-    if layout.keeps_order:
-        expected = expected.sum(keepdims=True)
-    np.testing.assert_array_equal(work, expected)
-    assert work.sum() == sum(length**2 for _, length in ROWS[name])
+def test_the_work_is_the_number_of_pairs_of_tokens(layout):
+    work = count(ROWS.values(), layout)
+    for (name, row), row_work in zip(ROWS.items(), work, strict=True):
+        expected = count_pairs(row, layout)
+        if layout.keeps_order:
+            expected = expected.sum(keepdims=True)
+        np.testing.assert_array_equal(row_work, expected, err_msg=name)
+        assert row_work.sum() == sum(length**2 for _, length in row)
 
 
 def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
     for layout in LAYOUTS:
-        work = balance.count_row_work(*arrays([(0, 96)]), row_tokens=96, layout=layout)
-        assert balance.compute_imbalance(work[None, None], has_ring_steps=True) == pytest.approx(
+        work = count([[(0, 96)]], layout)
+        assert balance.compute_imbalance(work[None], has_ring_steps=True) == pytest.approx(
             1, abs=0.1
         )
     work = np.array([[[[4, 2], [1, 3]], [[1, 1], [1, 1]]]])
@@ -57,5 +66,4 @@ def test_one_document_is_balanced_and_groups_wait_for_the_slowest():
         imbalance = balance.compute_imbalance(work, has_ring_steps=has_ring_steps)
         assert imbalance == pytest.approx(slowest / ((5 + 2) / 2))
     assert balance.compute_imbalance(np.zeros((1, 1, 1, 1)), has_ring_steps=True) == 1
-    ones = balance.count_row_work(*arrays([(0, 3), (5, 4)]), row_tokens=96, layout=KEPT_ORDER)
-    assert ones.tolist() == [[25]]
+    assert count([[(0, 3), (5, 4)]], KEPT_ORDER).tolist() == [[[25]]]

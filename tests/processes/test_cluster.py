@@ -235,3 +235,15 @@ def test_an_mpirun_other_than_that_of_open_mpi_is_refused():
     ):
         cluster.detect_process({"PMI_SIZE": "4", "PMI_RANK": "0"})
     assert cluster.detect_process({"PMI_SIZE": "1", "PMI_RANK": "0"}).num_processes == 1
+
+
+def test_a_large_job_with_several_processes_per_node_is_warned():
+    def start(num_tasks, per_node):
+        tasks = {"SLURM_STEP_NUM_TASKS": num_tasks, "SLURM_STEP_TASKS_PER_NODE": per_node}
+        return cluster.detect_process(SRUN | tasks)
+
+    assert "srun --ntasks-per-node=1" in cluster.find_count_warning(start("136", "8(x17)"))
+    assert cluster.find_count_warning(start("64", "8(x8)")) is None
+    one_per_node = start("136", "1(x136)")
+    assert cluster.find_count_warning(one_per_node) is None
+    assert cluster.choose_local_gpus(one_per_node, 8) is None, "it uses all GPUs"

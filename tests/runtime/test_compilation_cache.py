@@ -37,6 +37,9 @@ def simulate(monkeypatch, release, num_gpus):
         (NEW, 8, 1, True),
         (NEW, 8, 2, False),
         (NEW, 0, 2, False),
+        (NEW, 8, 128, False),
+        (NEW, 8, 129, True),
+        (NEW, 0, 129, False),
     ],
 )
 def test_auto_keeps_programs_where_that_is_safe(

@@ -50,15 +50,15 @@ OWN_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=7"
 def test_collectives_on_cpu_devices_wait_for_a_day_unless_the_user_set_a_limit(tmp_path):
     ours = jax_platform.collective_timeout_flags()
     environ = {"XLA_FLAGS": OWN_TIMEOUT}
-    jax_platform._raise_timeouts(environ, ours)
+    jax_platform._add_flags(environ, ours)
     assert environ["XLA_FLAGS"].split() == [OWN_TIMEOUT, *ours[1:]]
     environ = {}
-    jax_platform._raise_timeouts(environ, ours)
+    jax_platform._add_flags(environ, ours)
     assert environ["XLA_FLAGS"].split() == ours
-    jax_platform._raise_timeouts(environ, ours)
+    jax_platform._add_flags(environ, ours)
     assert environ["XLA_FLAGS"].split() == ours, "a second call adds nothing"
     environ = {"XLA_FLAGS": str(tmp_path / "flags")}
-    jax_platform._raise_timeouts(environ, ours)
+    jax_platform._add_flags(environ, ours)
     assert environ == {"XLA_FLAGS": str(tmp_path / "flags")}, "a file of flags cannot be extended"
 
 
@@ -70,9 +70,11 @@ def test_collectives_on_cpu_devices_wait_for_a_day_unless_the_user_set_a_limit(t
         ("cuda", 8, 8, ()),
         ("cuda", 16, 8, jax_platform.GPU_TIMEOUTS),
         ("cuda", 2, 1, jax_platform.GPU_TIMEOUTS),
+        ("cuda", 128, 1, jax_platform.GPU_TIMEOUTS),
+        ("cuda", 129, 1, (*jax_platform.GPU_TIMEOUTS, "xla_gpu_shard_autotuning")),
     ],
 )
-def test_time_limits_are_raised_on_cpus_and_on_gpus_of_several_nodes(
+def test_flags_are_added_on_cpus_and_on_gpus_of_several_nodes(
     monkeypatch, platform, num_processes, num_local, names
 ):
     environ = {"JAX_PLATFORMS": platform}
@@ -88,7 +90,11 @@ def test_time_limits_are_raised_on_cpus_and_on_gpus_of_several_nodes(
 @pytest.mark.e2e
 def test_xla_of_this_release_knows_all_flags():
     """It aborts the process if it does not know one."""
-    flags = [*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags()]
+    flags = [
+        *jax_platform.collective_timeout_flags(),
+        *jax_platform.gpu_timeout_flags(),
+        jax_platform.OWN_AUTOTUNING_FLAG,
+    ]
     environ = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environ, check=True)
 

@@ -226,8 +226,8 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
 
 
 def test_own_flags_for_cpu_devices_are_not_reported_as_the_users():
-    own = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
-    flags = " ".join(["--xla_dump_to=there", *own])
+    timeouts = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
+    flags = " ".join(["--xla_dump_to=there", *timeouts, jax_platform.OWN_AUTOTUNING_FLAG])
     actual = compile_options.choose_options(
         programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}
     )

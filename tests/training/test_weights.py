@@ -8,7 +8,7 @@ import pytest
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes
 from jaxsp.model import decoder
-from jaxsp.sharding import sharding
+from jaxsp.sharding import replicas, sharding
 from jaxsp.sharding.sharding import Gather, Placement, Shard
 from jaxsp.training import weight_init
 from tests import batches
@@ -54,9 +54,16 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
             assert array.sharding.spec[-1] == axes.SHARDS
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
-def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "has_process_per_replica"),
+    [((1, 1, 1), False), ((1, 2, 4), False), ((2, 1, 4), False), ((2, 2, 2), True)],
+)
+def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(
+    sizes, has_process_per_replica, monkeypatch
+):
     mesh = batches.mesh(*sizes)
+    if has_process_per_replica:
+        monkeypatch.setattr(replicas, "find_readers", lambda mesh: {*mesh.devices[0].flat})
     table = decoder.param_table(runs.MODEL)
     whole = runs.draw_weights(runs.MODEL)
     of_row = dict(

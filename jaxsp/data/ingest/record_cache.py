@@ -33,6 +33,9 @@ _BATCH_SIZE = 2**24
 _ENTRY_OVERHEAD = 100
 """Characters added for each entry: a source may have a million empty documents."""
 
+_POLL_S = 0.05
+"""Time between two attempts to take a lock, of few processes."""
+
 _PROGRESS_DELAY_S = 3.0
 """Seconds of reading before a progress bar appears."""
 
@@ -189,7 +192,8 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
         yield
         return
     try:
-        with filelock.FileLock(lock):
+        interval_s = distributed.poll_interval_s(_POLL_S)
+        with filelock.FileLock(lock).acquire(poll_interval=interval_s):
             yield
     except Exception as error:  # datasets wraps a full disk in its own error types
         if not _is_disk_full(error):

@@ -15,9 +15,9 @@ from jaxsp.config.schema import Config
 from jaxsp.core import balance
 from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import packing, row_reader
+from jaxsp.data.packing import row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
-from jaxsp.data.packing.packing import Segments
+from jaxsp.data.packing.packing import PackedRows, Segments
 from jaxsp.data.packing.row_reader import Documents, RowSlice
 from jaxsp.data.packing.step_records import BlockSpan, HostBatch, StepCounts
 from jaxsp.runtime import device_mesh
@@ -43,8 +43,7 @@ class _SortedRows(NamedTuple):
     """A step's rows, sorted for the groups: the most attention work first, empty rows last."""
 
     row_tokens: int
-    rows: np.ndarray
-    """[rows of a step], the Segments of each."""
+    rows: PackedRows
     places: np.ndarray
     """[microbatches, B]: place of each row of the microbatches in `rows`."""
     placement: RowPlacement
@@ -111,16 +110,15 @@ class BatchLoader:
     def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
         step_rows = self._schedule.step_rows(step)
         stream = self._streams[step_rows.stream_index]
-        documents = np.concatenate([row.document for row in sorted_rows.rows])
-        segment_lengths = np.concatenate([row.length for row in sorted_rows.rows])
+        rows = sorted_rows.rows
         tokens_per_source = np.bincount(
-            self._documents.find_sources(documents),
-            segment_lengths,
+            self._documents.find_sources(rows.document),
+            rows.length,
             minlength=len(self._documents.sources),
         )
         return StepCounts(
             row_tokens=sorted_rows.row_tokens,
-            segment_lengths=segment_lengths,
+            segment_lengths=rows.length,
             num_rows=step_rows.num_rows,
             epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
@@ -176,23 +174,20 @@ class BatchLoader:
         stream_index, first_row, num_rows = self._schedule.step_rows(step)
         stream = self._streams[stream_index]
         places = self._places[stream_index]
-        rows = [stream.row(index) for index in range(first_row, first_row + num_rows)]
-        rows.sort(key=lambda row: -attention_work(row))
-        rows += [packing.EMPTY_ROW] * (places.size - num_rows)
+        rows = stream.rows(first_row, first_row + num_rows)
+        rows = rows.select_rows(np.argsort(-count_attention_work(rows), kind="stable"))
         placement = self._placements[stream_index]
-        return _SortedRows(stream.row_tokens, np.array(rows, object), places, placement)
+        return _SortedRows(stream.row_tokens, rows.append_empty(places.size), places, placement)
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
-        work = np.array(
-            [
-                balance.count_row_work(
-                    row.starts,
-                    row.length,
-                    row_tokens=sorted_rows.row_tokens,
-                    layout=sorted_rows.placement.layout,
-                )
-                for row in sorted_rows.rows
-            ]
+        rows = sorted_rows.rows
+        work = balance.count_row_work(
+            rows.starts,
+            rows.length,
+            rows.row_of_segment,
+            num_rows=len(rows),
+            row_tokens=sorted_rows.row_tokens,
+            layout=sorted_rows.placement.layout,
         )
         by_group = split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
         return balance.compute_imbalance(
@@ -218,7 +213,8 @@ class BatchLoader:
             microbatches, slots, (begin, end) = span
             places = sorted_rows.places[slice(*microbatches), slice(*slots)]
             parts = [
-                [read_part(row, begin, end) for row in rows] for rows in sorted_rows.rows[places]
+                [read_part(sorted_rows.rows.row(place), begin, end) for place in microbatch_places]
+                for microbatch_places in places.tolist()
             ]
             for name in names:
                 attribute = name.split("_")[0]  # the Batch field without its dims
@@ -282,6 +278,8 @@ def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSp
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def attention_work(row: Segments) -> int:
-    """Attention work of a row, by which rows are sorted: the squared lengths of its segments."""
-    return int(np.sum(row.length.astype(np.int64) ** 2))
+def count_attention_work(rows: PackedRows) -> np.ndarray:
+    """Attention work of each row, by which rows are sorted: the squared lengths of its segments."""
+    work = np.zeros(len(rows), np.int64)
+    np.add.at(work, rows.row_of_segment, rows.length.astype(np.int64) ** 2)
+    return work

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing.packing import PackedEpochs, Segments
+from jaxsp.data.packing import packing
+from jaxsp.data.packing.packing import PackedEpochs, PackedRows, Segments
 
 
 class RowStream:
@@ -57,8 +58,19 @@ class RowStream:
         self._index_in_part = np.zeros(0, np.int64)
 
     def row(self, index: int) -> Segments:
-        part, index_in_part = self._locate_row(index)
-        return self.parts[part].row(index_in_part)
+        return self.rows(index, index + 1).row(0)
+
+    def rows(self, begin: int, end: int) -> PackedRows:
+        """Returns the rows `begin` to `end`."""
+        if len(self.parts) == 1:
+            return self.parts[0].rows(begin, end)
+        part_of_row, index_in_part = self._locate_rows(begin, end)
+        rows_by_part = []
+        for part in np.unique(part_of_row):
+            indices = index_in_part[part_of_row == part].tolist()  # consecutive
+            rows_by_part.append(self.parts[part].rows(indices[0], indices[-1] + 1))
+        by_part = np.argsort(part_of_row, kind="stable")
+        return packing.concatenate_rows(rows_by_part).select_rows(np.argsort(by_part))
 
     def find_epoch(self, index: int) -> int | None:
         """The epoch of a row, from 0; None if sources are mixed by weight."""
@@ -69,15 +81,14 @@ class RowStream:
         (part,) = self.parts
         return part.count_rows(epochs)
 
-    def _locate_row(self, index: int) -> tuple[int, int]:
-        if len(self.parts) == 1:
-            return 0, index
+    def _locate_rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """The part of each row from `begin` to `end`, and its index among the part's rows."""
         with self._lock:
-            if index >= len(self._part_of_row):
+            if end > len(self._part_of_row):
                 self._part_of_row, self._index_in_part = _interleave_parts(
-                    self.fractions, max(2 * index, 1024)
+                    self.fractions, max(2 * end, 1024)
                 )
-            return int(self._part_of_row[index]), int(self._index_in_part[index])
+            return self._part_of_row[begin:end], self._index_in_part[begin:end]
 
 
 def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

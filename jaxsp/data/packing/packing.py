@@ -67,23 +67,50 @@ def concatenate_segments(parts: Sequence[Segments]) -> Segments:
     )
 
 
-EMPTY_ROW = Segments(
-    document=np.zeros(0, np.int32), offset=np.zeros(0, np.int32), length=np.zeros(0, np.int32)
-)
-"""Row that is all padding. Such rows fill up the last step of a run."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackingPlan(Segments):
-    """Rows of one epoch: each segment once, row after row."""
+class PackedRows(Segments):
+    """Rows, one after another: those of an epoch, with each segment once, or those of a step."""
 
     row_starts: np.ndarray
+    """First segment of each row, and the number of segments."""
 
     def __len__(self) -> int:
         return len(self.row_starts) - 1
 
+    @property
+    def row_of_segment(self) -> np.ndarray:
+        """Number of each segment's row."""
+        return np.repeat(np.arange(len(self)), np.diff(self.row_starts))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """First token of each segment within its row."""
+        starts = super().starts
+        return starts - np.append(starts, 0)[self.row_starts[self.row_of_segment]]
+
     def row(self, index: int) -> Segments:
         return self.select(slice(self.row_starts[index], self.row_starts[index + 1]))
+
+    def select_rows(self, rows: np.ndarray) -> "PackedRows":
+        """Returns the rows of these numbers, in this order."""
+        num_segments = np.diff(self.row_starts)[rows]
+        row_starts = np.concatenate([[0], np.cumsum(num_segments)])
+        shifts = np.repeat(self.row_starts[rows] - row_starts[:-1], num_segments)
+        segments = self.select(shifts + np.arange(row_starts[-1]))
+        return PackedRows(**vars(segments), row_starts=row_starts)
+
+    def append_empty(self, num_rows: int) -> "PackedRows":
+        """Appends rows that are all padding, until there are `num_rows` rows."""
+        num_empty = num_rows - len(self)
+        return dataclasses.replace(self, row_starts=np.pad(self.row_starts, (0, num_empty), "edge"))
+
+
+def concatenate_rows(parts: Sequence[PackedRows]) -> PackedRows:
+    if len(parts) == 1:
+        return parts[0]
+    num_segments = np.concatenate([np.diff(part.row_starts) for part in parts])
+    row_starts = np.concatenate([[0], np.cumsum(num_segments)])
+    return PackedRows(**vars(concatenate_segments(parts)), row_starts=row_starts)
 
 
 def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
@@ -103,7 +130,7 @@ def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
 
 def plan_rows(
     segments: Segments, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]
-) -> PackingPlan:
+) -> PackedRows:
     """Packs all segments: best fit in random order, then the rows in random order.
 
     Source:
@@ -125,7 +152,7 @@ def plan_rows(
     row_of_segment = random.permutation(num_rows)[row_of_segment]
     by_row = order[np.argsort(row_of_segment, kind="stable")]
     segments_per_row = np.bincount(row_of_segment, minlength=num_rows)
-    return PackingPlan(
+    return PackedRows(
         document=segments.document[by_row].astype(np.int32),
         offset=segments.offset[by_row].astype(np.int32),
         length=length[by_row].astype(np.int32),
@@ -140,15 +167,17 @@ class PackedEpochs:
         assert len(segments.length) > 0, "rows need at least one segment"
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def pack_epoch(epoch: int) -> PackingPlan:
+        def pack_epoch(epoch: int) -> PackedRows:
             return plan_rows(
                 segments, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch)
             )
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
-        def plan_epoch(epoch: int) -> PackingPlan:
+        def plan_epoch(epoch: int) -> PackedRows:
             plan = pack_epoch(epoch % _NUM_PACKINGS)
-            return plan if epoch < _NUM_PACKINGS else _shuffle_rows(plan, seed=(seed, epoch))
+            if epoch < _NUM_PACKINGS:
+                return plan
+            return plan.select_rows(np.random.default_rng((seed, epoch)).permutation(len(plan)))
 
         self.plan_epoch = plan_epoch
         self.num_tokens = int(segments.length.sum())
@@ -177,18 +206,20 @@ class PackedEpochs:
 
     def row(self, index: int) -> Segments:
         """Returns a row, given by its index in the whole sequence."""
+        return self.rows(index, index + 1).row(0)
+
+    def rows(self, begin: int, end: int) -> PackedRows:
+        """Returns the rows `begin` to `end` of the whole sequence."""
+        parts = []
         with self._lock:
-            epoch = self.find_epoch(index)
-            return self.plan_epoch(epoch).row(index - self.count_rows(epoch))
-
-
-def _shuffle_rows(plan: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
-    order = np.random.default_rng(seed).permutation(len(plan))
-    num_segments = np.diff(plan.row_starts)[order]
-    row_starts = np.concatenate([[0], np.cumsum(num_segments)])
-    shifts = np.repeat(plan.row_starts[order] - row_starts[:-1], num_segments)
-    segments = shifts + np.arange(len(plan.document))
-    return PackingPlan(**vars(plan.select(segments)), row_starts=row_starts)
+            while begin < end:
+                epoch = self.find_epoch(begin)
+                plan = self.plan_epoch(epoch)
+                first = self.count_rows(epoch)
+                epoch_end = min(end, first + len(plan))
+                parts.append(plan.select_rows(np.arange(begin - first, epoch_end - first)))
+                begin = epoch_end
+        return concatenate_rows(parts)
 
 
 def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
-from jaxsp.data.packing.packing import PackedEpochs, PackingPlan
+from jaxsp.data.packing.packing import PackedEpochs, PackedRows
 from jaxsp.data.packing.source_counts import SourceCounts
 
 
@@ -190,7 +190,7 @@ _SPREAD = 1.25
 """Segments that some rows need, over the mean: lengths differ, and each epoch has another plan."""
 
 
-def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> int | None:
+def suggest_max_segments(plan: PackedRows, *, row_tokens: int, max_segments: int) -> int | None:
     """Returns a limit on segments that would about fill the rows of a plan; a multiple of 16.
 
     None if the rows are full, or if most of the empty space is in rows that have fewer segments

@@ -11,7 +11,7 @@ import pytest
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
-from jaxsp.data.packing import dataset, packing, row_reader
+from jaxsp.data.packing import dataset, row_reader
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
@@ -269,13 +269,8 @@ class Recorded(Documents):
         self.read = []
 
     def read_slice(self, row, begin, end):
-        self.read.append(
-            (
-                id(row) if row is packing.EMPTY_ROW else (int(row.document[0]), int(row.offset[0])),
-                begin,
-                end,
-            )
-        )
+        first = (*row.document[:1].tolist(), *row.offset[:1].tolist())
+        self.read.append((first, begin, end))
         return super().read_slice(row, begin, end)
 
 

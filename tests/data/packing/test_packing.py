@@ -125,6 +125,15 @@ def test_rows_can_be_read_in_any_order():
     jumping = epochs()
     for i in np.random.default_rng(0).permutation(60):
         assert segments(jumping.row(int(i))) == straight[i]
+    # the first three epochs, each with a plan of its own
+    rows = epochs().rows(7, 50).append_empty(45)
+    assert [segments(rows.row(i)) for i in range(45)] == [*straight[7:50], [], []]
+    starts = [start for i in range(43) for start in rows.row(i).starts.tolist()]
+    assert rows.starts.tolist() == starts
+    order = np.random.default_rng(0).permutation(45)
+    assert [segments(rows.select_rows(order).row(k)) for k in range(45)] == [
+        segments(rows.row(i)) for i in order
+    ]
 
 
 def test_threads_may_share_packed_epochs(monkeypatch):
