@@ -92,5 +92,3 @@ multiply.defvjp(_forward, _backward)
 
 def _beside(weight_oi: Array, b_or: Array, dtype: jnp.dtype) -> Array:
     return jnp.concatenate([weight_oi.astype(dtype), b_or.astype(dtype)], axis=1)
-
-

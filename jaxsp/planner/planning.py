@@ -109,7 +109,8 @@ class Plan:
     shortage: str
     """Description of the memory that does not fit; empty if all fits."""
     suggestions: Sequence[str]
-    """Changes of the config that need less memory; empty if the step fits."""
+    """Changes of the config: if the step does not fit, those that need less memory, else those
+    that use more and are faster."""
     device_gib: float
     """Device memory that the step needs, including the allowance for cuDNN."""
     device_limit_gib: float
@@ -194,10 +195,28 @@ def plan_step(
     if fitted.shortage:
         is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
         suggestions = memory_suggestions.suggest_changes(spec, is_device_short=is_device_short)
+    elif fits_larger_microbatch(fitted):
+        count = 2 * config.batch.rows_per_microbatch
+        suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
     document_tokens = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
     return _describe_step(
         fitted, cluster, document_tokens=document_tokens, suggestions=suggestions, began=began
     )
+
+
+def fits_larger_microbatch(fitted: CompiledStep) -> bool:
+    """True if microbatches of twice the rows fit, by formula, and recompute as little."""
+    spec = fitted.spec
+    if spec.num_microbatches % 2 or spec.remat_policy.remat != "save_attention_and_mlp":
+        return False
+    batch = spec.config.batch
+    changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.rows_per_microbatch})
+    larger = dataclasses.replace(spec, config=spec.config.model_copy(update={"batch": changed}))
+    larger = memory_fit.replace_memory(larger, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+    first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
+    error = fitted.memory_use.device_total / memory_formula.predict_bytes(spec)
+    needed = max(1.0, error) * memory_formula.predict_bytes(first)
+    return needed <= fitted.memory_limit.device
 
 
 def _find_problems(

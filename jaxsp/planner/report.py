@@ -161,13 +161,13 @@ def _format_tflop(num_flops: float) -> str:
 
 
 def format_fit(plan: Plan) -> str:
-    """Formats whether a plan fits, the fullest memory, and suggestions if it does not."""
+    """Formats whether a plan fits, the fullest memory, and suggestions."""
     sizes = f"{_format_gib(plan.device_gib)} of {plan.device_limit_gib:.1f} GiB on each device"
     if plan.host_gib >= 0.05:
         sizes += f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory"
-    if plan.fits:
-        return f"yes: {sizes}; {plan.memory_bottleneck} memory is nearest to full"
     text = f"NO: {sizes}; not enough {plan.memory_bottleneck} memory"
+    if plan.fits:
+        text = f"yes: {sizes}; {plan.memory_bottleneck} memory is nearest to full"
     return f"{text}. Try {errors.format_choices(plan.suggestions)}" if plan.suggestions else text
 
 

@@ -13,6 +13,7 @@ from jaxsp.memory import available_memory, memory_fit, memory_formula, memory_pr
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.memory.memory_formula import OffloadedBytes
+from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.processes import hardware
 from jaxsp.processes.cluster import Process
@@ -259,6 +260,32 @@ def test_as_many_layers_keep_the_mlps_products_as_fit(num_kept):
     # A program that needs more than the formula says
     actual = Trial(factor=1.02).fit(spec, room).spec.config.memory
     assert actual.kept_mlp_layers in (num_kept - 1, num_kept) or not num_kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "device_gib", "expected"),
+    [
+        ({}, 120, True),
+        ({}, 70, False),
+        ({"rows_per_step": 3}, 120, False),
+        ({"remat": "save_attention"}, 120, False),
+    ],
+    ids=str,
+)
+def test_larger_microbatches_are_suggested_if_they_fit(changes, device_gib, expected):
+    """By the formula; the step itself takes 55 GiB."""
+    memory = AUTO | {"remat": changes.get("remat", "save_attention_and_mlp")}
+    spec = runs.make_spec(
+        memory,
+        model=LARGE,
+        row_tokens=4 * 8192,
+        compute_dtype="bfloat16",
+        name="adamw",
+    )
+    batch = spec.config.batch.model_copy(update={"rows_per_step": changes.get("rows_per_step", 8)})
+    spec = dataclasses.replace(spec, config=spec.config.model_copy(update={"batch": batch}))
+    fitted = Trial().fit(spec, device_gib * GIB)
+    assert planning.fits_larger_microbatch(fitted) == expected
 
 
 def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
