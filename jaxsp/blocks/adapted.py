@@ -15,6 +15,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks import layers
@@ -34,7 +35,6 @@ def is_faster(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"], rank: in
     return rank % _RANK_MULTIPLE == 0 and wide >= _MIN_RATIO * narrow and 2 * num_tokens >= wide
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def multiply(
     x: Float[Array, "... i"],
     weight_oi: Float[Array, "o i"],
@@ -46,6 +46,12 @@ def multiply(
 
     Precision: like the frozen product's; intermediate values of dim r are in the dtype of x.
     """
+    product = _multiply(x, weight_oi, a_ri, b_or, scale)
+    return checkpoint_name(product, layers.PRODUCT_NAME)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _multiply(x: Array, weight_oi: Array, a_ri: Array, b_or: Array, scale: float) -> Array:
     return _forward(x, weight_oi, a_ri, b_or, scale)[0]
 
 
@@ -72,8 +78,8 @@ def _backward(
     o, i = weight_oi.shape
     if o > i:
         joined = jnp.einsum("...o,oi->...i", dy, _beside(weight_oi, b_or, dtype))
-        dx, dreduced = joined[..., :i], layers.scale(joined[..., i:], scale)
-        dx = dx + jnp.einsum("...r,ri->...i", dreduced, a_ri.astype(dtype))
+        dreduced = layers.scale(joined[..., i:], scale)
+        dx = joined[..., :i] + jnp.einsum("...r,ri->...i", dreduced, a_ri.astype(dtype))
     else:
         dreduced = layers.scale(jnp.einsum("...o,or->...r", dy, b_or.astype(dtype)), scale)
         joined = jnp.concatenate([dy, dreduced], axis=-1)
@@ -87,7 +93,7 @@ def _backward(
     )
 
 
-multiply.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
 def _beside(weight_oi: Array, b_or: Array, dtype: jnp.dtype) -> Array:

@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
+from jaxsp.blocks import layers
 from jaxsp.core.errors import UserError
 
 NAME = "float8"
@@ -40,14 +42,18 @@ def can_multiply(*dims: int) -> bool:
     return all(dim % _DIM_MULTIPLE == 0 for dim in dims)
 
 
-@jax.custom_vjp
 def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
     """x W^T in the dtype of x; the gradient of W has the dtype of W: see `layers.Gather`."""
+    return checkpoint_name(_multiply(x, weight_oi), layers.PRODUCT_NAME)
+
+
+@jax.custom_vjp
+def _multiply(x: Array, weight_oi: Array) -> Array:
     return _multiply_codes("...i,oi->...o", x, weight_oi)
 
 
 def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, Array]]:
-    return multiply(x, weight_oi), (x, weight_oi)
+    return _multiply(x, weight_oi), (x, weight_oi)
 
 
 def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -56,7 +62,7 @@ def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array
     return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype)
 
 
-multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _multiply_codes(

@@ -21,6 +21,10 @@ Weights = dict[str, Any]
 """Nested dict of arrays, with the structure that the modules declare."""
 
 
+PRODUCT_NAME = "product"
+"""Name, for rematerialization, of the results of linear layers."""
+
+
 class RowGroups(NamedTuple):
     """Rows that a parameter has in a tensor: those from `first` on of every group of rows.
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from jaxsp.blocks import adapted, dropout, float8
+from jaxsp.blocks import adapted, dropout, float8, layers
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
@@ -65,14 +66,18 @@ class Linear(nnx.Module):
         return (y32 + bias).astype(y.dtype)
 
 
-@jax.custom_vjp
 def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
     """x W^T in the dtype of x; the gradient of W has the dtype of W: see `layers.Gather`."""
+    return checkpoint_name(_multiply(x, weight_oi), layers.PRODUCT_NAME)
+
+
+@jax.custom_vjp
+def _multiply(x: Array, weight_oi: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight_oi.astype(x.dtype))
 
 
 def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, Array]]:
-    return multiply(x, weight_oi), (x, weight_oi)
+    return _multiply(x, weight_oi), (x, weight_oi)
 
 
 def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -81,7 +86,7 @@ def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array
     return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype)
 
 
-multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 class LoraAdapter(nnx.Module):

@@ -29,13 +29,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxsp.blocks import registry
+from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import LayerKind, LayerSegment, ModelConfig
 
 _LAYER_INPUT = "layer_input"
 
 _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
-"""Names of the JAX primitives whose results `none` keeps."""
+"""Names of the JAX primitives whose results `none` keeps, besides those of linear layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,8 @@ def checkpoint_layer(
     mixer = registry.MIXERS[kind.mixer]
     kept: set[str] = set()
     offloaded: set[str] = set()
+    if policy.are_products_saved:
+        kept.add(layers.PRODUCT_NAME)
     if policy.is_attention_saved:
         kept.update(mixer.checkpoint_names)
     if policy.is_mlp_saved:

@@ -99,9 +99,7 @@ def apply_in_tiles(
 
         def add_tile(sums: Any, tile: tuple[Any, Any]) -> tuple[Any, list[Array]]:
             inputs, dresults = tile
-            # As `Gather` returns them; inside the loop, so that XLA removes the conversion
-            trained32 = jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
-            _, pull = jax.vjp(run, trained32, *inputs)
+            _, pull = jax.vjp(run, _as_gathered(trained), *inputs)
             dweights, *dinputs = pull(dresults)
             sums = jax.tree.map(jnp.add, sums, dweights)
             return sums, list(itertools.compress(dinputs, is_float))
@@ -123,6 +121,11 @@ def _select_trained(gather: Gather, tree: Any, shards: Any) -> Any:
     return jax.tree.map(
         lambda leaf, shard: leaf if gather.has_gradient(shard) else None, tree, shards
     )
+
+
+def _as_gathered(trained: layers.Weights) -> layers.Weights:
+    """Trained weights as `Gather` returns them; in a loop, so that XLA removes the conversion."""
+    return jax.tree.map(lambda weight: weight.astype(jnp.float32), trained)
 
 
 def _replace(weights: layers.Weights, some: layers.Weights) -> layers.Weights:

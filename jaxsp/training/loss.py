@@ -81,18 +81,7 @@ def sum_token_losses(
     def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any]]:
         head_VD = gather.all_gather(head, shard)
         tiles = split_inputs(hidden_BlD)
-
-        def add_tile(carry: tuple[Sums, Array | None], tile: Any) -> tuple[Any, Array]:
-            sums, dhead_VD = carry
-            tile_sums, dproducts_XV = compute_tile(head_VD, tile)
-            dproducts_XV = dproducts_XV.astype(head_VD.dtype)
-            product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-            dhidden_XD = product("XV,VD->XD", dproducts_XV, head_VD)
-            if dhead_VD is not None:
-                dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, tile[0])
-            sums = jax.tree.map(jnp.add, sums, tile_sums)
-            return (sums, dhead_VD), dhidden_XD.astype(hidden_BlD.dtype)
-
+        add_tile = functools.partial(_differentiate_tile, compute_tile, head_VD)
         zeros = metric_table.make_zeros(lambda tile: compute_tile(head_VD, tile)[0], tiles)
         zeros_VD = jnp.zeros(head.shape, jnp.float32) if gather.has_gradient(shard) else None
         (sums, dhead_VD), dhidden_TXD = jax.lax.scan(add_tile, (zeros, zeros_VD), tiles)
@@ -108,6 +97,26 @@ def sum_token_losses(
 
     sum_losses.defvjp(forward, backward)
     return sum_losses(hidden_BlD, shard)
+
+
+def _differentiate_tile(
+    compute_tile: Callable[..., tuple[Sums, Array]],
+    head_VD: Array,
+    carry: tuple[Sums, Array | None],
+    inputs: tuple[Array, Array, Array | None],
+) -> tuple[tuple[Sums, Array | None], Array]:
+    """Adds a tile to the sums and to the head's gradient, which is None if the head is frozen; also
+    returns the gradient of the tile's hidden states."""
+    sums, dhead_VD = carry
+    hidden_XD = inputs[0]
+    tile_sums, dproducts_XV = compute_tile(head_VD, inputs)
+    dproducts_XV = dproducts_XV.astype(head_VD.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dhidden_XD = product("XV,VD->XD", dproducts_XV, head_VD)
+    if dhead_VD is not None:
+        dhead_VD = dhead_VD + product("XV,XD->VD", dproducts_XV, hidden_XD)
+    sums = jax.tree.map(jnp.add, sums, tile_sums)
+    return (sums, dhead_VD), dhidden_XD.astype(hidden_XD.dtype)
 
 
 def _compute_tile(

@@ -24,7 +24,8 @@ def test_one_product_is_the_sum_of_two(o, i, dtype):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
     x, weight, dy = (y.astype(dtype) for y in (draw(2, 30, i), draw(o, i), draw(2, 30, o)))
-    a, b = draw(RANK, i), draw(o, RANK)
+    a = draw(RANK, i)
+    b = draw(o, RANK)
     assert adapted.is_faster(x, weight, RANK)
 
     @functools.partial(jax.jit, static_argnums=0)

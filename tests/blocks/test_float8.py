@@ -13,7 +13,13 @@ from jaxsp.run import selfcheck
 from tests import batches, messages
 from tests.training import runs
 
-T, I, O = 24, 64, 48
+T = 24
+I = 64
+O = 48
+
+
+def draw_inputs(weight_dtype="bfloat16"):
+    return draw(T, I), draw(O, I, dtype=weight_dtype), draw(T, O)
 
 
 def draw(*shape, dtype="bfloat16"):
@@ -34,7 +40,7 @@ def error(actual, expected):
 
 def test_products_and_gradients_are_those_of_floats_except_for_rounding():
     """e4m3 has 3 bits of mantissa: both factors are off by up to 6 %, at random."""
-    x, weight, dy = draw(T, I), draw(O, I, dtype="float32"), draw(T, O)
+    x, weight, dy = draw_inputs("float32")
     y, dx, dweight = run(x, weight, dy)
     x64, weight64, dy64 = (np.asarray(a, np.float64) for a in (x, weight, dy))
     assert 0.01 < error(y, x64 @ weight64.T) < 0.05
@@ -46,7 +52,7 @@ def test_products_and_gradients_are_those_of_floats_except_for_rounding():
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1, 448, 1e30])
 def test_a_token_of_any_size_has_its_own_scale(scale):
     """Results of a token do not depend on other tokens, not even in the last bit."""
-    x, weight, dy = draw(T, I), draw(O, I), draw(T, O)
+    x, weight, dy = draw_inputs()
     y, dx, _ = run(x.at[0].multiply(scale), weight, dy.at[0].multiply(scale))
     plain_y, plain_dx, _ = run(x, weight, dy)
     np.testing.assert_array_equal(y[1:], plain_y[1:])
@@ -55,8 +61,8 @@ def test_a_token_of_any_size_has_its_own_scale(scale):
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_so():
-    x, weight, dy = draw(T, I).at[0].set(0), draw(O, I), draw(T, O)
-    y, *_ = run(x.at[1, 3].set(jnp.nan).at[2, 3].set(jnp.inf), weight, dy)
+    x, weight, dy = draw_inputs()
+    y, *_ = run(x.at[0].set(0).at[1, 3].set(jnp.nan).at[2, 3].set(jnp.inf), weight, dy)
     assert (y[0] == 0).all()
     assert not np.isfinite(np.asarray(y[1:3], np.float32)).any()
     assert np.isfinite(np.asarray(y[3:], np.float32)).all()

@@ -17,7 +17,8 @@ from jaxsp.training.compile_options import CompileOptions
 from tests import messages
 from tests.planner import programs
 
-BASE = {"xla_disable_hlo_passes": "rematerialization"}
+FULL = {"xla_disable_hlo_passes": "rematerialization"}
+BASE = FULL | {"xla_gpu_memory_limit_slop_factor": 110}
 OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
 TRIED = ["0.10.1", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1", "0.12.0.1.dev4"]
@@ -65,6 +66,13 @@ OFFLOAD = "memory.offload_activations=layer_inputs"
             BASE | OVERLAP | PREFETCH,
         ),
         (("memory.offload_optimizer=state",), False, (2, 4), BASE),
+        (("memory.remat=full",), False, (2, 4), FULL),
+        (
+            ("model.linear_dtype=float8",),
+            False,
+            (2, 4),
+            BASE | {"xla_gpu_enable_triton_gemm": False},
+        ),
     ],
 )
 def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
