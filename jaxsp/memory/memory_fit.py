@@ -32,6 +32,10 @@ The prediction is 0.93 to 1.08 times what jax 0.12 compiles (tests/memory/test_m
 """
 
 
+MAX_REPEATED_RATIO = 0.99
+"""Maximum ratio of a candidate's predicted memory to that of one that did not fit, for which it is
+compiled: smaller tiles do not help where memory is fullest elsewhere."""
+
 KEPT_MARGIN = 0.01
 """Fraction of the device memory that is left free when the number of layers that keep the MLP's
 products is computed."""
@@ -93,11 +97,15 @@ def fit(
     """
     candidates = list(list_candidates(spec, is_memory_known=math.isfinite(limit.device)))
     scale = 1.0
+    too_large = math.inf
     reason = ""
     for candidate in candidates:
-        predicted = scale * memory_formula.predict_bytes(candidate)
+        formula = memory_formula.predict_bytes(candidate)
+        predicted = scale * formula
         is_last = candidate is candidates[-1]
         saves_attention = candidate.remat_policy.is_attention_saved
+        if formula > MAX_REPEATED_RATIO * too_large and not is_last:
+            continue
         if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:
             if saves_attention:
                 size = units.format_bytes(predicted)
@@ -122,6 +130,7 @@ def fit(
         if saves_attention:
             reason = f"keeping attention's output needs {shortage}"
         scale *= max(1.0, memory_use.device_total / predicted)
+        too_large = formula
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
 

@@ -288,6 +288,16 @@ def test_larger_microbatches_are_suggested_if_they_fit(changes, device_gib, expe
     assert planning.fits_larger_microbatch(fitted) == expected
 
 
+def test_smaller_tiles_of_the_loss_are_not_compiled_if_memory_is_fullest_elsewhere():
+    spec = large(remat="save_attention")
+    of_loss_tiles = formulas(spec)[: len(LOSS_TILES)]
+    assert of_loss_tiles[0] > of_loss_tiles[1] == of_loss_tiles[2] == of_loss_tiles[3]
+    trial = Trial()
+    trial.fit(spec, of_loss_tiles[1] - GIB)
+    tiles = [decided(candidate)[1:] for candidate in trial.compiled]
+    assert [loss for mlp, loss in tiles if mlp == TOKENS] == [LOSS_TILES[1]]
+
+
 def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     trial = Trial()
     actual = trial.fit(large(), 20 * GIB)
