@@ -207,7 +207,9 @@ def plan_step(
 def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     """True if microbatches of twice the rows fit, by formula, and recompute as little."""
     spec = fitted.spec
-    if spec.num_microbatches % 2 or spec.remat_policy.remat != "save_attention_and_mlp":
+    has_gathers = device_mesh.num_shards(spec.mesh) > 1
+    is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
+    if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
     batch = spec.config.batch
     changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.rows_per_microbatch})
