@@ -39,11 +39,6 @@ class ModelSourceConfig(ConfigSection):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, and of weights when they are sent and gathered. Master weights are
     float32."""
-    linear_dtype: Literal["float8"] | None = None
-    """float8: linear layers multiply activations, and gradients of activations, in 8-bit floats
-    (e4m3) with a scale for each token: up to twice as fast on Hopper, Ada and Blackwell GPUs, with
-    a rounding error of a few percent in each product. Gradients of matrices, embedding, head,
-    experts and adapters stay in compute_dtype, and master weights in float32. null: all of them."""
     rope: Annotated[RopeConfig | None, with_examples("{type: yarn, factor: 4}")] = None
     """Changes of the rotary position embedding, to extend the context. They replace fields of the
     model's config.json, also in checkpoints and in the export. In models whose layers have
@@ -54,6 +49,11 @@ class ModelSourceConfig(ConfigSection):
     config.json. null: factor times the original range if model.rope extends it; otherwise the
     model's own. Longer documents are trained on too; the banner has a note."""
 
+    linear_dtype: Annotated[Literal["float8"] | None, with_examples("float8")] = None
+    """float8: linear layers multiply activations, and gradients of activations, in 8-bit floats
+    (e4m3) with a scale for each token: up to twice as fast on Hopper, Ada and Blackwell GPUs, with
+    a rounding error of a few percent in each product. Gradients of matrices, embedding, head,
+    experts and adapters stay in compute_dtype, and master weights in float32. null: all of them."""
     experts_kernel: Literal["auto", "mosaic", "xla"] = "auto"
     """Kernel of experts' matrix products. mosaic: kernels for Hopper GPUs in bfloat16, with jax
     0.11.1 or later. xla: a loop, on any device. auto: mosaic where it runs, otherwise xla. A run

@@ -171,11 +171,13 @@ MESSAGES = {
     "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
     "model.learning_rat=1": (
         "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, "
-        "compute_dtype, rope, max_position_embeddings, experts_kernel, router_aux_loss_coef, "
+        "compute_dtype, rope, max_position_embeddings, linear_dtype, experts_kernel, "
+        "router_aux_loss_coef, "
         "router_z_loss_coef."
     ),
     "memory.xyz=1": (
-        "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_every, "
+        "memory.xyz = 1: unknown. Fields of memory: remat, kept_mlp_layers, "
+        "offload_activations, offload_every, "
         "offload_during_attention, offload_optimizer, mlp_tile_tokens, loss_tile_tokens, "
         "grad_reduce_dtype."
     ),
