@@ -166,7 +166,8 @@ class MemoryConfig(ConfigSection):
     weights are never kept; they are gathered again."""
     kept_mlp_layers: Annotated[Literal["auto"] | int, with_examples(16)] = "auto"
     """Number of layers, the last ones, in which remat: save_attention_and_mlp keeps the MLP's
-    products. auto: all of them, or with remat: auto as many as fit."""
+    products. auto: all of them, or with remat: auto as many as fit. A number needs remat:
+    save_attention_and_mlp."""
     offload_activations: Annotated[
         Literal["none", "layer_inputs", "layer_inputs_and_attention"], with_examples("layer_inputs")
     ] = "none"

@@ -18,9 +18,7 @@ def describe(spec: StepSpec) -> str:
     if spec.remat_policy.is_attention_offloaded:
         remat = spec.remat_policy.remat
     recomputed = _RECOMPUTED[remat]
-    kept = memory.kept_mlp_layers
-    if kept not in ("auto", 0, spec.model.num_layers):
-        recomputed += f" of the last {kept} layers"
+    recomputed += _describe_kept_layers(spec)
     parts = [f"{spec.tokens_per_device:,} tokens per device{tiles}", recomputed]
     if spec.remat_policy.is_input_offloaded:
         arrays = "layer inputs"
@@ -64,7 +62,7 @@ def describe_compiled(step: CompiledStep) -> str:
         device += " (including what is offloaded: a CPU has one memory)"
     if use.host:
         device += f", {size(use.host)} of host memory per device"
-    remat = f"remat {spec.remat_policy.remat}"
+    remat = f"remat {spec.remat_policy.remat}{_describe_kept_layers(spec)}"
     if step.full_remat_reason:
         remat += f", because {step.full_remat_reason}"
     parts = [f"it needs {device}", remat, _describe_tiles(spec)]
@@ -76,6 +74,13 @@ def describe_compiled(step: CompiledStep) -> str:
             "it may run out of memory"
         )
     return "; ".join(parts)
+
+
+def _describe_kept_layers(spec: StepSpec) -> str:
+    """Describes in which layers the MLP's products are kept; empty if in all or in none."""
+    kept = spec.remat_policy.kept_mlp_layers
+    is_part = spec.remat_policy.is_mlp_saved and kept not in (None, spec.model.num_layers)
+    return f" of the last {kept} layers" if is_part else ""
 
 
 def _describe_tiles(spec: StepSpec) -> str:

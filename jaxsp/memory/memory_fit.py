@@ -160,12 +160,13 @@ def _keep_mlp_layers(
     """The step with the MLP's products kept in as many layers as fit, or almost as many."""
     limit = step.memory_limit.device
     target = int((1 - KEPT_MARGIN) * limit)
-    totals = [0, *itertools.accumulate(memory_formula.list_mlp_bytes(step.spec))]
+    totals = memory_formula.list_kept_mlp_bytes(step.spec)
     room = target - step.memory_use.device_total
     for _ in range(MAX_KEPT_TRIES):
         kept = step.spec.config.memory.kept_mlp_layers
         assert isinstance(kept, int)
-        number = bisect.bisect_right(totals, totals[kept] + room) - 1
+        fitting = bisect.bisect_right(totals, totals[kept] + room) - 1
+        number = totals.index(totals[fitting])
         if number - kept < max(1, MIN_MORE_KEPT * len(totals)):
             break
         spec = replace_memory(step.spec, remat="save_attention_and_mlp", kept_mlp_layers=number)

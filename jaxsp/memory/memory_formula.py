@@ -114,14 +114,27 @@ def _list_layers(spec: StepSpec) -> list[tuple[LayerKind, RematPolicy]]:
     ]
 
 
-def list_mlp_bytes(spec: StepSpec) -> list[int]:
-    """Bytes of the MLP's products in each layer, the last one first."""
-    return [
-        spec.tokens_per_device
-        * spec.dtype.itemsize
-        * sum(registry.FEED_FORWARDS[kind.feed_forward].saved_widths(spec.model))
-        for kind, _ in reversed(_list_layers(spec))
-    ]
+def list_kept_mlp_bytes(spec: StepSpec) -> list[int]:
+    """Bytes of the MLP's products that are kept with `kept_mlp_layers` of 0, 1, ... up to all."""
+    per_element = spec.tokens_per_device * spec.dtype.itemsize
+    return [per_element * width for width in kept_mlp_widths(spec.model)]
+
+
+def kept_mlp_widths(model: ModelConfig) -> list[int]:
+    """Elements for each token of the MLP's products that are kept with `kept_mlp_layers` of 0, 1,
+    ... up to all. Whole periods of layers keep them, so that some numbers keep no more."""
+
+    def count(number: int) -> int:
+        policy = RematPolicy(remat="save_attention_and_mlp", kept_mlp_layers=number)
+        return sum(
+            len(periods) * sum(registry.FEED_FORWARDS[kind.feed_forward].saved_widths(model))
+            for segment in model.segments
+            for periods, of_part in policy.divide(segment, model.num_layers)
+            if of_part.is_mlp_saved
+            for kind in segment.period
+        )
+
+    return [count(number) for number in range(model.num_layers + 1)]
 
 
 def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:

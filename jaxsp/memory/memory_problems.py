@@ -4,6 +4,7 @@ import jax
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config, MemoryConfig
+from jaxsp.memory import memory_formula
 from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
@@ -58,14 +59,7 @@ def find_problems(
                 f"memory.remat = {memory.remat}: all layers of this model have experts, which are "
                 "recomputed. Use memory.remat=save_attention."
             )
-    if memory.remat not in ("auto", "save_attention_and_mlp") and memory.kept_mlp_layers not in (
-        "auto",
-        0,
-    ):
-        problems.append(
-            f"memory.kept_mlp_layers = {memory.kept_mlp_layers}: memory.remat = {memory.remat} "
-            "does not choose layers. Use memory.remat=save_attention_and_mlp, or leave it out."
-        )
+    problems += _find_kept_problems(memory, model)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
@@ -76,6 +70,35 @@ def find_problems(
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return problems
+
+
+def _find_kept_problems(memory: MemoryConfig, model: ModelConfig | None) -> list[str]:
+    """Reasons that a number of layers does not keep the MLP's products."""
+    number = memory.kept_mlp_layers
+    if isinstance(number, str) or number == 0:
+        return []
+    requested = f"memory.kept_mlp_layers = {number}"
+    if not RematPolicy(remat=memory.remat).is_mlp_saved:
+        return [
+            f"{requested}: needs memory.remat=save_attention_and_mlp. Use that, or leave it out."
+        ]
+    if memory.offload_optimizer == "state_and_gradients":
+        return [
+            f"{requested}: with memory.offload_optimizer = state_and_gradients, layers cannot "
+            "differ. Use memory.offload_optimizer=state, or leave it out."
+        ]
+    if model is None:
+        return []
+    if number > model.num_layers:
+        return [f"{requested}: the model has {model.num_layers} layers. Use auto for all of them."]
+    widths = memory_formula.kept_mlp_widths(model)
+    equal = widths.index(widths[number])
+    if equal < number:
+        return [
+            f"{requested}: whole periods of layers with an MLP keep its products, here as many as "
+            f"with {equal}. Use {equal}."
+        ]
+    return []
 
 
 def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]:

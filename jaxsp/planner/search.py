@@ -79,7 +79,7 @@ def find_longest_row(
     Raises: UserError if planning fails for another reason than the length.
     """
     config = config.row_configs[config.data.max_row_tokens]
-    if config.memory.kept_mlp_layers == "auto":
+    if config.memory.remat == config.memory.kept_mlp_layers == "auto":
         # They would fill the memory of shorter rows, which tells how much longer ones need
         memory = config.memory.model_copy(update={"kept_mlp_layers": 0})
         config = config.model_copy(update={"memory": memory})

@@ -151,7 +151,7 @@ def _make_candidate_printer(
         text = f"{title}: remat {candidate.remat_policy.remat}"
         number = next(numbers)
         if number > 1:
-            text += f", candidate {number}, because the one before does not fit"
+            text += f", candidate {number}"
         if console.is_terminal:
             status.update(text)
         else:

@@ -276,8 +276,9 @@ def _model_problems(
 
 
 def _without_training_choices(model: ModelConfig) -> ModelConfig:
-    """The model without what may change from step to step: the kernel of experts, and the losses
-    of routers."""
+    """The model without what may change from step to step: the dtype of products, the kernel of
+    experts, and the losses of routers."""
+    model = dataclasses.replace(model, linear_dtype=None)
     if model.experts is None:
         return model
     experts = dataclasses.replace(model.experts, kernel="xla", aux_loss_coef=0.0, z_loss_coef=0.0)

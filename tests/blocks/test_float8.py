@@ -10,6 +10,7 @@ import pytest
 from jaxsp.blocks import float8
 from jaxsp.core.errors import UserError
 from jaxsp.run import selfcheck
+from jaxsp.setup import resume
 from tests import batches, messages
 from tests.training import runs
 
@@ -91,6 +92,11 @@ def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypat
     monkeypatch.setattr(float8, "_quantize", share_a_scale)
     with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "y", "dx")):
         selfcheck.check_float8(spec, jax.devices()[0])
+
+
+def test_runs_may_resume_with_other_products():
+    model = batches.model(linear_dtype="float8")
+    assert resume._without_training_choices(model) == batches.model()
 
 
 @pytest.mark.e2e

@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 
+from jaxsp.blocks.config import DELTA_NET, MLP
 from jaxsp.core import axes, host_memory, units
 from jaxsp.memory import available_memory, memory_fit, memory_formula, memory_problems
 from jaxsp.memory.available_memory import MemoryLimit
@@ -20,7 +21,7 @@ from jaxsp.processes.cluster import Process
 from jaxsp.runtime import memory_limits
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import train_state, train_step
-from tests import batches
+from tests import batches, messages
 from tests.attention.strategies import make_strategy
 from tests.planner import programs
 from tests.training import runs
@@ -259,7 +260,8 @@ def test_as_many_layers_keep_the_mlps_products_as_fit(num_kept):
     )
     # A program that needs more than the formula says
     actual = Trial(factor=1.02).fit(spec, room).spec.config.memory
-    assert actual.kept_mlp_layers in (num_kept - 1, num_kept) or not num_kept
+    if num_kept:
+        assert actual.kept_mlp_layers in (num_kept - 1, num_kept)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +298,37 @@ def test_smaller_tiles_of_the_loss_are_not_compiled_if_memory_is_fullest_elsewhe
     trial.fit(spec, of_loss_tiles[1] - GIB)
     tiles = [decided(candidate)[1:] for candidate in trial.compiled]
     assert [loss for mlp, loss in tiles if mlp == TOKENS] == [LOSS_TILES[1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"remat": "full", "kept_mlp_layers": 2}, ["memory.remat=save_attention_and_mlp"]),
+        ({"remat": "auto", "kept_mlp_layers": 2}, ["memory.remat=save_attention_and_mlp"]),
+        ({"offload_optimizer": "state_and_gradients"}, ["memory.offload_optimizer=state"]),
+        ({"kept_mlp_layers": 9}, ["8 layers", "auto"]),
+        ({"kept_mlp_layers": 7}, ["periods", "Use 4."]),
+    ],
+    ids=str,
+)
+def test_numbers_of_layers_that_cannot_keep_the_mlp_are_refused(changes, words):
+    """The model has eight layers in two periods."""
+    windows = [batches.model(window=window).layers[0] for window in (4, None)]
+    attention, other = (dataclasses.replace(layer, feed_forward=MLP) for layer in windows)
+    other = dataclasses.replace(other, mixer=DELTA_NET, rope=None, window=None)
+    model = batches.model(layers=(other, other, other, attention) * 2)
+    memory = {"remat": "save_attention_and_mlp", "kept_mlp_layers": 4}
+    find = lambda memory: [
+        problem
+        for problem in memory_problems.find_problems(
+            batches.make_config(memory=memory), platform="gpu", version="0.12.0.1", model=model
+        )
+        if "kept_mlp_layers" in problem
+    ]
+    assert find(memory) == []
+    (message,) = find(memory | changes)
+    assert re.match(messages.containing("memory.kept_mlp_layers", *words), message)
+    assert memory_formula.kept_mlp_widths(model) == [0] * 4 + [4 * 202] * 4 + [8 * 202]
 
 
 def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():

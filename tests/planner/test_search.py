@@ -25,6 +25,9 @@ def search_row(monkeypatch, make, *words, has_splits=False):
         monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
 
     def plan_step(config, *, model, cluster):
+        # Products of the MLP would fill the memory that tells how much longer rows need
+        is_free = "memory.remat=save_attention_and_mlp" not in words
+        assert config.memory.kept_mlp_layers == (0 if is_free else "auto")
         lengths.append(config.data.row_tokens)
         return make(config.data.row_tokens)
 
@@ -51,6 +54,11 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
             planning.RESERVED: 6.3,
         },
     )
+
+
+def test_products_of_the_mlp_are_kept_where_the_config_says_so(monkeypatch):
+    result, _ = search_row(monkeypatch, line, "memory.remat=save_attention_and_mlp")
+    assert result.plan is not None
 
 
 @pytest.mark.parametrize("longest", [9_000, 200_000, 3_000_000, 40_000_000])

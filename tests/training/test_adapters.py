@@ -49,7 +49,10 @@ SAVED = {"type": "lora", "modules_to_save": ["embed_tokens", "lm_head"]}
 CASES = {
     "one device": Case((1, 1, 1), rows=4),
     "ulysses": Case((1, 2, 4), DORA),
-    "data parallel": Case((1, 8, 1), DORA),
+    # Sides and rank that are computed as one product (blocks/adapted.py)
+    "data parallel": Case(
+        (1, 8, 1), dataclasses.replace(DORA, rank=8), model={"intermediate_size": 128}
+    ),
     "ring": Case((1, 1, 4), strategy="ring", rows=4),
     "all_gather": Case((2, 1, 2), DORA, strategy="all_gather", rows=4),
     "replicas": Case((2, 2, 2), adapter=SAVED),

@@ -93,7 +93,7 @@ class PackedRows(Segments):
 
     def select_rows(self, rows: np.ndarray) -> "PackedRows":
         """Returns the rows of these numbers, in this order."""
-        num_segments = np.diff(self.row_starts)[rows]
+        num_segments = self.row_starts[rows + 1] - self.row_starts[rows]
         row_starts = np.concatenate([[0], np.cumsum(num_segments)])
         shifts = np.repeat(self.row_starts[rows] - row_starts[:-1], num_segments)
         segments = self.select(shifts + np.arange(row_starts[-1]))
