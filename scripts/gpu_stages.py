@@ -97,11 +97,12 @@ STAGES = {
         ),
     ),
     "kernels": Stage(
-        topics="versions; accuracy of cuDNN attention, delta rules and experts on this GPU",
+        topics="versions; accuracy of cuDNN attention, delta rules, experts and 8-bit products",
         parts=(
             _tests(
                 *("tests/gpu/test_kernels.py", "tests/gpu/test_delta_rule.py"),
                 "tests/gpu/test_experts.py",
+                "tests/gpu/test_float8.py",
             ),
         ),
     ),

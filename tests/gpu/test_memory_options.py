@@ -49,6 +49,7 @@ ROWS = batches.make_rows(
 OPTIONS = {
     "none": {"remat": "none"},
     "attention and MLP": {"remat": "save_attention_and_mlp"},
+    "attention, in two layers the MLP": {"remat": "save_attention_and_mlp", "kept_mlp_layers": 2},
     "full": {"remat": "full"},
     "tiles": {"remat": "save_attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
     "inputs": {"remat": "full", "offload_activations": "layer_inputs"},
