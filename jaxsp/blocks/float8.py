@@ -86,6 +86,15 @@ def _quantize(x: Array, *, axis: int | None) -> tuple[Array, Float32[Array, "...
     return (x32 * inverse).astype(_CODES), jnp.ldexp(jnp.float32(1), exponent)
 
 
+def check_model(hidden_size: int) -> None:
+    """Raises: UserError if no matrix of the model would be multiplied in 8 bits."""
+    if not can_multiply(hidden_size):
+        raise UserError(
+            f"model.linear_dtype = {NAME}: the model's hidden_size, {hidden_size}, must be a "
+            f"multiple of {_DIM_MULTIPLE}. Leave it out."
+        )
+
+
 def check_devices(devices: Sequence[Any]) -> None:
     """Raises: UserError if they cannot multiply 8-bit floats."""
     device = devices[0]

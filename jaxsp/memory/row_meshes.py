@@ -107,6 +107,7 @@ def make_run_spec(
     model = _choose_experts_kernel(config, model, devices)
     if (linear_dtype := config.model.linear_dtype) is not None:
         float8.check_devices(devices)
+        float8.check_model(model.hidden_size)
         model = dataclasses.replace(model, linear_dtype=linear_dtype)
     row_configs = config.row_configs
     longest = row_configs[config.data.max_row_tokens]

@@ -14,7 +14,8 @@ _NUM_TOKENS = 256
 
 
 def measure_errors(device: jax.Device, dim_in: int, dim_out: int) -> dict[str, float]:
-    """Relative root mean square errors of a product and of its gradients, by name.
+    """Largest relative errors of a token's product, of its gradient and of a row of the matrix's
+    gradient, by name.
 
     The tokens have very different sizes, so that each needs its own scale.
     """

@@ -37,7 +37,7 @@ TransformLogits = Callable[[Array], Array]
 `decoder.transform_logits`."""
 
 MAX_LOGIT_BYTES = (4 * GIB, GIB, GIB // 4)
-"""Maximum bytes of a tile's float32 logits, tried in this order."""
+"""Maximum bytes of a tile's float32 logits, tried in this order after all tokens at once."""
 
 
 def sum_token_losses(

@@ -94,6 +94,12 @@ def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypat
         selfcheck.check_float8(spec, jax.devices()[0])
 
 
+def test_a_model_without_such_products_is_refused():
+    float8.check_model(64)
+    with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "60", "16")):
+        float8.check_model(60)
+
+
 def test_runs_may_resume_with_other_products():
     model = batches.model(linear_dtype="float8")
     assert resume._without_training_choices(model) == batches.model()
