@@ -106,6 +106,14 @@ def run_layers(
     return x, _join_sums(all_sums)
 
 
+def is_one_loop(segments: Sequence[LayerSegment], policy: RematPolicy) -> bool:
+    """True if `run_layers` runs all layers in one loop, each with its own part of the stacks. Then
+    each iteration of the backward pass writes one layer's gradients, without adding to others."""
+    segment = segments[0]
+    is_uniform = len(segments) == len(segment.period) == 1
+    return is_uniform and len(policy.divide(segment, segment.num_layers)) == 1
+
+
 def _join_sums(parts: Sequence[Sums]) -> Sums:
     """Stacked sums of several groups of layers; groups without sums are left out."""
     given = [sums for sums in parts if sums]

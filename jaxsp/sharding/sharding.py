@@ -157,6 +157,8 @@ class Gather:
     compute_dtype: jnp.dtype
     reduce_dtype: jnp.dtype
     gradients_on_host: bool = False
+    sums_replicas_early: bool = False
+    """True if `reduce_scatter` sums over replicas: see `StepSpec.sums_replicas_early`."""
 
     def make_grad_holders(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
         """Zeros in the shape and memory of the gradients of these values; None if frozen."""
@@ -206,7 +208,8 @@ class Gather:
         return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
-        """This device's shard of the gradient's sum over all shards.
+        """This device's shard of the gradient's sum over all shards; with `sums_replicas_early`,
+        also over replicas.
 
         The gradient of a weight that is not sharded is returned without a sum.
         """
@@ -220,6 +223,8 @@ class Gather:
                 summed = jax.lax.psum_scatter(
                     stored, axes.SHARDS, scatter_dimension=dim, tiled=True
                 ).astype(jnp.float32)
+                if self.sums_replicas_early:
+                    summed = jax.lax.psum(summed, axes.REPLICA)
         return Shard(value=None, grad_holder=self._move_gradient(param, summed))
 
     def has_gradient(self, shard: Shard) -> bool:
@@ -270,15 +275,17 @@ class Gather:
     ) -> layers.Weights:
         """Gradients of the whole mesh, divided; None for frozen weights.
 
-        Each is summed once over every axis that its weight is not sharded on.
+        Each is summed once over every axis that its weight is not sharded on, unless
+        `reduce_scatter` has done so.
         """
+        summed_axes = (*axes.SHARDS, *(axes.REPLICA,) * self.sums_replicas_early)
 
         def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
             if gradient is None:
                 return None
             is_sharded = choose_placement(param, self.num_shards).dim is not None
-            sharded_axes = axes.SHARDS if is_sharded else ()
-            other_axes = tuple(axis for axis in axes.ALL if axis not in sharded_axes)
+            done = summed_axes if is_sharded else ()
+            other_axes = tuple(axis for axis in axes.ALL if axis not in done)
 
             def sum_and_divide(gradient: Array) -> Array:
                 with jax.named_scope(WEIGHTS_SCOPE):
@@ -337,7 +344,9 @@ class Gather:
             moved = fraction * size
             num_scatters = 2 if param is tied else 1
             sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
-            sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
+            num_sums = num_scatters if self.sums_replicas_early else 1
+            moved = num_sums * size / self.num_shards
+            sent["all-reduce"] += 4 * moved * 2 * (1 - 1 / num_replicas)
         return sent
 
 

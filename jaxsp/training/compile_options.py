@@ -71,6 +71,29 @@ wait: 8B on 8 H100s, 32,768 tokens each, 0.070 for collectives and 0.012 with it
 needs the memory to fit at all.
 """
 
+SCATTER_IN_LAYER: XlaOptions = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
+"""Sums a layer's gradients over devices while that layer computes.
+
+By default, XLA moves the sums of a step of one microbatch into the next layer's iteration, and
+copies whole gradients for it: 8B on 8 H100s, 8,192 tokens each, 0.750 s a step and 0.735 with it.
+"""
+
+OVERLAP_REPLICAS: XlaOptions = {
+    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+"""Sums the gradients of a layer over replicas, all in one, while the next layer computes, and while
+that one gathers and scatters inside its node.
+
+Seconds of a step, 8B on 8 H100s in each of N nodes, a replica each, 8,192 tokens: 0.820 without and
+0.779 with it (N = 2), 0.903 and 0.786 (N = 128), of which 0.08, 0.04, 0.16 and 0.01 wait for the
+sums over replicas (jax 0.12).
+"""
+
+MIN_PIPELINE_RELEASE = (0, 11, 1)
+"""First tested release of jaxlib with these names."""
+
 PREFETCH_FROM_HOST: XlaOptions = {"xla_gpu_enable_pipelined_host_offloading": True}
 """Copies the activations of the next layer from the host while the backward pass computes this one.
 
@@ -108,6 +131,7 @@ def choose_options(
     *,
     mesh: Mesh,
     is_tiled: bool,
+    sums_replicas_early: bool,
     environ: Mapping[str, str] = os.environ,
     version: str = jaxlib.__version__,
 ) -> CompileOptions:
@@ -118,6 +142,7 @@ def choose_options(
     Args:
         mesh: of devices that may be absent. For CPUs, jaxsp adds no options.
         is_tiled: True if a device's tokens go through a layer in tiles.
+        sums_replicas_early: as in `StepSpec`.
         version: of jaxlib.
 
     Raises: UserError if run.xla_options and run.deterministic contradict each other.
@@ -132,7 +157,11 @@ def choose_options(
         release = parse_version(version)
         is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
         if is_tested:
-            own = _own_options(config, release, overlaps_loops=is_tiled and mesh.size > 1)
+            own = _own_options(config, release)
+            if sums_replicas_early and release >= MIN_PIPELINE_RELEASE:
+                own |= OVERLAP_REPLICAS
+            if is_tiled and mesh.size > 1:
+                own |= OVERLAP_IN_LOOPS
             options |= {name: value for name, value in own.items() if name not in flags}
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
@@ -163,11 +192,11 @@ def choose_options(
     )
 
 
-def _own_options(config: Config, release: tuple[int, ...], *, overlaps_loops: bool) -> XlaOptions:
-    """Options that make a step on GPUs faster or smaller."""
+def _own_options(config: Config, release: tuple[int, ...]) -> XlaOptions:
+    """Options, whatever the mesh and tiles, that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
-    if overlaps_loops:
-        options |= OVERLAP_IN_LOOPS
+    if release >= MIN_PIPELINE_RELEASE:
+        options |= SCATTER_IN_LAYER
     if config.model.linear_dtype is not None:
         options |= NO_TRITON
     if RematPolicy(remat=config.memory.remat).is_attention_saved:

@@ -17,7 +17,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes, batch
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
-from jaxsp.model import decoder, tiling
+from jaxsp.model import decoder, layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
@@ -88,13 +88,32 @@ class StepSpec:
             compute_dtype=self.dtype,
             reduce_dtype=jnp.dtype(memory.grad_reduce_dtype),
             gradients_on_host=self.has_offloaded_gradients,
+            sums_replicas_early=self.sums_replicas_early,
         )
+
+    @property
+    def has_one_loop(self) -> bool:
+        """See `layer_stack.is_one_loop`."""
+        return layer_stack.is_one_loop(self.model.segments, self.remat_policy)
+
+    @property
+    def sums_replicas_early(self) -> bool:
+        """True if a layer's gradients are summed over replicas while the next layer computes.
+
+        With several microbatches they would be summed once for each, and with several loops XLA
+        does not move a sum into the next iteration.
+        """
+        has_one_microbatch = self.config.batch.rows_per_step == self.global_microbatch_rows
+        return has_one_microbatch and self.has_one_loop and self.mesh.shape[axes.REPLICA] > 1
 
     @property
     def compile_options(self) -> CompileOptions:
         """Compile options of the step."""
         return compile_options.choose_options(
-            self.config, mesh=self.mesh, is_tiled=self.mlp_tile < self.tokens_per_device
+            self.config,
+            mesh=self.mesh,
+            is_tiled=self.mlp_tile < self.tokens_per_device,
+            sums_replicas_early=self.sums_replicas_early,
         )
 
     @property
@@ -124,12 +143,16 @@ class StepSpec:
         return tokens // self.mesh.shape[axes.SEQ]
 
     @property
+    def global_microbatch_rows(self) -> int:
+        """Rows of a microbatch over the mesh."""
+        return device_mesh.num_groups(self.mesh) * self.config.batch.rows_per_microbatch
+
+    @property
     def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
-        config = self.config.batch
         return batch.num_microbatches(
-            rows_per_step=config.rows_per_step,
-            global_microbatch_rows=device_mesh.num_groups(self.mesh) * config.rows_per_microbatch,
+            rows_per_step=self.config.batch.rows_per_step,
+            global_microbatch_rows=self.global_microbatch_rows,
         )
 
     @property

@@ -66,7 +66,11 @@ def _local_gradients(
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
-    returned_holders = _select_returned(spec, params, holders)
+    has_one_microbatch = batch.tokens_BL.shape[0] == 1
+    if has_one_microbatch and spec.has_one_loop:  # nothing to add to
+        returned_holders = dict(enumerate(holders))
+    else:
+        returned_holders = _select_returned(spec, params, holders)
     targets = [
         _RETURN_GRADIENT() if number in returned_holders else jax.new_ref(holder)
         for number, holder in enumerate(holders)
@@ -97,7 +101,7 @@ def _local_gradients(
         gradients |= _add_on_host(params, totals, gradients)
         return (jax.tree.map(jnp.add, sums, microbatch_sums), gradients), None
 
-    if batch.tokens_BL.shape[0] == 1:
+    if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
         sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_holders)

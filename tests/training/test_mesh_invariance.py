@@ -16,8 +16,8 @@ from jaxsp.sharding import sharding
 from tests import batches, tolerances
 from tests.training import runs
 
-MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 1}
-"""Rows per microbatch by mesh, replica x data x seq: 16 rows are 16, 2, 2, 8, 4 and 4
+MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 4}
+"""Rows per microbatch by mesh, replica x data x seq: 16 rows are 16, 2, 2, 8, 4 and 1
 microbatches."""
 
 MARKS = {(1, 2, 4): ()}

@@ -226,10 +226,11 @@ def _estimate_attention_s(
 def _schedule_collective(
     collective: Collective, ceilings: Ceilings, node_devices: int
 ) -> ScheduledTransfer:
-    """Schedules a collective on the stream of all collectives, because they share the links."""
+    """Schedules a collective on the stream of those that share its links: all inside a node, or
+    all between nodes."""
     seconds = estimate_collective_s(collective, ceilings=ceilings, node_devices=node_devices)
     return ScheduledTransfer(
-        stream="collectives",
+        stream="network" if collective.find_load(node_devices).network else "links",
         seconds=seconds / collective.num_runs,
         begin_line=collective.begin_line,
         end_line=collective.end_line,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jaxlib
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, hlo_cost, roofline
 from jaxsp.planner.cost.comms import Collective
+from jaxsp.training import compile_options
 from tests import batches
 from tests.planner import programs
 
@@ -252,6 +254,37 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
     for sent in of_layers:
         total, exposed = estimated.transfer_seconds[sent.begin_line]
         assert exposed <= 0.1 * total, sent
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(
+    compile_options.parse_version(jaxlib.__version__) < compile_options.MIN_PIPELINE_RELEASE,
+    reason="older jaxlib does not pipeline sums over replicas",
+)
+def test_kernels_overlap_the_sums_over_replicas():
+    """A layer's gradients are summed while the next layer computes: see OVERLAP_REPLICAS."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ("mesh.replica=2", "mesh.data=8", "mesh.seq=1", "batch.rows_per_step=16")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 2048}
+    config = programs.settings(*words, num_attention_heads=8, **sizes)
+    step = programs.step(config, compiled.make_devices("h100-80gb", 16))
+    estimated = roofline.estimate_step(
+        step,
+        comms.parse_collectives(step.dump.hlo_text),
+        ceilings=dataclasses.replace(gpus.GPUS["h100-80gb"].ceilings, network_hop_us=0.0),
+        node_devices=8,
+        segment_lengths=programs.segment_lengths(step),
+    )
+    (of_layers,) = (
+        sent
+        for sent in comms.parse_collectives(step.dump.hlo_text)
+        if sent.operation == "all-reduce" and sent.num_runs > 1
+    )
+    model = step.spec.model
+    weights = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
+    assert of_layers.total_bytes == pytest.approx(of_layers.num_runs * 4 * weights / 8)
+    total, exposed = estimated.transfer_seconds[of_layers.begin_line]
+    assert exposed <= 0.1 * total
 
 
 @pytest.mark.e2e
