@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float32
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.config.optimizer_schema import OptimizerConfig
-from jaxsp.core import units
+from jaxsp.core import host_memory, units
 from jaxsp.core.units import format_count
 from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups, registry, schedules
 from jaxsp.optimizers.optimizer_state import StateBytes
@@ -117,9 +117,10 @@ def update(
 
     Both are unchanged unless `accept`, and always those of frozen weights.
 
-    Memory: layers are updated one after another, in place, so that the temporaries of one layer
-        exist at a time. Arrays in host memory are copied to the device one layer at a time. Updates
-        that need whole matrices are computed in groups of layers, one for each shard.
+    Memory: elementwise updates have no temporaries. Others update layers one after another, in
+        place, so that the temporaries of one layer exist at a time. Arrays in host memory are
+        copied to the device one layer at a time. Updates that need whole matrices are computed in
+        groups of layers, one for each shard.
 
     Args: dtype: compute dtype, for updates that need whole matrices.
     """
@@ -146,11 +147,27 @@ def update(
             new = update_layers(old, gradient)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
+        old = weight, state
+        if _is_updated_at_once(config, param, weight, (gradient, old)):
+            # A loop over layers would copy each layer before it is written
+            return jax.vmap(update_if_accepted)(old, gradient)
         return host_offload.update_each_layer(
-            param, update_if_accepted, (weight, state), gradient, group_size=group_size
+            param, update_if_accepted, old, gradient, group_size=group_size
         )
 
     return map_weights_and_state(table, update_param, gradients, state, master)
+
+
+def _is_updated_at_once(
+    config: OptimizerConfig, param: Parameter, weight: Array, arrays: Any
+) -> bool:
+    """True if all layers of a weight can be updated at once without temporaries."""
+    return (
+        OPTIMIZERS[config.name].is_elementwise
+        and weight.shape == param.stacked_shape  # without padding
+        and param.num_layers is not None
+        and not any(map(host_memory.is_on_host, jax.tree.leaves(arrays)))
+    )
 
 
 UpdateLayers = Callable[[tuple[Array, Any], Array], tuple[Array, Any]]

@@ -27,6 +27,9 @@ class Optimizer:
     finish_matrices: Callable[[Parameter, Array], Array] | None = None
     """Last part of the update of the layers' matrices, if it needs whole matrices on a device:
     `(param, updates_nOI) -> updates_nOI`, in the compute dtype. It keeps zero rows and columns."""
+    is_elementwise: bool = False
+    """True if an element's update depends on its own weight, gradient and state only, so that the
+    update of all layers at once needs no temporaries."""
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -68,9 +71,9 @@ def _momentum(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer(make_transform=_adam),
-    "sgd": Optimizer(make_transform=_sgd),
-    "lion": Optimizer(make_transform=_lion),
+    "adamw": Optimizer(make_transform=_adam, is_elementwise=True),
+    "sgd": Optimizer(make_transform=_sgd, is_elementwise=True),
+    "lion": Optimizer(make_transform=_lion, is_elementwise=True),
     "adafactor": Optimizer(make_transform=_adafactor),
     "muon": Optimizer(
         make_transform=_adam,

@@ -1,7 +1,7 @@
 """Token losses from hidden states, in tiles: logits exist for one tile of tokens at a time."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -133,13 +133,14 @@ def _compute_tile(
     has_label_X = labels_X != NO_LABEL
     known_labels_X = jnp.where(has_label_X, labels_X, 0)
     if token_loss is None:
-        losses_X, dlogits_XV = _cross_entropy(logits_XV, known_labels_X)
+        best_X, losses_X, dlogits_XV = _cross_entropy(logits_XV, known_labels_X)
     else:
         losses_X, pull = jax.vjp(
             lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV
         )
         (dlogits_XV,) = pull(jnp.ones_like(losses_X))
-    is_correct_X = has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)
+        best_X = logits_XV.argmax(-1).astype(jnp.int32)
+    is_correct_X = has_label_X & (best_X == labels_X)
     sums = {
         "loss_sum": _apply_weights(losses_X, has_label_X, weights_X).sum(),
         "num_correct": is_correct_X.sum(dtype=jnp.int32),
@@ -151,12 +152,52 @@ def _compute_tile(
 
 def _cross_entropy(
     logits_XV: Float32[Array, "X V"], labels_X: Int32[Array, "X"]
-) -> tuple[Float32[Array, "X"], Float32[Array, "X V"]]:
-    """Losses, and the gradient of each with respect to its logits."""
-    lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
+) -> tuple[Int32[Array, "X"], Float32[Array, "X"], Float32[Array, "X V"]]:
+    """Likeliest tokens, losses, and the gradient of each loss with respect to its logits."""
+    best_X, lse_X = jax.lax.platform_dependent(
+        logits_XV, cuda=reduce_logits_once, default=_reduce_logits
+    )
     label_logits_X1 = jnp.take_along_axis(logits_XV, labels_X[:, None], axis=-1)
     one_hot_XV = jax.nn.one_hot(labels_X, logits_XV.shape[1], dtype=jnp.float32)
-    return lse_X - label_logits_X1[:, 0], jnp.exp(logits_XV - lse_X[:, None]) - one_hot_XV
+    losses_X = lse_X - label_logits_X1[:, 0]
+    return best_X, losses_X, jnp.exp(logits_XV - lse_X[:, None]) - one_hot_XV
+
+
+def _reduce_logits(
+    logits_XV: Float32[Array, "X V"],
+) -> tuple[Int32[Array, "X"], Float32[Array, "X"]]:
+    """Index of the largest logit, the first if several are, and the log-sum-exp."""
+    return logits_XV.argmax(-1).astype(jnp.int32), jax.nn.logsumexp(logits_XV, axis=-1)
+
+
+def reduce_logits_once(
+    logits_XV: Float32[Array, "X V"],
+) -> tuple[Int32[Array, "X"], Float32[Array, "X"]]:
+    """The same as argmax and log-sum-exp, in one pass over the logits instead of three.
+
+    For GPUs, which wait for memory (Qwen3-0.6B: 1.6 % of a step). CPUs would take twice as long,
+    and add all exponentials of a row one after another.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
+    """
+
+    def combine(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
+        (max_left, index_left, sum_left), (max_right, index_right, sum_right) = left, right
+        largest = jnp.maximum(max_left, max_right)
+        is_first = (max_left == max_right) & (index_left < index_right)
+        index = jnp.where((max_left > max_right) | is_first, index_left, index_right)
+        total = sum_left * jnp.exp(max_left - largest) + sum_right * jnp.exp(max_right - largest)
+        return largest, index, total
+
+    indices_XV = jax.lax.broadcasted_iota(jnp.int32, logits_XV.shape, 1)
+    lowest = jnp.finfo(jnp.float32).min  # -inf - -inf would be NaN
+    largest_X, best_X, sum_X = jax.lax.reduce(
+        (logits_XV, indices_XV, jnp.ones_like(logits_XV)),
+        (jnp.float32(lowest), jnp.int32(jnp.iinfo(jnp.int32).max), jnp.float32(0)),
+        combine,
+        (1,),
+    )
+    return best_X, largest_X + jnp.log(sum_X)
 
 
 def _apply_weights(values: Array, has_label: Array, weights: Array | None) -> Array:

@@ -81,6 +81,17 @@ def test_correct_labels_are_counted():
         assert int(tiled(hidden, head, jnp.asarray(labels), tile)[0]["num_correct"]) == 5
 
 
+def test_one_pass_over_logits_finds_what_argmax_and_logsumexp_do():
+    logits = np.random.default_rng(1).normal(0, 20, (8, 1000)).astype(np.float32)
+    logits[1, [3, 700]] = 200.0  # the first of equal ones counts
+    logits[2, 5:] = -np.inf
+    logits[3] = -3e38
+    logits[4, 900] = 3e38
+    best, lse = jax.jit(loss.reduce_logits_once)(logits)
+    np.testing.assert_array_equal(best, logits.argmax(1))
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(logits, axis=1), rtol=3e-7)
+
+
 def test_nothing_is_learned_from_what_has_no_label():
     hidden, head, labels = inputs()
     actual, gradients = tiled(jnp.full_like(hidden, 1e38), head, jnp.full_like(labels, NO_LABEL), 7)
