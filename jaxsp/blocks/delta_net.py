@@ -256,7 +256,7 @@ class DeltaNet(Mixer):
         K = sizes.key_size
         V = sizes.value_size
         choice = workload.attention
-        config_rows = workload.config.batch.rows_per_microbatch
+        config_rows = workload.config.batch.microbatch_rows
         spans = RowSpans(
             seq=choice.strategy.seq,
             layout=choice.strategy.layout,
@@ -289,7 +289,7 @@ class DeltaNet(Mixer):
         seq = workload.attention.strategy.seq
         if seq == 1:
             return {}
-        rows = workload.config.batch.rows_per_microbatch
+        rows = workload.config.batch.microbatch_rows
         state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
         whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
         halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize
