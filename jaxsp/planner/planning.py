@@ -36,6 +36,7 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.training import trainable
 from jaxsp.training.specs import StepSpec
 
 RESERVED = "reserved"
@@ -102,8 +103,8 @@ class Plan:
     """MLP tile size that the step uses; all of a device's tokens if there are no tiles."""
     loss_tile_tokens: int
     """Loss tile size that the step uses; all of a device's tokens if there are no tiles."""
-    memory_options: str
-    """Description of all memory options."""
+    options: str
+    """Description of all memory options, and of products in 8 bits."""
     fits: bool
     memory_bottleneck: str
     """Memory that runs out first: `device` or `host`."""
@@ -268,6 +269,10 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
     """Returns a plan's constructor with the options of a step."""
     choice = spec.attention
     batch = spec.config.batch
+    descriptions = (
+        memory_descriptions.describe(spec),
+        trainable.describe_products(spec.table, spec.model, spec.config),
+    )
     return functools.partial(
         Plan,
         device_type=cluster.device_type,
@@ -290,7 +295,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         remat=spec.remat_policy.remat,
         mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
         loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
-        memory_options=memory_descriptions.describe(spec),
+        options="; ".join(filter(None, descriptions)),
     )
 
 
