@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
-from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
+from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
+from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
 from jaxsp.blocks.linear import Linear
