@@ -64,11 +64,11 @@ def _format_time_columns(plan: Plan) -> list[str]:
 def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
     """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`.
 
-    Rows per microbatch have a column if meshes differ in them.
+    Rows per microbatch have a column if some mesh has several.
     """
     ranks = mesh_sweep.compute_ranks(mesh_plans)
     numbers = {each.plan.rows_per_microbatch for each in mesh_plans if each.plan is not None}
-    has_rows = len(numbers) > 1
+    has_rows = not numbers <= {1}
     head = ["replica", "data", "seq", "attention"]
     if has_rows:
         head.append("microbatch rows")
