@@ -13,9 +13,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
-from jaxsp.memory import row_meshes
 from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
-from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
@@ -45,26 +43,26 @@ class PlanRequest:
         return f"{name} (published sizes)" if self.sizes.published else name
 
     def resolve_config(self, cluster: Cluster) -> Config:
-        """Replaces `mesh.seq: auto` by the numbers that training chooses on some GPUs.
+        """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by the numbers that training
+        chooses on some GPUs.
 
         Raises: UserError if there are none.
         """
-        if self.config.mesh.seq != "auto":
-            return self.config
-        limits = cluster.memory_limit
-        config = row_meshes.resolve_degrees(
-            self.config,
-            self.sizes.model,
-            devices=compiled.make_devices(cluster.device_type, cluster.num_devices),
-            limits=limits,
-            device_bytes=int(limits.device),
-        )
-        degrees = ", ".join(
-            f"{degree} for rows of {row_tokens:,}" for row_tokens, degree in config.degrees.items()
-        )
-        self.console.print(
-            f"mesh.seq = auto on {cluster.num_devices} x {cluster.device_type}: {degrees}"
-        )
+        given = self.config
+        config = planning.resolve_config(given, model=self.sizes.model, cluster=cluster)
+        cluster_name = f"{cluster.num_devices} x {cluster.device_type}"
+        if given.mesh.seq == "auto":
+            degrees = ", ".join(
+                f"{degree} for rows of {row_tokens:,}"
+                for row_tokens, degree in config.degrees.items()
+            )
+            self.console.print(f"mesh.seq = auto on {cluster_name}: {degrees}")
+        if given.batch.rows_per_microbatch == "auto":
+            rows = ", ".join(
+                f"{row_config.batch.microbatch_rows} of {row_tokens:,} tokens"
+                for row_tokens, row_config in config.row_configs.items()
+            )
+            self.console.print(f"batch.rows_per_microbatch = auto on {cluster_name}: {rows}")
         return config
 
     def plan(self, config: Config, cluster: Cluster) -> Plan:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
-from jaxsp.blocks.config import EXPERTS, ExpertsConfig, LayerConfig, ModelConfig, Rope
+from jaxsp.blocks.block_config import ExpertsConfig
+from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes

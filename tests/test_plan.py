@@ -459,18 +459,21 @@ def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path,
 def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch):
     """Long rows need fewer GPUs with more memory."""
     given = []
+    rows = {}
 
     def plan_step(config, *, model, cluster, document_tokens):
         given.append((cluster.device_type, config.data.row_tokens, config.mesh.seq))
+        rows[cluster.device_type, config.data.row_tokens] = config.batch.rows_per_microbatch
         return example_plans.make_plan(device_type=cluster.device_type)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    words = ["mesh.seq=auto", "data.row_tokens=[8192, 4194304]"]
+    words = ["mesh.seq=auto", "data.row_tokens=[8192, 4194304]", "batch.rows_per_microbatch=auto"]
     printed, _ = run_plan(*words, "--device", "h100-80gb", "b200-180gb")
     degrees = {(device, row_tokens): seq for device, row_tokens, seq in given}
     assert degrees["h100-80gb", 8192] == 1
     assert degrees["h100-80gb", 4194304] > degrees["b200-180gb", 4194304] > 0
     assert f"{degrees['h100-80gb', 4194304]} for rows of 4,194,304" in printed
+    assert f"{rows['h100-80gb', 4194304]} of 4,194,304" in printed
 
 
 GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")

@@ -19,7 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import Attend, AttentionChoice
-from jaxsp.blocks.config import LayerConfig, ModelConfig, NormNames
+from jaxsp.blocks.block_config import NormNames
+from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
 from jaxsp.config.schema import Config

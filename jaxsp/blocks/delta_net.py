@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
-from jaxsp.blocks.config import DeltaNetConfig, LayerConfig, ModelConfig, NormNames
+from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
+from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, scale
 from jaxsp.blocks.linear import Linear
@@ -256,7 +257,7 @@ class DeltaNet(Mixer):
         K = sizes.key_size
         V = sizes.value_size
         choice = workload.attention
-        config_rows = workload.config.batch.rows_per_microbatch
+        config_rows = workload.config.batch.microbatch_rows
         spans = RowSpans(
             seq=choice.strategy.seq,
             layout=choice.strategy.layout,
@@ -289,7 +290,7 @@ class DeltaNet(Mixer):
         seq = workload.attention.strategy.seq
         if seq == 1:
             return {}
-        rows = workload.config.batch.rows_per_microbatch
+        rows = workload.config.batch.microbatch_rows
         state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
         whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
         halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize

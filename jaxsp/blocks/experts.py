@@ -12,7 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxsp.blocks.block import FeedForward, Statistics
-from jaxsp.blocks.config import ExpertsConfig, Lora, ModelConfig
+from jaxsp.blocks.block_config import ExpertsConfig
+from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, RowGroups, declare_param, scale
 from jaxsp.blocks.linear import Linear

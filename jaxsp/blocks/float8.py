@@ -30,7 +30,7 @@ _CODES = jnp.float8_e4m3fn
 
 _MAX_CODE = float(jnp.finfo(_CODES).max)
 
-_DIM_MULTIPLE = 16
+DIM_MULTIPLE = 16
 """Divisor of the dims of matrices that cuBLAS multiplies in 8 bits."""
 
 MIN_COMPUTE_CAPABILITY = (8, 9)
@@ -39,7 +39,7 @@ MIN_COMPUTE_CAPABILITY = (8, 9)
 
 def can_multiply(*dims: int) -> bool:
     """True if matrices of these dims are multiplied in 8 bits."""
-    return all(dim % _DIM_MULTIPLE == 0 for dim in dims)
+    return all(dim % DIM_MULTIPLE == 0 for dim in dims)
 
 
 def multiply(x: Float[Array, "... i"], weight_oi: Float[Array, "o i"]) -> Float[Array, "... o"]:
@@ -91,7 +91,7 @@ def check_model(hidden_size: int) -> None:
     if not can_multiply(hidden_size):
         raise UserError(
             f"model.linear_dtype = {NAME}: the model's hidden_size, {hidden_size}, must be a "
-            f"multiple of {_DIM_MULTIPLE}. Leave it out."
+            f"multiple of {DIM_MULTIPLE}. Leave it out."
         )
 
 

@@ -164,6 +164,21 @@ class BatchConfig(ConfigSection):
     rows_per_step: Annotated[PositiveCount, with_examples(8)]
     """Rows per optimizer update, over the whole mesh; the same for every mesh shape. With several
     row lengths: rows of the longest; a step of shorter rows has the same number of tokens."""
-    rows_per_microbatch: PositiveCount = 1
+    rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
-    another."""
+    another. auto: the largest number with which a step recomputes no more than with 1 by the memory
+    formula, so that weights are gathered less often; 1 if that is uncertain, or if the devices'
+    memory is unknown (CPU)."""
+
+    @pydantic.field_validator("rows_per_microbatch", mode="before")
+    @classmethod
+    def _check_rows_per_microbatch(cls, value: Any) -> Any:
+        if value != "auto" and not fields.is_count(value):
+            raise ValueError("must be auto, or an integer of at least 1")
+        return value
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows per microbatch and group, after `auto` is resolved."""
+        assert isinstance(self.rows_per_microbatch, int), "memory/microbatch_rows.py resolves it"
+        return self.rows_per_microbatch

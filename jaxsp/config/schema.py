@@ -248,13 +248,14 @@ class Config(ConfigSection):
         device, if each device gets at least one row.
         """
         factor = self.data.max_row_tokens // row_tokens
-        rows_per_microbatch = factor * self.batch.rows_per_microbatch
         seq = self.mesh.seq
+        degree = longest_degree = 1
         if isinstance(seq, tuple):
-            degrees = self.degrees
-            seq = degrees[row_tokens]
-            longest_seq = degrees[self.data.max_row_tokens]
-            rows_per_microbatch = max(1, rows_per_microbatch * seq // longest_seq)
+            degree = seq = self.degrees[row_tokens]
+            longest_degree = self.degrees[self.data.max_row_tokens]
+        rows_per_microbatch = self.batch.rows_per_microbatch
+        if rows_per_microbatch != "auto":
+            rows_per_microbatch = max(1, factor * rows_per_microbatch * degree // longest_degree)
         batch_fields = {
             "rows_per_step": factor * self.batch.rows_per_step,
             "rows_per_microbatch": rows_per_microbatch,
@@ -286,3 +287,13 @@ class Config(ConfigSection):
         if isinstance(self.data.row_tokens, tuple) and len(set(degrees.values())) > 1:
             seq = tuple(degrees[row_tokens] for row_tokens in self.data.row_tokens)
         return self.model_copy(update={"mesh": self.mesh.model_copy(update={"seq": seq})})
+
+    def with_rows_per_microbatch(self, number: int) -> "Config":
+        """Returns the config with a number of rows per microbatch and group."""
+        batch = self.batch.model_copy(update={"rows_per_microbatch": number})
+        return self.model_copy(update={"batch": batch})
+
+    def with_one_row_for_auto(self) -> "Config":
+        """Returns the config with 1 row per microbatch and group in place of `auto`."""
+        is_automatic = self.batch.rows_per_microbatch == "auto"
+        return self.with_rows_per_microbatch(1) if is_automatic else self

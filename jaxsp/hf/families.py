@@ -8,17 +8,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxsp.blocks.config import (
-    ATTENTION,
-    DELTA_NET,
+from jaxsp.blocks.block_config import (
     ClampedGate,
     DeltaNetConfig,
     DeltaNetNames,
     ExpertNames,
     ExpertsConfig,
     NormNames,
-    QueryScale,
 )
+from jaxsp.blocks.config import ATTENTION, DELTA_NET, QueryScale
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, SLIDING_ATTENTION, RopeSupport
 

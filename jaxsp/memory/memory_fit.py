@@ -124,7 +124,7 @@ def fit(
                 shortage=shortage,
                 full_remat_reason="" if saves_attention else reason,
             )
-            if not (math.isfinite(limit.device) and _can_keep_more(spec, candidate)):
+            if not (math.isfinite(limit.device) and can_keep_more(spec, candidate)):
                 return step
             return _keep_mlp_layers(step, compile_step=compile_step, measure=measure)
         if saves_attention:
@@ -134,7 +134,7 @@ def fit(
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
 
-def _can_keep_more(spec: StepSpec, candidate: StepSpec) -> bool:
+def can_keep_more(spec: StepSpec, candidate: StepSpec) -> bool:
     """True if the layers of a candidate may keep the MLP's products."""
     is_tiled = candidate.mlp_tile < candidate.tokens_per_device
     saves_only_attention = candidate.config.memory.remat == "save_attention"

@@ -308,7 +308,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         offloads_during_attention=memory.offload_during_attention == "always",
     ).with_whole_periods(model)
     itemsize = np.dtype(config.model.compute_dtype).itemsize
-    rows_per_microbatch = config.batch.rows_per_microbatch
+    rows_per_microbatch = config.batch.microbatch_rows
     input_bytes = model.hidden_size * itemsize if policy.is_input_offloaded else 0
     output_bytes = 0
     if policy.is_attention_offloaded:

@@ -97,7 +97,7 @@ def _batch_changes(spec: StepSpec) -> list[str]:
     """Changes of rows and segments that reduce device memory."""
     config = spec.config
     changes = []
-    if config.batch.rows_per_microbatch > 1:
+    if config.batch.microbatch_rows > 1:
         changes.append("batch.rows_per_microbatch=1")
     if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
         changes.append(f"batch.rows_per_step={config.batch.rows_per_step // spec.num_microbatches}")

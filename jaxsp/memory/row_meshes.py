@@ -185,7 +185,7 @@ def resolve_degrees(
     Numbers are compared by the memory formula: attention is recomputed only if it is with all of
     them, groups stay inside a node if possible, and then least is recomputed. Of equal numbers it
     is the smallest, because smaller groups communicate less. The longest rows come first, because
-    the microbatches of the others follow from them.
+    the microbatches of the others follow from them. `batch.rows_per_microbatch: auto` counts as 1.
 
     Args:
         limits: memory of a device and the host; None: what the devices report.
@@ -197,12 +197,13 @@ def resolve_degrees(
         return config
     if limits is None:
         limits = available_memory.find_limits(devices)
+    tried = config.with_one_row_for_auto()
     degrees: dict[int, int] = {}
     for row_tokens in reversed(config.data.row_lengths):
         possible: dict[int, StepSpec] = {}
         problems = ProblemCollector()
         for seq in list_degrees(config, len(devices)):
-            candidate = config.with_degrees(dict.fromkeys(config.data.row_lengths, seq) | degrees)
+            candidate = tried.with_degrees(dict.fromkeys(config.data.row_lengths, seq) | degrees)
             row_config = candidate.row_configs[row_tokens]
             with problems.collect():
                 spec = make_step_spec(row_config, model, devices=devices, device_bytes=device_bytes)

@@ -74,8 +74,9 @@ def plan_meshes(
         plan = None
         problem = ""
         try:
+            changed = with_mesh(config, mesh, option.config_fields)
             plan = planning.plan_step(
-                with_mesh(config, mesh, option.config_fields),
+                planning.resolve_config(changed, model=model, cluster=cluster),
                 model=model,
                 cluster=cluster,
                 document_tokens=document_tokens,
@@ -103,7 +104,7 @@ def list_combinations(
 
     Each mesh replaces the config's mesh.seq.
     """
-    config = _with_longest_rows(config)
+    config = _with_longest_rows(config).with_one_row_for_auto()
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)

@@ -22,6 +22,7 @@ from jaxsp.memory import (
     memory_formula,
     memory_problems,
     memory_suggestions,
+    microbatch_rows,
     row_meshes,
 )
 from jaxsp.memory.available_memory import MemoryLimit
@@ -35,6 +36,7 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
+from jaxsp.training import trainable
 from jaxsp.training.specs import StepSpec
 
 RESERVED = "reserved"
@@ -101,8 +103,8 @@ class Plan:
     """MLP tile size that the step uses; all of a device's tokens if there are no tiles."""
     loss_tile_tokens: int
     """Loss tile size that the step uses; all of a device's tokens if there are no tiles."""
-    memory_options: str
-    """Description of all memory options."""
+    options: str
+    """Description of all memory options, and of products in 8 bits."""
     fits: bool
     memory_bottleneck: str
     """Memory that runs out first: `device` or `host`."""
@@ -161,6 +163,24 @@ class Plan:
         return self.mlp_tile_tokens * self.mesh[axes.SEQ] < microbatch_tokens
 
 
+def resolve_config(config: Config, *, model: ModelConfig, cluster: Cluster) -> Config:
+    """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by what training chooses.
+
+    Raises: UserError if rows cannot be divided among any number of devices.
+    """
+    if "auto" not in (config.mesh.seq, config.batch.rows_per_microbatch):
+        return config
+    limits = cluster.memory_limit
+    devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
+    device_bytes = int(limits.device)
+    config = row_meshes.resolve_degrees(
+        config, model, devices=devices, limits=limits, device_bytes=device_bytes
+    )
+    return microbatch_rows.resolve_rows(
+        config, model, devices=devices, limits=limits, device_bytes=device_bytes
+    )
+
+
 def plan_step(
     config: Config,
     *,
@@ -196,7 +216,7 @@ def plan_step(
         is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
         suggestions = memory_suggestions.suggest_changes(spec, is_device_short=is_device_short)
     elif fits_larger_microbatch(fitted):
-        count = 2 * config.batch.rows_per_microbatch
+        count = 2 * config.batch.microbatch_rows
         suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
     document_tokens = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
     return _describe_step(
@@ -212,7 +232,7 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
     batch = spec.config.batch
-    changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.rows_per_microbatch})
+    changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.microbatch_rows})
     larger = dataclasses.replace(spec, config=spec.config.model_copy(update={"batch": changed}))
     larger = memory_fit.replace_memory(larger, mlp_tile_tokens="auto", loss_tile_tokens="auto")
     first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
@@ -249,6 +269,10 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
     """Returns a plan's constructor with the options of a step."""
     choice = spec.attention
     batch = spec.config.batch
+    descriptions = (
+        memory_descriptions.describe(spec),
+        trainable.describe_products(spec.table, spec.model, spec.config),
+    )
     return functools.partial(
         Plan,
         device_type=cluster.device_type,
@@ -257,7 +281,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
         row_tokens=spec.config.data.max_row_tokens,
         rows_per_step=batch.rows_per_step,
-        rows_per_microbatch=batch.rows_per_microbatch,
+        rows_per_microbatch=batch.microbatch_rows,
         max_segments_per_row=spec.config.data.max_segments_per_row,
         document_tokens=document_tokens,
         layers=spec.describe_layers(),
@@ -271,7 +295,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         remat=spec.remat_policy.remat,
         mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
         loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
-        memory_options=memory_descriptions.describe(spec),
+        options="; ".join(filter(None, descriptions)),
     )
 
 

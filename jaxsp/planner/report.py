@@ -49,7 +49,7 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         ),
         *([("layers", plan.layers)] if plan.layers else []),
         ("attention", _format_attention(plan)),
-        ("options", f"remat {plan.remat}: {plan.memory_options}"),
+        ("options", f"remat {plan.remat}: {plan.options}"),
         ("fits", format_fit(plan)),
         *_memory_lines(plan),
         *_traffic_lines(plan),

@@ -62,9 +62,17 @@ def _format_time_columns(plan: Plan) -> list[str]:
 
 
 def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
-    """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`."""
+    """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`.
+
+    Rows per microbatch have a column if some mesh has several.
+    """
     ranks = mesh_sweep.compute_ranks(mesh_plans)
-    head = ["replica", "data", "seq", "attention", "fits"]
+    numbers = {each.plan.rows_per_microbatch for each in mesh_plans if each.plan is not None}
+    has_rows = not numbers <= {1}
+    head = ["replica", "data", "seq", "attention"]
+    if has_rows:
+        head.append("microbatch rows")
+    head.append("fits")
     head += ["device GiB", "host GiB", "remat", "kernel", "step*", "tokens/s*", "MFU* %", "rank"]
     rows = []
     for mesh_plan in mesh_plans:
@@ -77,6 +85,7 @@ def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
             (
                 *sizes,
                 mesh_plan.strategy,
+                *([str(plan.rows_per_microbatch)] if has_rows else []),
                 "yes" if plan.fits else f"no: {plan.memory_bottleneck}",
                 f"{plan.device_gib:.1f}",
                 f"{plan.host_gib:,.0f}",

@@ -42,7 +42,10 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     xla = spec.compile_options.description
     return [
         BannerEntry("training", inputs.describe_steps(run_spec)),
-        BannerEntry("batch", run_spec.describe_batch()),
+        BannerEntry(
+            "batch",
+            run_spec.describe_batch() + _describe_origin("batch.rows_per_microbatch", inputs),
+        ),
         BannerEntry(
             "optimizer",
             *optimizer.describe(
@@ -122,9 +125,13 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
 
 
 def _describe_mesh(spec: StepSpec, inputs: RunInputs) -> tuple[str, str]:
-    origin = " (mesh.seq: auto)" if inputs.is_mesh_automatic else ""
-    text = device_mesh.describe(spec.mesh) + origin
+    text = device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)
     return text, text
+
+
+def _describe_origin(field: str, inputs: RunInputs) -> str:
+    """The end of a line with the choice for a field; empty if the config has a number."""
+    return f" ({field}: auto)" if field in inputs.automatic_fields else ""
 
 
 def _describe_attention(spec: StepSpec) -> tuple[str, str]:

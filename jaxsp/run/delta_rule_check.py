@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsp.blocks.config import DeltaNetConfig
+from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.layout import KEPT_ORDER
 from jaxsp.delta_rule import delta_rule
 from jaxsp.delta_rule.spans import RowSpans, find_segments

@@ -69,12 +69,13 @@ def _read_model(config: Config) -> ModelConfig | None:
 def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> int | None:
     """Size of XLA's pool of pinned host memory for each GPU.
 
-    None if nothing is offloaded, if the model is unknown, or if mesh.seq is `auto`.
+    None if nothing is offloaded, if the model is unknown, or if mesh.seq or
+    batch.rows_per_microbatch is `auto`.
     """
     memory = config.memory
     if memory.offload_activations == memory.offload_optimizer == "none":
         return None
-    if model is None or config.mesh.seq == "auto":
+    if model is None or "auto" in (config.mesh.seq, config.batch.rows_per_microbatch):
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
     return max(
@@ -90,6 +91,7 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
 
     The maximum of all meshes that `auto` may choose. Without a model, that of Ulysses.
     """
+    config = config.with_one_row_for_auto()
     configs = [config]
     if config.mesh.seq == "auto":
         lengths = config.data.row_lengths

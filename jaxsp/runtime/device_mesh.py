@@ -76,7 +76,7 @@ def find_division_problems(
             f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
             f"{suggestion}"
         )
-    per_microbatch = config.batch.rows_per_microbatch
+    per_microbatch = config.batch.microbatch_rows
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     divisor = groups * per_microbatch
     if with_training and config.batch.rows_per_step % divisor:

@@ -21,7 +21,7 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.memory import memory_problems, row_meshes
+from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_paths
@@ -83,7 +83,7 @@ def build_training(
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
         run_model_dir=model_dir,
     )
-    is_mesh_automatic = config.mesh.seq == "auto"
+    automatic_fields = _list_automatic_fields(config)
     config = resolved.run_spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
@@ -111,7 +111,7 @@ def build_training(
         schedule=schedule,
         hf_config=resolved.hf_config,
         weights_origin=_describe_origin(run_spec, weights, checkpoint),
-        is_mesh_automatic=is_mesh_automatic,
+        automatic_fields=automatic_fields,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
         stop_tokens=_describe_stop(resolved),
@@ -119,6 +119,15 @@ def build_training(
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return run_spec, inputs
+
+
+def _list_automatic_fields(config: Config) -> frozenset[str]:
+    """The fields that are `auto`, of those that are replaced before anything is compiled."""
+    values = {
+        "mesh.seq": config.mesh.seq,
+        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
+    }
+    return frozenset(field for field, value in values.items() if value == "auto")
 
 
 def _find_checkpoint(
@@ -264,7 +273,8 @@ def _resolve_mesh(
     *,
     for_training: bool,
 ) -> tuple[Config, dict[int, AttentionChoice] | None]:
-    """Chooses the mesh and the attention of each row length, and checks the step."""
+    """Chooses the mesh, the rows of a microbatch and the attention of each row length, and checks
+    the step."""
     choices = None
     if model is not None:
         with problems.collect():
@@ -272,6 +282,7 @@ def _resolve_mesh(
                 config, model, devices=devices, with_training=for_training
             )
     if config.mesh.seq != "auto":
+        config = microbatch_rows.resolve_rows(config, model, devices=devices)
         if model is not None:
             with problems.collect():
                 choices = row_meshes.choose_attention(config, model, devices=devices)

@@ -63,7 +63,7 @@ class Evaluator:
     def __init__(self, spec: StepSpec, eval_sets: Sequence[PackedDataset]):
         config = spec.config
         num_groups = device_mesh.num_groups(spec.mesh)
-        rows_per_step = num_groups * config.batch.rows_per_microbatch
+        rows_per_step = num_groups * config.batch.microbatch_rows
         batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
         self._config = config.model_copy(update={"batch": batch})
         self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)

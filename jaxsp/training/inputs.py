@@ -58,8 +58,8 @@ class RunInputs:
     """Description of the tokens that end the turns of chats; empty without chats."""
     missing_parts: str
     """Description of the parts that an export needs; empty if the run's model has them."""
-    is_mesh_automatic: bool
-    """True if the config has `mesh.seq: auto`."""
+    automatic_fields: frozenset[str]
+    """Fields that are `auto` in the config, of mesh.seq and batch.rows_per_microbatch."""
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
     make_frozen_weights: Callable[[], layers.Weights]

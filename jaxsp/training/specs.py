@@ -139,13 +139,13 @@ class StepSpec:
     def tokens_per_device(self) -> int:
         """Tokens of a device in a microbatch."""
         config = self.config
-        tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
+        tokens = config.data.max_row_tokens * config.batch.microbatch_rows
         return tokens // self.mesh.shape[axes.SEQ]
 
     @property
     def global_microbatch_rows(self) -> int:
         """Rows of a microbatch over the mesh."""
-        return device_mesh.num_groups(self.mesh) * self.config.batch.rows_per_microbatch
+        return device_mesh.num_groups(self.mesh) * self.config.batch.microbatch_rows
 
     @property
     def num_microbatches(self) -> int:
@@ -232,7 +232,7 @@ class StepSpec:
         """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""
         count = self.num_microbatches
         microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
-        per_group = format_count(self.config.batch.rows_per_microbatch, "row")
+        per_group = format_count(self.config.batch.microbatch_rows, "row")
         owner = "device" if self.mesh.shape[axes.SEQ] == 1 else "group"
         return f"{microbatches} of {per_group} per {owner}"
 

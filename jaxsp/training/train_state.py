@@ -104,7 +104,7 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
 def _abstract_batch(spec: StepSpec) -> Batch:
     """Batch of the longest rows, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
     config = spec.config
-    num_rows = device_mesh.num_groups(spec.mesh) * config.batch.rows_per_microbatch
+    num_rows = device_mesh.num_groups(spec.mesh) * config.batch.microbatch_rows
     widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: config.data.max_segments_per_row}
     arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxsp.blocks import layers
+from jaxsp.blocks import float8, layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.config.adapter_schema import SAVED_MODULES
@@ -74,11 +74,35 @@ def merge(part: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def describe_products(table: layers.Weights, model: ModelConfig, config: Config) -> str:
+    """Describes which matrices are multiplied in 8 bits; empty if none are requested.
+
+    Example: `224 matrices multiplied in float8`.
+    """
+    if model.linear_dtype is None:
+        return ""
+    counts = {True: 0, False: 0}
+    for param in jax.tree.leaves(table):
+        if param.is_projection:
+            counts[float8.can_multiply(*param.shape)] += param.num_layers or 1
+    others = []
+    if counts[False]:
+        others.append(f"{counts[False]:,} whose dims are not multiples of {float8.DIM_MULTIPLE}")
+    if model.experts is not None:
+        others.append("experts")
+    text = f"{counts[True]:,} matrices multiplied in {model.linear_dtype}"
+    if others:
+        text += f", {' and '.join(others)} in {config.model.compute_dtype}"
+    return text
+
+
 def describe(table: layers.Weights, model: ModelConfig, config: Config) -> str:
     """Describes the number of weights, their dtypes, and which of them are trained."""
     params = jax.tree.leaves(table)
     num_own = flops.num_parameters([param for param in params if not param.is_adapter])
     text = f"{num_own:,} parameters, {config.model.compute_dtype} compute"
+    if products := describe_products(table, model, config):
+        text += f" ({products})"
     if not config.has_frozen_weights:
         return f"{text}, float32 master weights"
     num_trained = flops.num_parameters([param for param in params if param.is_trainable])

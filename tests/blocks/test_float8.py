@@ -1,5 +1,7 @@
 """Products of linear layers in 8-bit floats."""
 
+import dataclasses
+import re
 import types
 
 import jax
@@ -11,6 +13,7 @@ from jaxsp.blocks import float8
 from jaxsp.core.errors import UserError
 from jaxsp.run import selfcheck
 from jaxsp.setup import resume
+from jaxsp.training import trainable
 from tests import batches, messages
 from tests.training import runs
 
@@ -98,6 +101,20 @@ def test_a_model_without_such_products_is_refused():
     float8.check_model(64)
     with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "60", "16")):
         float8.check_model(60)
+
+
+def test_the_matrices_with_such_products_are_counted():
+    def describe(model):
+        spec = runs.make_spec({}, model=dataclasses.replace(model, linear_dtype="float8"))
+        return trainable.describe(spec.table, spec.model, spec.config)
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    assert "(14 matrices multiplied in float8)" in describe(batches.model(**sizes))
+    text = describe(batches.model(**sizes | {"intermediate_size": 100}))
+    assert "(8 matrices" in text
+    assert "6 whose dims are not multiples of 16 in float32" in text
+    text = describe(batches.expert_model())  # it has 60 hidden dims
+    assert re.search(messages.containing("(0 matrices", 16, "and experts in float32"), text)
 
 
 def test_runs_may_resume_with_other_products():

@@ -31,7 +31,7 @@ ANSWERS = {
     ),
     "batch.rows_per_microbatch": (
         "micro_batch_size per_device_train_batch_size local_batch_size "
-        "train_micro_batch_size_per_gpu"
+        "train_micro_batch_size_per_gpu auto_find_batch_size"
     ),
     "batch.rows_per_step": "global_batch_size train_batch_size gradient_accumulation_steps "
     "per_device_batch_size num_tokens_per_train_step",

@@ -244,6 +244,7 @@ MESSAGES = {
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
     "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*messages or prompt_completion.*",
     "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "batch.rows_per_microbatch=0": "batch.rows_per_microbatch = 0: .*auto.* 1.*=2.",
     "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",
     "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: .*auto.*=1024.",
     "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: .*auto.*=1024.",

@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxsp.blocks.config import (
-    DeltaNetConfig,
-    LayerConfig,
-    ModelConfig,
-    NormNames,
-    QueryScale,
-    Rope,
-)
+from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
+from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families, model_config, published

@@ -1,4 +1,5 @@
-"""Meshes of several row lengths, and the choice of `mesh.seq: auto`."""
+"""Meshes of several row lengths, and the choices of `auto` in mesh.seq and
+batch.rows_per_microbatch."""
 
 import functools
 import math
@@ -7,10 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
+from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from jaxsp.memory import available_memory, memory_fit, memory_formula, row_meshes
+from jaxsp.memory import (
+    available_memory,
+    memory_fit,
+    memory_formula,
+    microbatch_rows,
+    row_meshes,
+)
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.runtime import memory_limits
 from jaxsp.training import train_state
@@ -142,3 +151,78 @@ def test_auto_offloads_no_more_than_the_host_holds():
 def test_auto_refuses_rows_that_cannot_be_divided():
     with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 3, 8)):
         resolve(settings(row_tokens=(3,), rows_per_step=1))
+
+
+AUTO_ROWS = "batch.rows_per_microbatch=auto"
+
+
+def resolve_rows(*words, limit, host=math.inf):
+    """Rows per microbatch on 4 groups of 2 devices, each with 4 rows of 8,192 tokens per step."""
+    config = microbatch_rows.resolve_rows(
+        settings(AUTO_ROWS, *words, seq=2, rows_per_step=16),
+        model(),
+        devices=jax.devices(),
+        limits=MemoryLimit(limit, host),
+    )
+    rows = {length: each.batch.microbatch_rows for length, each in config.row_configs.items()}
+    assert rows[1024] == 8 * rows[8192], "as many tokens"
+    return rows[8192]
+
+
+def needed_rows(number, remat, *words):
+    """Memory of the step with a number of rows per microbatch, without tiles, by formula."""
+    words = (f"batch.rows_per_microbatch={number}", *words)
+    spec = spec_of(settings(*words, seq=2, rows_per_step=16)).longest
+    return max(
+        memory_formula.predict_bytes(candidate)
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
+        if candidate.remat_policy.remat == remat and candidate.mlp_tile == spec.tokens_per_device
+    )
+
+
+@pytest.mark.usefixtures("whole_limits")
+@pytest.mark.parametrize(
+    ("words", "remat"),
+    [
+        ([], "save_attention_and_mlp"),
+        (["memory.remat=save_attention"], "save_attention"),
+        (["memory.remat=full"], "full"),
+    ],
+    ids=str,
+)
+def test_microbatches_have_the_most_rows_that_surely_fit_with_what_one_row_keeps(words, remat):
+    limit = needed_rows(2, remat, *words) / microbatch_rows.MIN_PREDICTED_RATIO
+    assert needed_rows(1, remat, *words) < limit < needed_rows(4, remat, *words)
+    assert resolve_rows(*words, limit=limit) == 2
+    assert resolve_rows(*words, limit=0.999 * limit) == 1
+    assert resolve_rows(*words, limit=4 * limit) == 4
+    assert resolve_rows(*words, limit=math.inf) == 1, "unknown memory"
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_microbatches_have_one_row_if_more_would_recompute_more():
+    """The step keeps the MLP's products in some layers, in fewer with more rows."""
+    kept = needed_rows(1, "save_attention_and_mlp") / memory_fit.MAX_PREDICTED_RATIO
+    saved = needed_rows(2, "save_attention") / microbatch_rows.MIN_PREDICTED_RATIO
+    assert saved < 0.999 * kept
+    assert resolve_rows(limit=0.999 * kept) == 1
+    assert resolve_rows("memory.kept_mlp_layers=0", limit=0.999 * kept) > 1
+    tiles = {1024: 4, 2048: 4, 4096: 1}  # 1 row has 4,096 tokens on a device
+    for tile, rows in tiles.items():
+        words = ["memory.remat=full", f"memory.mlp_tile_tokens={tile}"]
+        assert resolve_rows(*words, limit=1e15) == rows
+
+
+@pytest.mark.usefixtures("whole_limits")
+def test_microbatches_have_no_more_rows_than_the_host_holds_and_the_kernel_takes(monkeypatch):
+    words = ["memory.offload_activations=layer_inputs", "memory.remat=full"]
+    one = settings(*words, "batch.rows_per_microbatch=1", seq=2, rows_per_step=16)
+    host = memory_formula.step_offloaded_bytes(spec_of(one).longest).total
+    assert resolve_rows(*words, limit=1e15, host=2 * host) == 2
+
+    def find_reasons(kernel, workload, **_):
+        has_many = workload.num_rows * workload.row_tokens > 2 * 8192
+        return [UnsupportedReason("has a limit", "")] if has_many else []
+
+    monkeypatch.setattr(CudnnKernel, "unsupported_reasons", find_reasons)
+    assert resolve_rows(limit=1e15) == 2

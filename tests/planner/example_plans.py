@@ -42,7 +42,7 @@ def make_plan(**changes):
         "remat": "save_attention",
         "mlp_tile_tokens": 16384,
         "loss_tile_tokens": 2048,
-        "memory_options": "memory options in words",
+        "options": "memory options in words",
         "fits": True,
         "memory_bottleneck": "device",
         "shortage": "",

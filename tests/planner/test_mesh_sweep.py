@@ -24,7 +24,7 @@ def test_a_mesh_replaces_numbers_of_devices_by_row_length():
         programs.settings("data.row_tokens=16384"), model, num_devices=4
     )
     for seq in ("[1,4]", "auto"):
-        config = programs.settings(*words, f"mesh.seq={seq}")
+        config = programs.settings(*words, f"mesh.seq={seq}", "batch.rows_per_microbatch=auto")
         assert mesh_sweep.list_combinations(config, model, num_devices=4) == expected
 
 
@@ -88,21 +88,27 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
 
 
 def test_of_several_row_lengths_the_longest_are_planned(monkeypatch):
+    """Each mesh has its own number of rows per microbatch if that is automatic."""
     planned = []
 
+    def resolve_config(config, *, model, cluster):
+        assert config.batch.rows_per_microbatch == "auto"
+        return config.with_rows_per_microbatch(10 * config.mesh.seq)
+
     def plan_step(config, *, model, cluster, document_tokens):
-        planned.append((config.data.row_lengths, config.batch.rows_per_step, config.mesh.seq))
+        rows = config.batch.rows_per_microbatch
+        planned.append((config.data.row_lengths, config.batch.rows_per_step, config.mesh.seq, rows))
         return example_plans.make_plan()
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
+    monkeypatch.setattr(planning, "resolve_config", resolve_config)
+    words = ["mesh.seq=[1, 2]", "attention.strategy=ring", "batch.rows_per_microbatch=auto"]
     mesh_sweep.plan_meshes(
-        programs.settings(
-            "data.row_tokens=[8192, 16384]", "mesh.seq=[1, 2]", "attention.strategy=ring"
-        ),
+        programs.settings("data.row_tokens=[8192, 16384]", *words),
         model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
         cluster=compiled.make_cluster("h100-80gb", 2),
     )
-    assert planned == [((16384,), 1, 2), ((16384,), 1, 1), ((16384,), 1, 1)]
+    assert planned == [((16384,), 1, 2, 20), ((16384,), 1, 1, 10), ((16384,), 1, 1, 10)]
 
 
 def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):

@@ -291,3 +291,6 @@ def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     head, first, *_ = text.splitlines()
     assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
     assert_names(note, "5 %", "seq")
+    plans[1] = dataclasses.replace(plans[1], plan=example_plans.make_plan(rows_per_microbatch=2))
+    rows, _ = cells(tables.format_ranking(plans))
+    assert [row["microbatch rows"] for row in rows[:2]] == ["1", "2"]

@@ -28,11 +28,13 @@ def search_row(monkeypatch, make, *words, has_splits=False):
         # Products of the MLP would fill the memory that tells how much longer rows need
         is_free = "memory.remat=save_attention_and_mlp" not in words
         assert config.memory.kept_mlp_layers == (0 if is_free else "auto")
+        assert config.batch.rows_per_microbatch == 1, "the longest row has the device for itself"
         lengths.append(config.data.row_tokens)
         return make(config.data.row_tokens)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    config = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
+    words = ("mesh.seq=8", "data.row_tokens=131072", "batch.rows_per_microbatch=auto", *words)
+    config = programs.settings(*words)
     return search.find_longest_row(config, model=MODEL, cluster=CLUSTER), lengths
 
 

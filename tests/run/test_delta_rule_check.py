@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, LayerConfig
+from jaxsp.blocks.block_config import DeltaNetConfig
+from jaxsp.blocks.config import DELTA_NET, LayerConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule, stitching
 from jaxsp.run import selfcheck

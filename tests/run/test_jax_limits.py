@@ -46,6 +46,9 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch
     assert jax_limits.estimate_pool_bytes(spec.config, model, 4) == needed > 2 * GIB
     assert jax_limits.estimate_pool_bytes(runs.make_spec({}).config, model, 4) is None
     assert jax_limits.estimate_pool_bytes(spec.config, None, 4) is None
+    batch = spec.config.batch.model_copy(update={"rows_per_microbatch": "auto"})
+    automatic = spec.config.model_copy(update={"batch": batch})
+    assert jax_limits.estimate_pool_bytes(automatic, model, 4) is None
     jax_limits.choose_platform(spec.config)
     assert memory_limits.pinned_pool_limit(environ) == 3 * GIB
 
@@ -77,6 +80,9 @@ def test_meshes_that_auto_may_choose_and_unknown_models_leave_enough_for_nccl(mo
     assert jax_limits.estimate_outside_bytes(config, None, 8) == ulysses
     automatic = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": "auto"})})
     assert jax_limits.estimate_outside_bytes(automatic, spec.model, 8) >= ulysses
+    batch = config.batch.model_copy(update={"rows_per_microbatch": "auto"})
+    automatic = config.model_copy(update={"batch": batch})
+    assert jax_limits.estimate_outside_bytes(automatic, spec.model, 8) == ulysses
     assert jax_limits.estimate_outside_bytes(config, spec.model, 7) == GIB, "reported later"
 
 

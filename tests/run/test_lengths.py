@@ -13,6 +13,8 @@ from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.memory import available_memory
+from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.run import trainer
 from jaxsp.setup import build
 from jaxsp.training import train_step
@@ -144,14 +146,20 @@ def straight(folder, tmp_path):
 
 @pytest.mark.e2e
 def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(
-    folder, tmp_path, straight
+    folder, tmp_path, straight, monkeypatch
 ):
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
     banner = messages.read_banner(tmp_path / "straight")
     assert re.search(messages.containing(256, 2, 128, 4, 64), banner)
     name = "run.directory=" + str(tmp_path / "1x4")
-    other = train(settings(folder, name, row_tokens=[64, 128], data=1, seq=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(available_memory, "find_limits", lambda devices: MemoryLimit(1e12, 1e12))
+        words = [name, "batch.rows_per_microbatch=auto"]
+        other = train(settings(folder, *words, row_tokens=[64, 128], data=1, seq=4))
+    banner = messages.read_banner(tmp_path / "1x4")
+    parts = (2, "microbatch of 2 rows", 4, "microbatch of 4 rows", "rows_per_microbatch: auto")
+    assert re.search(messages.containing(*parts), banner)
     go_on = settings(
         folder,
         "run.directory=" + str(tmp_path / "on"),
@@ -168,19 +176,22 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
 def test_rows_of_each_length_on_a_mesh_of_their_own_are_trained_and_resumed_alike(
     folder, tmp_path, straight
 ):
-    for name, start, seq in (
-        ("4 and 1", None, [4, 1]),
-        ("2 and 4", 4, [2, 4]),
-        ("auto", 4, "auto"),
+    for name, start, seq, rows in (
+        ("4 and 1", None, [4, 1], 1),
+        ("2 and 4", 4, [2, 4], 1),
+        ("auto", 4, "auto", "auto"),
     ):
         resume = "auto" if start is None else tmp_path / f"straight/checkpoints/{start}"
         words = [f"run.directory={tmp_path}/{name}", f"run.resume={resume}"]
+        words.append(f"batch.rows_per_microbatch={rows}")
         lines = train(settings(folder, *words, row_tokens=[128, 64], data=-1, seq=seq))
         check_lines(lines, straight[start or 0 :], is_exact=False)
     banner = messages.read_banner(tmp_path / "4 and 1")
     for row_tokens, seq in ((128, 4), (64, 1)):
         assert re.search(messages.containing(row_tokens, f"seq {seq}"), banner)
-    assert "mesh.seq: auto" in messages.read_banner(tmp_path / "auto")
+    banner = messages.read_banner(tmp_path / "auto")
+    assert "mesh.seq: auto" in banner
+    assert "batch.rows_per_microbatch: auto" in banner
     (start,) = (tmp_path / "4 and 1/starts.jsonl").read_text().splitlines()
     assert json.loads(start)["seq_by_row_tokens"] == {"128": 4, "64": 1}
 

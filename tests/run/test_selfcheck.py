@@ -17,7 +17,8 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.blocks.config import DELTA_NET, DeltaNetConfig, LayerConfig
+from jaxsp.blocks.block_config import DeltaNetConfig
+from jaxsp.blocks.config import DELTA_NET, LayerConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy

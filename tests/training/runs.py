@@ -13,7 +13,8 @@ import numpy as np
 from jaxsp import attention
 from jaxsp.attention import Attend
 from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.blocks.config import ExpertsConfig, ModelConfig
+from jaxsp.blocks.block_config import ExpertsConfig
+from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch

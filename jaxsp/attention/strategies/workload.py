@@ -70,7 +70,7 @@ class LayerWorkload:
         kinds = drop_long_windows(model.layer_scores, row_tokens=row_tokens)
         (score,) = drop_long_windows([score], row_tokens=row_tokens)
         return cls(
-            num_rows=config.batch.rows_per_microbatch,
+            num_rows=config.batch.microbatch_rows,
             # 0 would not reach the check that rows can be divided
             tokens_per_device=max(1, config.data.max_row_tokens // config.mesh.degree),
             row_tokens=config.data.max_row_tokens,

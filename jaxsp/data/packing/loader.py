@@ -248,7 +248,7 @@ class _StepDataset(grain.MapDataset[HostBatch]):
 
 def find_places(placement: RowPlacement) -> np.ndarray:
     """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-    rows_per_microbatch = placement.batch.rows_per_microbatch
+    rows_per_microbatch = placement.batch.microbatch_rows
     num_slots = placement.num_groups * rows_per_microbatch
     microbatches = num_microbatches(
         rows_per_step=placement.batch.rows_per_step, global_microbatch_rows=num_slots

@@ -1,0 +1,112 @@
+"""The choice of `batch.rows_per_microbatch: auto`."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
+from jaxsp.memory import available_memory, memory_fit, memory_formula, row_meshes
+from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.training.specs import StepSpec
+
+MIN_PREDICTED_RATIO = 0.93
+"""Minimum ratio of predicted to compiled memory (tests/memory/test_memory_fit.py)."""
+
+
+def resolve_rows(
+    config: Config,
+    model: ModelConfig | None,
+    *,
+    devices: Sequence[Any],
+    limits: MemoryLimit | None = None,
+    device_bytes: int | None = None,
+) -> Config:
+    """Replaces `batch.rows_per_microbatch: auto` by the number of rows that costs nothing.
+
+    That is the largest number with which the steps of all row lengths keep as much as they can with
+    1 row. 1 row may need less memory than the formula predicts, and more rows may need more: the
+    number is larger than 1 only if both together allow it.
+
+    Args:
+        config: one whose mesh.seq is no longer `auto`.
+        model: None if it is not known: 1 row.
+        limits: memory of a device and the host; None: what the devices report.
+        device_bytes: see `row_meshes.make_step_spec`.
+    """
+    if config.batch.rows_per_microbatch != "auto":
+        return config
+    one_row = config.with_rows_per_microbatch(1)
+    if limits is None:
+        limits = available_memory.find_limits(devices)
+    if model is None or math.isinf(limits.device):
+        return one_row
+    try:
+        specs = _make_specs(one_row, model, devices, device_bytes)
+    except UserError:  # reported later, with all others
+        return one_row
+    references = [
+        reference for spec in specs if (reference := _find_reference(spec, limits)) is not None
+    ]
+    if len(references) < len(specs):
+        return one_row
+    rows_per_step = config.batch.rows_per_step
+    for number in range(rows_per_step, 1, -1):
+        if rows_per_step % number:
+            continue
+        larger = config.with_rows_per_microbatch(number)
+        with contextlib.suppress(UserError):  # not all numbers divide the rows of a group
+            pairs = zip(_make_specs(larger, model, devices, device_bytes), references, strict=True)
+            if all(_keeps_as_much(spec, reference, limits) for spec, reference in pairs):
+                return larger
+    return one_row
+
+
+def _make_specs(
+    config: Config, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None
+) -> list[StepSpec]:
+    """Steps of all row lengths. Raises: UserError if one is not possible."""
+    if problems := row_meshes.find_division_problems(config, len(devices), None):
+        raise UserError(problems)
+    return [
+        row_meshes.make_step_spec(row_config, model, devices=devices, device_bytes=device_bytes)
+        for row_config in config.row_configs.values()
+    ]
+
+
+def _find_reference(spec: StepSpec, limits: MemoryLimit) -> StepSpec | None:
+    """A step of 1 row with the fastest memory options that may fit.
+
+    None if more rows would recompute more: if nothing fits, and if some layers, but not all, may
+    keep the MLP's products.
+    """
+    usable = available_memory.subtract_reserves(spec, limits).device
+    for candidate in memory_fit.list_candidates(spec, is_memory_known=True):
+        if memory_formula.predict_bytes(candidate) <= memory_fit.MAX_PREDICTED_RATIO * usable:
+            return None if memory_fit.can_keep_more(spec, candidate) else candidate
+    return None
+
+
+def _keeps_as_much(spec: StepSpec, reference: StepSpec, limits: MemoryLimit) -> bool:
+    """True if a step surely fits, and recomputes no more than the reference, nor in smaller
+    tiles."""
+    if spec.attention.kernel.name != reference.attention.kernel.name:
+        return False
+    usable = available_memory.subtract_reserves(spec, limits)
+    return any(
+        candidate.remat_policy == reference.remat_policy
+        and _is_tile_as_large(candidate, reference)
+        and candidate.loss_tile >= reference.loss_tile
+        and memory_formula.predict_bytes(candidate) <= MIN_PREDICTED_RATIO * usable.device
+        and memory_formula.step_offloaded_bytes(candidate).total <= usable.pinned
+        for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
+    )
+
+
+def _is_tile_as_large(spec: StepSpec, reference: StepSpec) -> bool:
+    """True if the MLP has no smaller tiles than in another step, and none if that has none."""
+    if reference.mlp_tile >= reference.tokens_per_device:
+        return spec.mlp_tile >= spec.tokens_per_device
+    return spec.mlp_tile >= reference.mlp_tile
