@@ -6,7 +6,7 @@ input arrays.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def forward(
             lse = jnp.where(call.inside_BL[:, None], call_lse, lse)
         lse_slice = dataclasses.replace(heads.query_slice(chunk), axis=1)
         out_slice = heads.query_slice(chunk)
-        out = out_slice.write(results[0], _zero_outside(inside_BL, out))
+        out = out_slice.write(results[0], _zero_outside(inside_BL, out, after=inputs[0]))
         return out, lse_slice.write(results[1], lse)
 
     if head_chunks == 1:
@@ -101,7 +101,8 @@ def backward(
             mask_BL = inside_BL if is_last else None
             gradients = call.backward(*inputs)
             slices = (query_slice, kv_slice)
-            results = _write_gradients(results, slices, gradients, call, index == 0, mask_BL)
+            zero_outside = functools.partial(_zero_outside, mask_BL, after=inputs[0])
+            results = _write_gradients(results, slices, gradients, call, index == 0, zero_outside)
             if not is_last:
                 # The inputs include lse. Otherwise XLA expands it for all calls in one operation,
                 # and the softmax statistics of all calls are live at the same time.
@@ -174,10 +175,12 @@ def _write_gradients(
     gradients: tuple[Array, Array, Array],
     call: MaskedCall,
     is_first: bool,
-    inside_BL: Array | None,
+    zero_outside: Callable[[Array], Array],
 ) -> tuple[Array, ...]:
     """Writes a call's gradients into dq, dk and dv, or into dq and the sums of dk and dv."""
-    write = functools.partial(_write_gradient, call=call, is_first=is_first, inside_BL=inside_BL)
+    write = functools.partial(
+        _write_gradient, call=call, is_first=is_first, zero_outside=zero_outside
+    )
     query_slice, kv_slice = slices
     dq, dk, dv = gradients
     if len(results) == 3:
@@ -200,14 +203,14 @@ def _write_gradient(
     *,
     call: MaskedCall,
     is_first: bool,
-    inside_BL: Array | None,
+    zero_outside: Callable[[Array], Array],
 ) -> Array:
     """Writes a call's gradient over that of earlier calls in `total`, and 0 outside segments."""
     if not is_first:
         assert call.inside_BL is not None, "several calls need masks"
         earlier = head_slice.read(total)
         gradient = jnp.where(call.inside_BL[..., None, None], gradient, earlier)
-    return head_slice.write(total, _zero_outside(inside_BL, gradient))
+    return head_slice.write(total, zero_outside(gradient))
 
 
 def _add_gradient(
@@ -215,16 +218,17 @@ def _add_gradient(
 ) -> Array:
     """Adds a call's gradient to `total`."""
     earlier = head_slice.read(total)
-    gradient = _zero_outside(call.inside_BL, gradient).astype(total.dtype)
+    gradient = _zero_outside(call.inside_BL, gradient, after=gradient).astype(total.dtype)
     return head_slice.write(total, earlier + gradient)
 
 
-def _zero_outside(inside_BL: Array | None, x: Array) -> Array:
+def _zero_outside(inside_BL: Array | None, x: Array, *, after: Array) -> Array:
+    """Args: after: an array that is computed in the same loop."""
     if inside_BL is None:
         return x
-    # The 0 depends on x. JAX would hoist a constant array out of the surrounding loops (5 GiB at 5M
-    # tokens on 8 devices).
-    first = x[0, 0, 0, 0]
+    # The 0 depends on an array. JAX would hoist a constant array out of the surrounding loops
+    # (5 GiB at 5M tokens on 8 devices).
+    first = after[0, 0, 0, 0]
     return jnp.where(inside_BL[..., None, None], x, (first < first).astype(x.dtype))
 
 
