@@ -5,9 +5,10 @@
 
 scripts/bench/cases.py describes the cases, and scripts/bench/step.py runs jaxsp's side. The peer
 gets the same tokens, AdamW, learning rates and clipping. As in its Trainer with `bf16`, weights and
-moments are float32, and autocast computes in bfloat16 (arrays between layers are float32). Each
-layer is recomputed in the backward pass. The loss is that of the model class, which makes float32
-logits of the whole row. AdamW is the fused one; nothing is compiled.
+moments are float32, and autocast computes in bfloat16 (arrays between layers are float32), unless
+`--compute-dtype float32` is given. Each layer is recomputed in the backward pass, unless
+`--remat none` is given. The loss is that of the model class, which makes float32 logits of the
+whole row. AdamW is the fused one; nothing is compiled.
 
 Attention is FlashAttention if its package is installed, otherwise PyTorch's scaled dot product
 (sdpa). Packed documents are kept apart: FlashAttention gets their starts. For sdpa, transformers
@@ -226,6 +227,9 @@ def make_step(case: Case, *, attention: str, device: Any) -> Callable[[], Any]:
 
     torch.manual_seed(0)
     model = make_model(cases.SHAPES[case.shape], attention=attention, device=device)
+    if case.remat != "none":
+        recompute_layers(model)
+    has_autocast = case.compute_dtype != "float32"
     row = make_inputs(cases.make_documents(case), attention=attention, device=device)
     config = OptimizerConfig(**cases.OPTIMIZER)
     assert (config.name, config.schedule) == ("adamw", "cosine")
@@ -243,7 +247,7 @@ def make_step(case: Case, *, attention: str, device: Any) -> Callable[[], Any]:
     )
 
     def take_step() -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_autocast):
             loss = model(**row).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -256,7 +260,7 @@ def make_step(case: Case, *, attention: str, device: Any) -> Callable[[], Any]:
 
 
 def make_model(fields: dict[str, Any], *, attention: str, device: Any) -> Any:
-    """A model with random float32 weights that recomputes each layer in the backward pass."""
+    """A model with random float32 weights."""
     import torch
     import transformers
 
@@ -265,13 +269,17 @@ def make_model(fields: dict[str, Any], *, attention: str, device: Any) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32
         )
+    return model.train()
+
+
+def recompute_layers(model: Any) -> None:
+    """Recomputes each layer in the backward pass."""
     # newer versions of transformers warn about the second name, older ones have only that
     enable_checkpointing = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
     )
     enable_checkpointing({"use_reentrant": False})
-    return model.train()
 
 
 def make_inputs(documents: list[np.ndarray], *, attention: str, device: Any) -> dict[str, Any]:
