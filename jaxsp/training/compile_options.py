@@ -157,16 +157,15 @@ def choose_options(
         release = parse_version(version)
         is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
         if is_tested:
-            own = _own_options(config, release)
-            if sums_replicas_early and release >= MIN_PIPELINE_RELEASE:
-                own |= OVERLAP_REPLICAS
-            if is_tiled and mesh.size > 1:
-                own |= OVERLAP_IN_LOOPS
+            own = _own_options(
+                config,
+                release,
+                overlaps_tiles=is_tiled and mesh.size > 1,
+                sums_replicas_early=sums_replicas_early,
+            )
             options |= {name: value for name, value in own.items() if name not in flags}
-            if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
-                parts.append("activations of the next layer are prefetched from host memory")
-            elif config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
-                parts.append("offloaded activations are not prefetched (needs jax 0.11.1 or later)")
+            is_prefetched = bool(PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys())
+            parts += _describe_prefetch(config, release, is_prefetched=is_prefetched)
         else:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
@@ -192,11 +191,17 @@ def choose_options(
     )
 
 
-def _own_options(config: Config, release: tuple[int, ...]) -> XlaOptions:
-    """Options, whatever the mesh and tiles, that make a step on GPUs faster or smaller."""
+def _own_options(
+    config: Config, release: tuple[int, ...], *, overlaps_tiles: bool, sums_replicas_early: bool
+) -> XlaOptions:
+    """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
     if release >= MIN_PIPELINE_RELEASE:
         options |= SCATTER_IN_LAYER
+        if sums_replicas_early:
+            options |= OVERLAP_REPLICAS
+    if overlaps_tiles:
+        options |= OVERLAP_IN_LOOPS
     if config.model.linear_dtype is not None:
         options |= NO_TRITON
     if RematPolicy(remat=config.memory.remat).is_attention_saved:
@@ -204,6 +209,17 @@ def _own_options(config: Config, release: tuple[int, ...]) -> XlaOptions:
     if config.memory.offload_activations != "none" and release >= MIN_PREFETCH_RELEASE:
         options |= PREFETCH_FROM_HOST
     return options
+
+
+def _describe_prefetch(
+    config: Config, release: tuple[int, ...], *, is_prefetched: bool
+) -> list[str]:
+    """Descriptions for the banner, if there are any."""
+    if is_prefetched:
+        return ["activations of the next layer are prefetched from host memory"]
+    if config.memory.offload_activations != "none" and release < MIN_PREFETCH_RELEASE:
+        return ["offloaded activations are not prefetched (needs jax 0.11.1 or later)"]
+    return []
 
 
 def _check_contradictions(requested: XlaOptions, fixed: XlaOptions) -> None:

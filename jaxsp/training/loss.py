@@ -182,7 +182,8 @@ def reduce_logits_once(
     """
 
     def combine(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, ...]:
-        (max_left, index_left, sum_left), (max_right, index_right, sum_right) = left, right
+        max_left, index_left, sum_left = left
+        max_right, index_right, sum_right = right
         largest = jnp.maximum(max_left, max_right)
         is_first = (max_left == max_right) & (index_left < index_right)
         index = jnp.where((max_left > max_right) | is_first, index_left, index_right)
