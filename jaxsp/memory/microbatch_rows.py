@@ -45,11 +45,10 @@ def resolve_rows(
         return one_row
     try:
         specs = _make_specs(one_row, model, devices, device_bytes)
+        found = [_find_reference(spec, limits) for spec in specs]
     except UserError:  # reported later, with all others
         return one_row
-    references = [
-        reference for spec in specs if (reference := _find_reference(spec, limits)) is not None
-    ]
+    references = [reference for reference in found if reference is not None]
     if len(references) < len(specs):
         return one_row
     rows_per_step = config.batch.rows_per_step

@@ -107,11 +107,12 @@ def run_layers(
 
 
 def is_one_loop(segments: Sequence[LayerSegment], policy: RematPolicy) -> bool:
-    """True if `run_layers` runs all layers in one loop, each with its own part of the stacks. Then
-    each iteration of the backward pass writes one layer's gradients, without adding to others."""
+    """True if JAX differentiates one loop over all layers. Then each iteration of the backward pass
+    writes one layer's gradients, without adding to others."""
     segment = segments[0]
     is_uniform = len(segments) == len(segment.period) == 1
-    return is_uniform and len(policy.divide(segment, segment.num_layers)) == 1
+    is_undivided = len(policy.divide(segment, segment.num_layers)) == 1
+    return is_uniform and is_undivided and not policy.has_own_backward_pass
 
 
 def _join_sums(parts: Sequence[Sums]) -> Sums:

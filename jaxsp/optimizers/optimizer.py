@@ -117,10 +117,10 @@ def update(
 
     Both are unchanged unless `accept`, and always those of frozen weights.
 
-    Memory: elementwise updates have no temporaries. Others update layers one after another, in
-        place, so that the temporaries of one layer exist at a time. Arrays in host memory are
-        copied to the device one layer at a time. Updates that need whole matrices are computed in
-        groups of layers, one for each shard.
+    Memory: elementwise updates of weights without padding have no temporaries. Other layers are
+        updated one after another, in place, so that the temporaries of one layer exist at a time.
+        Arrays in host memory are copied to the device one layer at a time. Updates that need whole
+        matrices are computed in groups of layers, one for each shard.
 
     Args: dtype: compute dtype, for updates that need whole matrices.
     """

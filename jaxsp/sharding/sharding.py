@@ -158,7 +158,8 @@ class Gather:
     reduce_dtype: jnp.dtype
     gradients_on_host: bool = False
     sums_replicas_early: bool = False
-    """True if `reduce_scatter` sums over replicas: see `StepSpec.sums_replicas_early`."""
+    """True if `reduce_scatter` sums the gradients of layers over replicas: see
+    `StepSpec.sums_replicas_early`."""
 
     def make_grad_holders(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
         """Zeros in the shape and memory of the gradients of these values; None if frozen."""
@@ -208,8 +209,8 @@ class Gather:
         return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
-        """This device's shard of the gradient's sum over all shards; with `sums_replicas_early`,
-        also over replicas.
+        """This device's shard of the gradient's sum over all shards; of a layer's with
+        `sums_replicas_early`, also over replicas.
 
         The gradient of a weight that is not sharded is returned without a sum.
         """
@@ -223,7 +224,7 @@ class Gather:
                 summed = jax.lax.psum_scatter(
                     stored, axes.SHARDS, scatter_dimension=dim, tiled=True
                 ).astype(jnp.float32)
-                if self.sums_replicas_early:
+                if self._is_summed_early(param):
                     summed = jax.lax.psum(summed, axes.REPLICA)
         return Shard(value=None, grad_holder=self._move_gradient(param, summed))
 
@@ -278,13 +279,14 @@ class Gather:
         Each is summed once over every axis that its weight is not sharded on, unless
         `reduce_scatter` has done so.
         """
-        summed_axes = (*axes.SHARDS, *(axes.REPLICA,) * self.sums_replicas_early)
 
         def reduce_param(param: Parameter, gradient: Array | None) -> Array | None:
             if gradient is None:
                 return None
             is_sharded = choose_placement(param, self.num_shards).dim is not None
-            done = summed_axes if is_sharded else ()
+            done = set(axes.SHARDS) if is_sharded else set()
+            if self._is_summed_early(param):
+                done.add(axes.REPLICA)
             other_axes = tuple(axis for axis in axes.ALL if axis not in done)
 
             def sum_and_divide(gradient: Array) -> Array:
@@ -296,6 +298,11 @@ class Gather:
             return sum_and_divide(gradient)
 
         return jax.tree.map(reduce_param, table, gradients)
+
+    def _is_summed_early(self, param: Parameter) -> bool:
+        """True if `reduce_scatter` sums a gradient over replicas."""
+        is_sharded = choose_placement(param, self.num_shards).dim is not None
+        return self.sums_replicas_early and is_sharded and param.num_layers is not None
 
     def _gathered_bytes(self, param: Parameter) -> int:
         """Bytes of a weight as it is gathered, all layers together."""
@@ -344,9 +351,7 @@ class Gather:
             moved = fraction * size
             num_scatters = 2 if param is tied else 1
             sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize * num_scatters
-            num_sums = num_scatters if self.sums_replicas_early else 1
-            moved = num_sums * size / self.num_shards
-            sent["all-reduce"] += 4 * moved * 2 * (1 - 1 / num_replicas)
+            sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
         return sent
 
 

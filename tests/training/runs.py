@@ -268,9 +268,11 @@ def compile_in_thread(
     At most two runs are compiled at a time. Args: functions: `gradients`, `step` or both.
     """
 
+    batch = {"rows_per_step": len(arrays["labels_BL"]), "rows_per_microbatch": rows_per_microbatch}
+
     def make() -> Run:
         spec = StepSpec(
-            config=config,
+            config=config.model_copy(update={"batch": config.batch.model_copy(update=batch)}),
             model=model,
             mesh=batches.mesh(*sizes),
             attention=batches.attention_choice(

@@ -256,10 +256,19 @@ def test_kernels_overlap_the_gathers_and_scatters_of_all_layers(step):
         assert exposed <= 0.1 * total, sent
 
 
+def test_collectives_inside_a_node_and_between_nodes_overlap():
+    kinds = (("all-gather", range(8)), ("all-reduce", (0, 8)), ("all-gather", range(16)))
+    streams = [
+        roofline._schedule_collective(collective(kind, tuple(group)), ROUND, 8).stream
+        for kind, group in kinds
+    ]
+    assert streams[0] != streams[1] == streams[2]
+
+
 @pytest.mark.e2e
 @pytest.mark.skipif(
     compile_options.parse_version(jaxlib.__version__) < compile_options.MIN_PIPELINE_RELEASE,
-    reason="older jaxlib does not pipeline sums over replicas",
+    reason="older jaxlib has no options for sums over replicas",
 )
 def test_kernels_overlap_the_sums_over_replicas():
     """A layer's gradients are summed while the next layer computes: see OVERLAP_REPLICAS."""

@@ -223,7 +223,7 @@ def _add_gradient(
 
 
 def _zero_outside(inside_BL: Array | None, x: Array, *, after: Array) -> Array:
-    """Args: after: an array that is computed in the same loop."""
+    """Sets tokens outside segments to 0. Args: after: an array that is made in the same loop."""
     if inside_BL is None:
         return x
     # The 0 depends on an array. JAX would hoist a constant array out of the surrounding loops
