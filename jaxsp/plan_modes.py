@@ -12,6 +12,7 @@ import rich.console
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.hf.published import ModelSizes
 from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile.compiled import Cluster
@@ -59,7 +60,7 @@ class PlanRequest:
             self.console.print(f"mesh.seq = auto on {cluster_name}: {degrees}")
         if given.batch.rows_per_microbatch == "auto":
             rows = ", ".join(
-                f"{row_config.batch.microbatch_rows} of {row_tokens:,} tokens"
+                f"{format_count(row_config.batch.microbatch_rows, 'row')} of {row_tokens:,} tokens"
                 for row_tokens, row_config in config.row_configs.items()
             )
             self.console.print(f"batch.rows_per_microbatch = auto on {cluster_name}: {rows}")

@@ -166,9 +166,9 @@ class BatchConfig(ConfigSection):
     row lengths: rows of the longest; a step of shorter rows has the same number of tokens."""
     rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
-    another. auto: the largest number with which a step recomputes no more than with 1 by the memory
-    formula, so that weights are gathered less often; 1 if that is uncertain, or if the devices'
-    memory is unknown (CPU)."""
+    another. auto: the largest number that, by the memory formula, needs no more recomputation than
+    1, so that weights are gathered less often; 1 if the formula cannot guarantee it, or if the
+    devices' memory is unknown (CPU)."""
 
     @pydantic.field_validator("rows_per_microbatch", mode="before")
     @classmethod

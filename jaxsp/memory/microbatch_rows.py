@@ -24,11 +24,11 @@ def resolve_rows(
     limits: MemoryLimit | None = None,
     device_bytes: int | None = None,
 ) -> Config:
-    """Replaces `batch.rows_per_microbatch: auto` by the number of rows that costs nothing.
+    """Replaces `batch.rows_per_microbatch: auto` by a number that adds no recomputation.
 
     That is the largest number with which the steps of all row lengths keep as much as they can with
-    1 row. 1 row may need less memory than the formula predicts, and more rows may need more: the
-    number is larger than 1 only if both together allow it.
+    1 row. The formula may predict too much for 1 row, and too little for several: the number is
+    larger than 1 only if it holds in both cases.
 
     Args:
         config: one whose mesh.seq is no longer `auto`.
@@ -89,8 +89,8 @@ def _find_reference(spec: StepSpec, limits: MemoryLimit) -> StepSpec | None:
 
 
 def _keeps_as_much(spec: StepSpec, reference: StepSpec, limits: MemoryLimit) -> bool:
-    """True if a step surely fits, and recomputes no more than the reference, nor in smaller
-    tiles."""
+    """True if a step fits even if the formula predicts too little, recomputes no more than the
+    reference, and has no smaller tiles."""
     if spec.attention.kernel.name != reference.attention.kernel.name:
         return False
     usable = available_memory.subtract_reserves(spec, limits)

@@ -209,8 +209,8 @@ class Gather:
         return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
-        """This device's shard of the gradient's sum over all shards; of a layer's with
-        `sums_replicas_early`, also over replicas.
+        """This device's shard of the gradient's sum over all shards; if `sums_replicas_early`,
+        gradients of layers are also summed over replicas.
 
         The gradient of a weight that is not sharded is returned without a sum.
         """

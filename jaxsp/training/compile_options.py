@@ -75,7 +75,8 @@ SCATTER_IN_LAYER: XlaOptions = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_P
 """Sums a layer's gradients over devices while that layer computes.
 
 By default, XLA moves the sums of a step of one microbatch into the next layer's iteration, and
-copies whole gradients for it: 8B on 8 H100s, 8,192 tokens each, 0.750 s a step and 0.735 with it.
+copies whole gradients for it: 8B on 8 H100s, 8,192 tokens each, planned 0.750 s a step, and 0.735
+with it.
 """
 
 OVERLAP_REPLICAS: XlaOptions = {
@@ -86,9 +87,9 @@ OVERLAP_REPLICAS: XlaOptions = {
 """Sums the gradients of a layer over replicas, all in one, while the next layer computes, and while
 that one gathers and scatters inside its node.
 
-Seconds of a step, 8B on 8 H100s in each of N nodes, a replica each, 8,192 tokens: 0.820 without and
-0.779 with it (N = 2), 0.903 and 0.786 (N = 128), of which 0.08, 0.04, 0.16 and 0.01 wait for the
-sums over replicas (jax 0.12).
+Planned seconds of a step, 8B on 8 H100s in each of N nodes, a replica each, 8,192 tokens per GPU:
+0.820 without and 0.779 with it (N = 2), 0.903 and 0.786 (N = 128), of which 0.08, 0.04, 0.16 and
+0.01 wait for the sums over replicas (jax 0.12).
 """
 
 MIN_PIPELINE_RELEASE = (0, 11, 1)
@@ -179,7 +180,7 @@ def choose_options(
             )
     elif is_deterministic:
         parts.append("run.deterministic has no effect: CPUs are always deterministic")
-    parts += _describe_users(requested, flags)
+    parts += _describe_user_options(requested, flags)
     return CompileOptions(
         options=options | requested,
         description="; ".join(parts),
@@ -218,7 +219,7 @@ def _describe_prefetch(
     return []
 
 
-def _describe_users(requested: XlaOptions, flags: list[str]) -> list[str]:
+def _describe_user_options(requested: XlaOptions, flags: list[str]) -> list[str]:
     """Descriptions of options that users set. Args: flags: names of those in XLA_FLAGS."""
     parts = []
     if requested:

@@ -93,7 +93,7 @@ class StepSpec:
 
     @property
     def has_one_loop(self) -> bool:
-        """See `layer_stack.is_one_loop`."""
+        """True if all layers run in one loop: see `layer_stack.is_one_loop`."""
         return layer_stack.is_one_loop(self.model.segments, self.remat_policy)
 
     @property

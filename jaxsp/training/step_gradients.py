@@ -68,7 +68,7 @@ def _local_gradients(
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     has_one_microbatch = batch.tokens_BL.shape[0] == 1
     returned_holders = _select_returned(
-        spec, params, holders, is_all=has_one_microbatch and spec.has_one_loop
+        spec, params, holders, is_all_returned=has_one_microbatch and spec.has_one_loop
     )
     targets = [
         _RETURN_GRADIENT() if number in returned_holders else jax.new_ref(holder)
@@ -128,7 +128,7 @@ def _add_on_host(
 
 
 def _select_returned(
-    spec: StepSpec, params: Sequence[Parameter], holders: Sequence[Array], *, is_all: bool
+    spec: StepSpec, params: Sequence[Parameter], holders: Sequence[Array], *, is_all_returned: bool
 ) -> dict[int, Array]:
     """Holders, by number, whose gradients the backward pass returns. It adds others to references.
 
@@ -136,9 +136,9 @@ def _select_returned(
     GPUs: 3.5 GiB more). The layers' own backward pass adds to the values of its holders, and JAX's
     to references, which host memory does not have.
 
-    Args: is_all: True if there is nothing to add to.
+    Args: is_all_returned: True if there is nothing to add to, so that all are returned.
     """
-    if is_all:
+    if is_all_returned:
         return dict(enumerate(holders))
     has_sums_in_holders = spec.remat_policy.has_own_backward_pass
     return {
