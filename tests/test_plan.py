@@ -16,6 +16,7 @@ from jaxsp import benchmark, plan
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.hf import published
 from jaxsp.memory import memory_causes, memory_fit
 from jaxsp.planner import planning, plots, search
@@ -473,7 +474,7 @@ def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch
     assert degrees["h100-80gb", 8192] == 1
     assert degrees["h100-80gb", 4194304] > degrees["b200-180gb", 4194304] > 0
     assert f"{degrees['h100-80gb', 4194304]} for rows of 4,194,304" in printed
-    assert f"{rows['h100-80gb', 4194304]} of 4,194,304" in printed
+    assert f"{format_count(rows['h100-80gb', 4194304], 'row')} of 4,194,304" in printed
 
 
 GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
