@@ -17,7 +17,7 @@ from jaxsp.training.compile_options import CompileOptions
 from tests import messages
 from tests.planner import programs
 
-FULL = {
+FULL = {  # since 0.11.1
     "xla_disable_hlo_passes": "rematerialization",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
 }
@@ -60,12 +60,13 @@ STEP = {"is_tiled": False, "sums_replicas_early": False}
 
 
 def of_0_10(options):
-    """Those of these options that jaxlib 0.10.1 gets: it does not pipeline loops."""
-    return {
+    """The options that jaxlib 0.10.1 gets in place of these."""
+    kept = {
         name: value
         for name, value in options.items()
         if "pipeline" not in name and (name, value) not in REPLICAS.items()
     }
+    return kept | {"xla_gpu_enable_pipelined_reduce_scatter": False}
 
 
 OFFLOAD = "memory.offload_activations=layer_inputs"
