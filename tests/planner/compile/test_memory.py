@@ -47,7 +47,7 @@ def test_all_arrays_of_a_step_are_read(wide):
     peak = max(memory.compute_live_bytes(buffers, buffer.first_use) for buffer in buffers)
     analysis = wide.executable.memory_analysis()
     # XLA's arena may have gaps between arrays
-    assert 0.95 < peak / analysis.temp_size_in_bytes < 1 + tolerances.MEMORY
+    assert 0.9 < peak / analysis.temp_size_in_bytes < 1 + tolerances.MEMORY
 
 
 def test_the_workspace_may_take_memory_that_is_free_during_its_calls(wide):
