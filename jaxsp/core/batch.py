@@ -34,6 +34,20 @@ else:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Pairs of documents of one step, the same on all devices. Unused places are at the end.
+
+    P is the largest possible number of pairs: half as many as a step has slots for segments.
+    """
+
+    references_P2: Leaf
+    """Log-probability of each document by the reference model, float32; 0 if none is used."""
+    is_desirable_P: Leaf
+    """Label of the records that have one; False for others."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """Rows of one step, as consecutive microbatches of B rows across the whole mesh.
 
@@ -53,6 +67,11 @@ class Batch:
     weights_BL: Leaf | None = None
     """Weight of each label's loss, float32, finite and at least 0. None: all 1. The step's loss is
     sum(weight * loss) / sum(weight) over all tokens with a label."""
+    documents_BM: Leaf | None = None
+    """Number in the step of each segment's document, int32: documents 2p and 2p + 1 are pair p of
+    `pairs`; -1 for unused slots. None: no pairs."""
+    pairs: Pairs | None = None
+    """Pairs of the whole step, in all microbatches."""
 
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)
@@ -65,13 +84,25 @@ SPECS = {
     "starts_BM": PER_ROW,
     "lengths_BM": PER_ROW,
 }
-"""PartitionSpecs of a step's arrays [microbatches, B, ...]; `weights_BL` is sharded like labels."""
+"""PartitionSpecs of a step's arrays [microbatches, B, ...] that every batch has; `weights_BL` is
+sharded like labels, and `documents_BM` like starts."""
 
 
 def partition_specs(batch: Batch) -> Batch:
     """Returns the PartitionSpec of each array of a batch."""
-    weights = None if batch.weights_BL is None else PER_TOKEN
-    return Batch(**SPECS, weights_BL=weights)  # type: ignore[arg-type]  # specs in place of arrays
+    specs: dict[str, Any] = dict(SPECS)
+    if batch.weights_BL is not None:
+        specs["weights_BL"] = PER_TOKEN
+    if batch.pairs is not None:
+        whole: Any = PartitionSpec()
+        specs["documents_BM"] = PER_ROW
+        specs["pairs"] = Pairs(references_P2=whole, is_desirable_P=whole)
+    return Batch(**specs)
+
+
+def max_pairs(*, rows_per_step: int, max_segments: int) -> int:
+    """Largest number of pairs of a step."""
+    return rows_per_step * max_segments // 2
 
 
 def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:

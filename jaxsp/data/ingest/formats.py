@@ -49,6 +49,15 @@ class Format:
 BARE_ANSWERS = "bare_answers"
 """Column of tokenized chats: RenderedRecord.num_bare_answers."""
 
+FIRST_TOKENS = "first_tokens"
+"""Column of tokenized records with two documents, one after the other: tokens of the first."""
+
+REFERENCES = ("first_reference", "second_reference")
+"""Columns of tokenized preference records: log-probabilities that the data give, or NaN."""
+
+IS_DESIRABLE = "is_desirable"
+"""Column of tokenized unpaired records: their label."""
+
 _CHAT_OPTIONAL = ("tools", "chat_template_kwargs")
 
 # A worker takes 3 to 8 s to start. Without workers, the tokenizer's threads use all cores too,

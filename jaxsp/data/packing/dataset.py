@@ -33,6 +33,11 @@ class PackedDataset:
     """Weight of each source; they add up to 1. None if all documents are packed together."""
 
     @property
+    def num_split_pairs(self) -> int:
+        """Number of pairs that do not fit into one row."""
+        return sum(part.num_split_pairs for stream in self.streams for part in stream.parts)
+
+    @property
     def digested_sources(self) -> list[tuple[SourceCounts, str]]:
         return list(zip(self.documents.sources, self.digests, strict=True))
 
@@ -161,14 +166,19 @@ def pack_documents(
 ) -> PackedDataset:
     """Packs each document into rows of the shortest length that holds it.
 
+    The documents of a pair are in one row of the shortest length that holds both. If none does,
+    they are in two rows of the greatest length.
+
     Without weights all documents are packed together. With weights each source is packed
     separately, and the sources' rows are mixed.
     """
     segments = documents.segments
     row_lengths = config.data.row_lengths
-    length_index = np.minimum(
-        np.searchsorted(row_lengths, documents.lengths), len(row_lengths) - 1
-    )[segments.document]
+    per_record = documents.per_record
+    record_lengths = documents.lengths.reshape(-1, per_record).sum(1)
+    length_index = np.minimum(np.searchsorted(row_lengths, record_lengths), len(row_lengths) - 1)[
+        segments.document // per_record
+    ]
     part_of_segment = np.zeros(len(length_index), np.int64)
     weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
@@ -186,6 +196,7 @@ def pack_documents(
                 row_tokens=row_tokens,
                 max_segments=config.data.max_segments_per_row,
                 seed=config.run.seed,
+                per_record=per_record,
             )
         if not parts:
             continue

@@ -11,6 +11,7 @@ import numpy as np
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import record_cache
+from jaxsp.data.ingest.formats import FIRST_TOKENS
 from jaxsp.data.ingest.token_stats import CheckedIds, TokenStats
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import Segments
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Documents that are stored together; document d begins at tokens[starts[d]]."""
+    """Documents that are stored together; document d begins at tokens[starts[d]].
+
+    Documents 2p and 2p + 1 are a pair, if records have two: see `formats.FIRST_TOKENS`.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -30,10 +34,13 @@ class Chunk:
     """Targets of the tokens before: the tokens themselves unless the records have labels."""
     weights: np.ndarray | None
     """Weight of the loss of predicting each token."""
+    per_record: int = 1
+    """Number of documents of a record."""
 
 
 def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) -> list[Chunk]:
     """Returns the stored documents of a dataset. Args: stats: checksums of the ids, if known."""
+    per_record = count_documents_per_record(dataset)
     tokens = list(record_cache.read_lists(dataset, "tokens"))
     labels = tokens
     if "labels" in dataset.column_names:
@@ -46,18 +53,36 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
         weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
     checked_tokens = _check_ids("tokens", tokens, stats)
     checked_labels = checked_tokens if labels is tokens else _check_ids("labels", labels, stats)
+    offsets_of_documents = [offsets for offsets, _ in tokens]
+    if per_record == 2:
+        firsts = dataset.data.column(FIRST_TOKENS).to_numpy()
+        ends = np.cumsum([len(offsets) - 1 for offsets in offsets_of_documents])
+        parts = np.split(firsts, ends[:-1])
+        offsets_of_documents = list(map(_split_records, offsets_of_documents, parts))
     return [
         Chunk(
             starts=offsets[:-1],
             lengths=np.diff(offsets),
+            per_record=per_record,
             tokens=chunk_tokens,
             labels=chunk_labels,
             weights=chunk_weights,
         )
-        for (offsets, _), chunk_tokens, chunk_labels, chunk_weights in zip(
-            tokens, checked_tokens, checked_labels, weights, strict=True
+        for offsets, chunk_tokens, chunk_labels, chunk_weights in zip(
+            offsets_of_documents, checked_tokens, checked_labels, weights, strict=True
         )
     ]
+
+
+def count_documents_per_record(dataset: "datasets.Dataset") -> int:
+    """Number of documents of each record of a tokenized dataset."""
+    return 2 if FIRST_TOKENS in dataset.column_names else 1
+
+
+def _split_records(offsets: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+    """Offsets of both documents of records. Args: firsts: number of tokens of the first ones."""
+    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
+    return np.append(starts.ravel(), offsets[-1])
 
 
 def _check_ids(
@@ -67,8 +92,10 @@ def _check_ids(
     return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
 
 
-def choose_lengths(stored: np.ndarray, longest_row: int | None, long_documents: str) -> np.ndarray:
-    """Number of tokens to use of each document; 0: none.
+def choose_lengths(
+    stored: np.ndarray, longest_row: int | None, long_documents: str, *, per_record: int = 1
+) -> np.ndarray:
+    """Number of tokens to use of each document; 0: none. A pair is used as a whole.
 
     Args:
         stored: number of tokens of each document.
@@ -78,7 +105,8 @@ def choose_lengths(stored: np.ndarray, longest_row: int | None, long_documents: 
     if longest_row is not None and long_documents == "truncate":
         return np.minimum(stored, longest_row)
     if longest_row is not None and long_documents == "drop":
-        return np.where(stored > longest_row, 0, stored)
+        is_record_long = (stored.reshape(-1, per_record) > longest_row).any(1)
+        return np.where(np.repeat(is_record_long, per_record), 0, stored)
     return stored
 
 
@@ -135,6 +163,9 @@ def _select_chunk_segments(
         counts = num_before[start + last + 1] - num_before[start + first + 1]
     has_loss = counts > 0
     is_document_kept = np.bincount(segments.document, has_loss, minlength=len(indices)) > 0
+    if chunk.per_record == 2:
+        is_document_kept = np.repeat(is_document_kept.reshape(-1, 2).all(1), 2)
+        has_loss &= is_document_kept[segments.document]
     kept = segments.select(has_loss)
     left_out = is_document_kept[segments.document] & ~has_loss
     new_number = np.cumsum(is_document_kept) - 1

@@ -8,12 +8,20 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import balance
-from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
+from jaxsp.core import balance, batch
+from jaxsp.core.batch import (
+    PER_ROW,
+    PER_TOKEN,
+    SPECS,
+    Batch,
+    Pairs,
+    num_microbatches,
+    step_row_index,
+)
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
@@ -47,6 +55,18 @@ class _SortedRows(NamedTuple):
     places: np.ndarray
     """[microbatches, B]: place of each row of the microbatches in `rows`."""
     placement: RowPlacement
+    block_rows: int
+    """Number of consecutive rows that belong together: see `PackedEpochs`."""
+
+    def number_documents(self) -> np.ndarray:
+        """Number in the step of each segment's document, for documents in pairs.
+
+        A pair that occurs twice, in two epochs, is two pairs of the step.
+        """
+        document = self.rows.document.astype(np.int64)
+        block = self.rows.row_of_segment // self.block_rows
+        keys = block * (document.max(initial=0) // 2 + 1) + document // 2
+        return 2 * np.unique(keys, return_inverse=True)[1] + document % 2
 
 
 class BatchLoader:
@@ -77,6 +97,8 @@ class BatchLoader:
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
+        if documents.per_record == 2:
+            self._specs["documents_BM"] = PER_ROW
         self._places = list(map(find_places, self._placements))
         self.num_steps = len(schedule)
 
@@ -84,22 +106,45 @@ class BatchLoader:
         """Reads the blocks of a step for this process's devices."""
         sorted_rows = self._sort_rows(step)
         shapes = self._shapes(sorted_rows)
-        read_slice = functools.partial(
-            self._read_slice, sorted_rows.row_tokens, sorted_rows.placement.layout
-        )
+        read_slice = functools.partial(self._read_slice, sorted_rows)
         blocks = self._read_blocks(sorted_rows, PER_TOKEN, shapes, read_slice)
+        pairs = None
+        numbers = np.zeros(0, np.int32)
+        if self._documents.per_record == 2:
+            numbers = sorted_rows.number_documents()
+            pairs = self._make_pairs(sorted_rows, numbers)
         blocks |= self._read_blocks(
             sorted_rows,
             PER_ROW,
             shapes,
-            lambda row, *_: row_reader.make_slots(row, self._max_segments),
+            lambda place, *_: row_reader.make_slots(
+                sorted_rows.rows.row(place),
+                self._max_segments,
+                numbers[slice(*sorted_rows.rows.row_starts[place : place + 2])],
+            ),
         )
         return HostBatch(
             shapes=shapes,
             blocks=blocks,
+            pairs=pairs,
             counts=self._count_step(step, sorted_rows),
             mesh=sorted_rows.placement.mesh,
         )
+
+    def _make_pairs(self, sorted_rows: _SortedRows, numbers: np.ndarray) -> Pairs:
+        """Pairs of a step. Args: numbers: of each segment's document."""
+        max_pairs = batch.max_pairs(
+            rows_per_step=sorted_rows.placement.batch.rows_per_step,
+            max_segments=self._max_segments,
+        )
+        references_D = np.zeros(2 * max_pairs, np.float32)
+        is_desirable_P = np.zeros(max_pairs, bool)
+        document = sorted_rows.rows.document
+        if self._documents.references is not None:
+            references_D[numbers] = self._documents.references[document]
+        if self._documents.is_desirable is not None:
+            is_desirable_P[numbers // 2] = self._documents.is_desirable[document // 2]
+        return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
     def _shapes(self, sorted_rows: _SortedRows) -> dict[str, tuple[int, int, int]]:
         """[microbatches, B, L] or [microbatches, B, M] of each Batch field."""
@@ -122,8 +167,17 @@ class BatchLoader:
             num_rows=step_rows.num_rows,
             epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
+            first_documents=self._list_first_documents(sorted_rows),
             imbalance=self._compute_imbalance(sorted_rows),
         )
+
+    def _list_first_documents(self, sorted_rows: _SortedRows) -> np.ndarray:
+        """First document of each pair of a step."""
+        if self._documents.per_record == 1:
+            return np.zeros(0, np.int64)
+        documents = np.zeros(len(sorted_rows.rows.document), np.int64)
+        documents[sorted_rows.number_documents()] = sorted_rows.rows.document
+        return documents[::2]
 
     def row_tokens(self, step: int) -> int:
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
@@ -156,9 +210,15 @@ class BatchLoader:
         steps = iter(_StepDataset(self).to_iter_dataset(options))
         with contextlib.closing(steps):
             for host_batch in steps:
-                arrays = {
+                arrays: dict[str, Any] = {
                     name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
+                if host_batch.pairs is not None:
+                    whole = NamedSharding(host_batch.mesh, PartitionSpec())
+                    arrays["pairs"] = jax.tree.map(
+                        lambda x: jax.make_array_from_callback(x.shape, whole, x.__getitem__),
+                        host_batch.pairs,
+                    )
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
@@ -175,9 +235,18 @@ class BatchLoader:
         stream = self._streams[stream_index]
         places = self._places[stream_index]
         rows = stream.rows(first_row, first_row + num_rows)
-        rows = rows.select_rows(np.argsort(-count_attention_work(rows), kind="stable"))
-        placement = self._placements[stream_index]
-        return _SortedRows(stream.row_tokens, rows.append_empty(places.size), places, placement)
+        block_rows = stream.block_rows
+        rows = rows.append_empty(num_rows + num_rows % block_rows)
+        work = count_attention_work(rows).reshape(-1, block_rows).sum(1)
+        blocks = np.argsort(-work, kind="stable")
+        rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
+        return _SortedRows(
+            stream.row_tokens,
+            rows.append_empty(places.size),
+            places,
+            self._placements[stream_index],
+            block_rows,
+        )
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
         rows = sorted_rows.rows
@@ -199,12 +268,12 @@ class BatchLoader:
         sorted_rows: _SortedRows,
         spec: jax.sharding.PartitionSpec,
         shapes: dict[str, tuple[int, int, int]],
-        read_part: Callable[[Segments, int, int], Any],
+        read_part: Callable[[int, int, int], Any],
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
 
         Args:
-            read_part: reads the fields of a row from `begin` to `end`.
+            read_part: reads the fields of the row in a place, from `begin` to `end`.
         """
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
@@ -213,7 +282,7 @@ class BatchLoader:
             microbatches, slots, (begin, end) = span
             places = sorted_rows.places[slice(*microbatches), slice(*slots)]
             parts = [
-                [read_part(sorted_rows.rows.row(place), begin, end) for place in microbatch_places]
+                [read_part(place, begin, end) for place in microbatch_places]
                 for microbatch_places in places.tolist()
             ]
             for name in names:
@@ -224,9 +293,11 @@ class BatchLoader:
         return blocks
 
     def _read_slice(
-        self, row_tokens: int, layout: Layout, row: Segments, begin: int, end: int
+        self, sorted_rows: _SortedRows, place: int, begin: int, end: int
     ) -> RowSlice:
-        spans = layout.spans(begin, end, row_tokens=row_tokens)
+        row = sorted_rows.rows.row(place)
+        layout = sorted_rows.placement.layout
+        spans = layout.spans(begin, end, row_tokens=sorted_rows.row_tokens)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
         )

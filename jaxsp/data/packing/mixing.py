@@ -52,6 +52,8 @@ class RowStream:
         self.sources = tuple(sources)
         self.row_tokens = row_tokens
         self.fractions = np.array(fractions)
+        self.block_rows = max(part.block_rows for part in parts)
+        """Number of consecutive rows that belong together: see `PackedEpochs`."""
         self._lock = threading.Lock()
         # for the rows laid out so far: the part, and the index among the part's rows
         self._part_of_row = np.zeros(0, np.int16)
@@ -86,14 +88,17 @@ class RowStream:
         with self._lock:
             if end > len(self._part_of_row):
                 self._part_of_row, self._index_in_part = _interleave_parts(
-                    self.fractions, max(2 * end, 1024)
+                    self.fractions, max(2 * end, 1024), self.block_rows
                 )
             return self._part_of_row[begin:end], self._index_in_part[begin:end]
 
 
-def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+def _interleave_parts(
+    fractions: np.ndarray, num_rows: int, block_rows: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """The part of each of the first rows, and its index among the part's rows.
 
+    Args: block_rows: number of consecutive rows that stay together.
     Source:
         Webster's divisor method (Sainte-Laguë), which spreads each part's rows evenly. Of k parts,
         one can be ahead of its fraction of n rows by fraction * k / 2 + 1/2.
@@ -102,7 +107,10 @@ def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray,
     parts = np.repeat(np.arange(len(fractions), dtype=np.int16), counts)
     indices = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((indices + 0.5) / fractions[parts], kind="stable")[:num_rows]
-    return parts[order], indices[order]
+    if block_rows == 1:
+        return parts[order], indices[order]
+    rows = indices[order][:, None] * block_rows + np.arange(block_rows)
+    return np.repeat(parts[order], block_rows), rows.ravel()
 
 
 class StepRows(NamedTuple):

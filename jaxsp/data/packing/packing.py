@@ -129,27 +129,47 @@ def split_documents(lengths: np.ndarray, row_tokens: int | None) -> Segments:
 
 
 def plan_rows(
-    segments: Segments, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]
+    segments: Segments,
+    *,
+    row_tokens: int,
+    max_segments: int,
+    seed: int | tuple[int, ...],
+    per_record: int = 1,
 ) -> PackedRows:
     """Packs all segments: best fit in random order, then the rows in random order.
+
+    Args:
+        per_record: 2 for pairs of documents: segments 2p and 2p + 1 share a row if they fit into
+            one; otherwise they are in two adjacent rows, the first of which has an even number.
 
     Source:
         Best fit as in TRL's `bfd`, but not in decreasing order: with a limit on segments, that
         order leaves rows of short documents only (91 % full at 64 segments, against 99.9 %).
     """
-    length = segments.length
-    assert length.max(initial=0) <= row_tokens, "segments fit into a row"
+    assert segments.length.max(initial=0) <= row_tokens, "segments fit into a row"
+    length = segments.length.reshape(-1, per_record).sum(1)
+    max_records = max_segments // per_record
     random = np.random.default_rng(seed)
     order = random.permutation(len(length))
-    if len(length) * row_tokens <= length.sum() * max_segments / 4:
+    is_split = length[order] > row_tokens
+    split = order[is_split]
+    order = order[~is_split]
+    if len(length) * row_tokens <= length.sum() * max_records / 4:
         # Place the segments that are longer than half a row first: no two of them share a row, and
         # shorter ones then fill their rows. With lengths drawn uniformly up to row_tokens, rows are
         # 99.8 % full instead of 99.5 %. If rows often reach max_segments, this order is worse: the
         # short segments, which come last, find too few rows.
         order = order[np.argsort(length[order] <= row_tokens // 2, kind="stable")]
-    row_of_segment = _best_fit(length[order], row_tokens, max_segments)
+    split = _list_segments(split, per_record)
+    row_of_record = _best_fit(
+        length[order], row_tokens, max_records, begun=segments.length[split].tolist()
+    )
+    row_of_segment = np.append(np.arange(len(split)), np.repeat(row_of_record, per_record))
     num_rows = int(row_of_segment.max(initial=-1)) + 1
-    row_of_segment = random.permutation(num_rows)[row_of_segment]
+    block_rows = per_record if len(split) else 1
+    num_rows += num_rows % block_rows
+    row_of_segment = permute_rows(random, num_rows, block_rows)[row_of_segment]
+    order = np.append(split, _list_segments(order, per_record))
     by_row = order[np.argsort(row_of_segment, kind="stable")]
     segments_per_row = np.bincount(row_of_segment, minlength=num_rows)
     return PackedRows(
@@ -160,16 +180,46 @@ def plan_rows(
     )
 
 
-class PackedEpochs:
-    """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe."""
+def _list_segments(records: np.ndarray, per_record: int) -> np.ndarray:
+    """Numbers of the segments of some records, each of which has `per_record`."""
+    return (records[:, None] * per_record + np.arange(per_record)).ravel()
 
-    def __init__(self, segments: Segments, *, row_tokens: int, max_segments: int, seed: int):
+
+def permute_rows(random: np.random.Generator, num_rows: int, block_rows: int) -> np.ndarray:
+    """A random permutation of rows that keeps blocks of consecutive rows together."""
+    blocks = random.permutation(num_rows // block_rows)
+    return _list_segments(blocks, block_rows)
+
+
+class PackedEpochs:
+    """Endless sequence of packed rows: epoch after epoch, each in a new order. Thread-safe.
+
+    Args: per_record: see `plan_rows`.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        *,
+        row_tokens: int,
+        max_segments: int,
+        seed: int,
+        per_record: int = 1,
+    ):
         assert len(segments.length) > 0, "rows need at least one segment"
+        lengths = segments.length.reshape(-1, per_record).sum(1)
+        self.num_split_pairs = int(np.count_nonzero(lengths > row_tokens))
+        self.block_rows = per_record if self.num_split_pairs else 1
+        """Number of consecutive rows that belong together: 2 if pairs are split over two rows."""
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
         def pack_epoch(epoch: int) -> PackedRows:
             return plan_rows(
-                segments, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch)
+                segments,
+                row_tokens=row_tokens,
+                max_segments=max_segments,
+                seed=(seed, epoch),
+                per_record=per_record,
             )
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
@@ -177,7 +227,8 @@ class PackedEpochs:
             plan = pack_epoch(epoch % _NUM_PACKINGS)
             if epoch < _NUM_PACKINGS:
                 return plan
-            return plan.select_rows(np.random.default_rng((seed, epoch)).permutation(len(plan)))
+            random = np.random.default_rng((seed, epoch))
+            return plan.select_rows(permute_rows(random, len(plan), self.block_rows))
 
         self.plan_epoch = plan_epoch
         self.num_tokens = int(segments.length.sum())
@@ -222,12 +273,27 @@ class PackedEpochs:
         return concatenate_rows(parts)
 
 
-def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.ndarray:
-    """Assigns each segment to the row with the least space that still fits it, or to a new row."""
+def _best_fit(
+    lengths: np.ndarray, row_tokens: int, max_segments: int, *, begun: Sequence[int] = ()
+) -> np.ndarray:
+    """Assigns each segment to the row with the least space that still fits it, or to a new row.
+
+    Args: begun: length of the segment that each of the first rows holds already.
+    """
     # Distinct sizes of free space, sorted: the search time does not grow with the number of rows
     spaces: list[int] = []
     rows_with_space: dict[int, list[int]] = {}
-    num_segments: list[int] = []
+    num_segments: list[int] = [1] * len(begun)
+
+    def add_space(row: int, space: int) -> None:
+        if space and num_segments[row] < max_segments:
+            if space not in rows_with_space:
+                rows_with_space[space] = []
+                bisect.insort(spaces, space)
+            rows_with_space[space].append(row)
+
+    for row, length in enumerate(begun):
+        add_space(row, row_tokens - length)
     row_of_segment = []
     for length in lengths.tolist():
         index = bisect.bisect_left(spaces, length)
@@ -242,10 +308,5 @@ def _best_fit(lengths: np.ndarray, row_tokens: int, max_segments: int) -> np.nda
             num_segments.append(0)
         row_of_segment.append(row)
         num_segments[row] += 1
-        remaining = space - length
-        if remaining and num_segments[row] < max_segments:
-            if remaining not in rows_with_space:
-                rows_with_space[remaining] = []
-                bisect.insort(spaces, remaining)
-            rows_with_space[remaining].append(row)
+        add_space(row, space - length)
     return np.array(row_of_segment, dtype=np.int64)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.data.ingest.formats import IS_DESIRABLE, REFERENCES
 from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.packing import document_selection, packing, source_counts
 from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
@@ -40,6 +42,8 @@ class SegmentSlots:
 
     starts: np.ndarray
     lengths: np.ndarray
+    documents: np.ndarray
+    """Number in the step of each segment's document; -1 in unused slots, and without pairs."""
 
 
 class Documents:
@@ -75,6 +79,8 @@ class Documents:
         source_names = source_names or [str(number) for number in range(len(tokenized))]
         self._max_id = _find_highest_id(stats)
         self._tokenized = tokenized
+        self.per_record = document_selection.count_documents_per_record(tokenized[0])
+        """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
         # for each chunk: index of its dataset, and index of its first record in the dataset
         self._chunk_origins: list[tuple[int, int]] = []
@@ -88,16 +94,20 @@ class Documents:
             stored = np.concatenate([chunk.lengths for chunk in chunks])
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
-                is_in_split = held_out[number] == use_held_out
-            used = document_selection.choose_lengths(stored, longest_row, long_documents)
+                is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
+            used = document_selection.choose_lengths(
+                stored, longest_row, long_documents, per_record=self.per_record
+            )
             used = np.where(is_in_split, used, 0)
             selected = document_selection.select_segments(chunks, used, longest_row)
             chosen += selected
             self._chunks += chunks
-            first_records = _find_firsts([len(chunk.lengths) for chunk in chunks])
+            first_records = _find_firsts(
+                [len(chunk.lengths) // self.per_record for chunk in chunks]
+            )
             self._chunk_origins += [(number, first) for first in first_records]
-            if long_documents == "error" and longest_row is not None:
-                _check_lengths(dataset, stored, longest_row, field)
+            if longest_row is not None and long_documents in ("error", "split"):
+                _check_lengths(dataset, stored, longest_row, field, long_documents)
             counts = source_counts.count_source(
                 name,
                 dataset,
@@ -118,8 +128,44 @@ class Documents:
         self._chunk_of_document = np.repeat(np.arange(len(chosen), dtype=np.int32), sizes)
         self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
+        self.is_desirable = self._read_column(IS_DESIRABLE)
+        """Label of each pair's record; None if the records have none."""
+        self.references = self._read_references(field)
+        """Log-probability of each document by the reference model, float64; None if it is unknown:
+        jaxsp then computes it before it trains."""
         self._check_positions(field)
         self._check_has_labels(field, longest_row, long_documents)
+
+    def _read_column(self, name: str) -> np.ndarray | None:
+        """Value of each pair's record in a column; None if the tokenized records do not have it."""
+        if not all(name in dataset.column_names for dataset in self._tokenized):
+            return None
+        columns = [dataset.data.column(name).to_numpy() for dataset in self._tokenized]
+        values = []
+        for chunk, (number, first_record) in enumerate(self._chunk_origins):
+            indices = self._index_in_chunk[self._chunk_of_document == chunk]
+            values.append(columns[number][first_record + indices[::2] // 2])
+        return np.concatenate(values)
+
+    def _read_references(self, field: str) -> np.ndarray | None:
+        """Log-probabilities of the reference model that the records have.
+
+        Raises: UserError if only some of them have them.
+        """
+        columns = [values for name in REFERENCES if (values := self._read_column(name)) is not None]
+        if not columns:
+            return None
+        references = np.stack(columns, axis=1).ravel()
+        is_known = np.isfinite(references)
+        if not is_known.any():
+            return None
+        if not is_known.all():
+            raise UserError(
+                f"{field}: {np.sum(is_known) // 2:,} of {len(references) // 2:,} records have "
+                "ref_chosen_logps and ref_rejected_logps. Give them to all records, or put both "
+                "names into ignore_fields: jaxsp then computes them."
+            )
+        return references
 
     def _check_positions(self, field: str) -> None:
         longest = int(self.lengths.max(initial=0))
@@ -163,7 +209,7 @@ class Documents:
         Records that are left out are counted.
         """
         number, first_record = self._chunk_origins[self._chunk_of_document[document]]
-        record = first_record + int(self._index_in_chunk[document])
+        record = first_record + int(self._index_in_chunk[document]) // self.per_record
         location = self._tokenized[number][record]["place"]
         source = self.sources[number].name
         return {"source": source, "record_index": record, "location": location}
@@ -239,10 +285,20 @@ def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
     )
 
 
-def make_slots(row: Segments, max_segments: int) -> SegmentSlots:
-    """Returns the row's segments, padded to `max_segments`."""
+def make_slots(
+    row: Segments, max_segments: int, documents: np.ndarray | Sequence[int] = ()
+) -> SegmentSlots:
+    """Returns the row's segments, padded to `max_segments`.
+
+    Args: documents: number in the step of each segment's document; empty without pairs.
+    """
     padding = (0, max_segments - len(row.length))
     return SegmentSlots(
+        documents=np.pad(
+            np.asarray(documents, np.int32),
+            (0, max_segments - len(documents)),
+            constant_values=-1,
+        ),
         starts=np.pad(row.starts, padding).astype(np.int32),
         lengths=np.pad(row.length, padding).astype(np.int32),
     )
@@ -261,19 +317,32 @@ def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
 
 
 def _check_lengths(
-    dataset: "datasets.Dataset", lengths: np.ndarray, longest_row: int, field: str
+    dataset: "datasets.Dataset",
+    lengths: np.ndarray,
+    longest_row: int,
+    field: str,
+    long_documents: str,
 ) -> None:
+    """Checks that no document is longer than a row, unless it may be split.
+
+    Raises: UserError. The documents of a pair are not split, because attention would not see the
+        whole of them.
+    """
+    per_record = document_selection.count_documents_per_record(dataset)
     too_long = np.flatnonzero(lengths > longest_row)
-    if not len(too_long):
+    if not len(too_long) or (long_documents == "split" and per_record == 1):
         return
     first = int(too_long[0])
+    place = dataset[first // per_record]["place"]
+    values = ["split"] if per_record == 1 else []
+    values += ["truncate", "drop"]
     num_others = len(too_long) - 1
     others = ""
     if num_others:
         noun = "document is" if num_others == 1 else "documents are"
         others = f" {num_others:,} other {noun} too long."
     raise UserError(
-        f"data.long_documents = error: {field}: {dataset[first]['place']} has {lengths[first]:,} "
-        f"tokens, but a row has {longest_row:,}.{others} Use split, truncate or drop, or a "
+        f"data.long_documents = {long_documents}: {field}: {place} has {lengths[first]:,} tokens, "
+        f"but a row has {longest_row:,}.{others} Use {errors.format_choices(values)}, or a "
         f"data.row_tokens of at least {lengths.max():,}."
     )

@@ -69,12 +69,13 @@ def count_source(
     Args:
         chunks: the stored documents of the dataset.
         selected: the segments of each chunk.
-        used: for each record, the number of its tokens up to which segments are made.
-        is_in_split: for each record, True if it belongs to this split.
+        used: for each document, the number of its tokens up to which segments are made.
+        is_in_split: for each document, True if it belongs to this split.
         longest_row: tokens of the longest row; None: documents have any length.
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
     stored = np.concatenate([chunk.lengths for chunk in chunks])
+    per_record = chunks[0].per_record
     ends = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
     has_loss = np.zeros(len(stored), bool)
     for start, chunk_segments in zip(ends, selected, strict=False):
@@ -82,13 +83,13 @@ def count_source(
     is_split = used > (used.max() if longest_row is None else longest_row)
     is_truncated = (used > 0) & (used < stored)
     left_out = stored[is_in_split & (used == 0)]
-    num_empty = int(np.sum(left_out == 0))
+    num_empty = int(np.sum(left_out == 0)) // per_record
     held_out = stored[~is_in_split & count_held_out]
     # a bad record has no tokens, and records without tokens are never held out
     num_skipped, skipped = _find_skipped(dataset) if num_empty else (0, [])
     num_bare_answers = 0
     if BARE_ANSWERS in dataset.column_names:
-        num_bare_answers = int(dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss].sum())
+        num_bare_answers = int(dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss[::per_record]].sum())
     return SourceCounts(
         name=name,
         num_documents=int(np.count_nonzero(has_loss)),

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
+from jaxsp.core.batch import Pairs
+
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""
 
@@ -20,6 +22,8 @@ class StepCounts:
     epoch: int | None
     """Epoch of the step's last row, from 0; None if sources are mixed by weight."""
     tokens_per_source: tuple[int, ...]
+    first_documents: np.ndarray
+    """First document of each pair of the step, in the order of `Batch.pairs`; empty without."""
     imbalance: float
     """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
 
@@ -34,6 +38,8 @@ class HostBatch:
     shapes: dict[str, tuple[int, int, int]]
     """Global shape of each Batch field."""
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
+    pairs: Pairs | None
+    """Pairs of the step, as arrays of the host."""
     counts: StepCounts
     mesh: jax.sharding.Mesh
     """Mesh of rows of this length."""

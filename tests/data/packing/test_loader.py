@@ -281,7 +281,7 @@ def test_each_token_is_read_once(mesh, monkeypatch):
     monkeypatch.setattr(
         row_reader,
         "make_slots",
-        lambda row, max_segments: slots_made.append(row) or make_slots(row, max_segments),
+        lambda row, *others: slots_made.append(row) or make_slots(row, *others),
     )
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
