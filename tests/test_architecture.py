@@ -20,7 +20,7 @@ LAYERS = (
     "processes conversion",
     "runtime",
     "storage",
-    "attention data delta_rule experts",
+    "attention data delta_rule experts objectives",
     "blocks",
     "model",
     "hf sharding",

@@ -7,7 +7,7 @@ So one error lists their problems together with those that pydantic finds.
 from collections.abc import Iterator
 from typing import Any
 
-from jaxsp.config import optimizer_checks, yaml_io
+from jaxsp.config import objective_checks, optimizer_checks, yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config, MemoryConfig
@@ -45,6 +45,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *_check_nul(fields, ""),
         *_check_best(sections),
         *optimizer_checks.check(sections["optimizer"]),
+        *_check_objective(sections),
         *_check_eval_sets(sections),
         *_check_end_of_epoch(sections),
         *_check_early_stopping(sections),
@@ -99,6 +100,16 @@ def _check_weights(sections: Sections) -> Iterator[str]:
             "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
             "different times and are repeated. Set run.steps, or leave the weights out."
         )
+
+
+def _check_objective(sections: Sections) -> Iterator[str]:
+    """Checks the objective, and that the sources fit it."""
+    sources = {
+        f"data.{name}.{number}": source
+        for name in ("train", "eval")
+        for number, source in enumerate(_list_sources(sections, name))
+    }
+    yield from objective_checks.check(sections["objective"], sections["data"], sources)
 
 
 def _check_chat_template(sections: Sections) -> Iterator[str]:

@@ -28,7 +28,8 @@ class SourceConfig(ConfigSection):
     `datasets`. Otherwise the name of a data set on the hub. `{stdlib}` stands for the folder of
     Python's standard library."""
     format: Annotated[
-        Literal["text", "messages", "prompt_completion", "tokens"], with_examples("text")
+        Literal["text", "messages", "prompt_completion", "preference", "unpaired", "tokens"],
+        with_examples("text"),
     ]
     """Content of a record, as in TRL. text: `text`. messages: `messages`, each with `role` and
     `content`, and optionally `tools`. prompt_completion: `prompt` and `completion`, both text or

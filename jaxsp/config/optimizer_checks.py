@@ -1,11 +1,13 @@
 """Rules that involve several fields of the optimizer: fields that do not apply are errors."""
 
-from collections.abc import Collection, Iterator, Mapping
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-from jaxsp.config import yaml_io
+from jaxsp.config import owner_checks, yaml_io
 from jaxsp.config.optimizer_schema import DEFAULTS, SCHEDULE_FIELDS
-from jaxsp.core import errors
+
+_format = functools.partial(owner_checks.format_field, "optimizer")
 
 
 def check(fields: dict[str, Any]) -> Iterator[str]:
@@ -13,8 +15,10 @@ def check(fields: dict[str, Any]) -> Iterator[str]:
 
     The fields are raw: pydantic reports values of the wrong type.
     """
-    yield from _check_owners(fields, "name", "adamw", DEFAULTS, title="")
-    yield from _check_owners(fields, "schedule", "cosine", SCHEDULE_FIELDS, title="the schedule ")
+    yield from owner_checks.check_owners("optimizer", fields, "name", "adamw", DEFAULTS)
+    yield from owner_checks.check_owners(
+        "optimizer", fields, "schedule", "cosine", SCHEDULE_FIELDS, title="the schedule "
+    )
     if fields.get("nesterov") and fields.get("name") == "sgd" and not fields.get("momentum"):
         yield f"{_format(fields, 'nesterov')}: needs momentum. Set optimizer.momentum=0.9."
     has_warmup = fields.get("warmup_steps") or fields.get("warmup_fraction")
@@ -26,38 +30,6 @@ def check(fields: dict[str, Any]) -> Iterator[str]:
     yield from _check_exclusive(fields, "warmup_steps", "warmup_fraction", unset="0")
     yield from _check_exclusive(fields, "decay_steps", "decay_fraction", unset="null")
     yield from _check_groups(fields)
-
-
-def _format(fields: dict[str, Any], name: str) -> str:
-    return f"optimizer.{name} = {yaml_io.format_value(fields[name])}"
-
-
-def _check_owners(
-    fields: dict[str, Any],
-    selector: str,
-    default: str,
-    owners: Mapping[str, Collection[str]],
-    *,
-    title: str,
-) -> Iterator[str]:
-    """Checks that each field that is set applies to the optimizer, or the schedule.
-
-    Args:
-        selector: field that selects one of `owners`, with its default.
-        owners: names of the fields of each optimizer, or schedule.
-    """
-    selected = fields.get(selector, default)
-    if not isinstance(selected, str) or selected not in owners:
-        return
-    for name in dict.fromkeys(name for own in owners.values() for name in own):
-        if fields.get(name) is not None and name not in owners[selected]:
-            choices = [
-                f"optimizer.{selector}={other}" for other, own in owners.items() if name in own
-            ]
-            yield (
-                f"{_format(fields, name)}: must be null, because {title}{selected} does not have "
-                f"it. Use optimizer.{name}=null, or {errors.format_choices(choices)}."
-            )
 
 
 def _check_exclusive(

@@ -15,6 +15,7 @@ from jaxsp.config.fields import (
     PositiveCount,
     with_examples,
 )
+from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
@@ -224,6 +225,7 @@ class Config(ConfigSection):
     attention: AttentionConfig = AttentionConfig()
     data: DataConfig
     batch: BatchConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -40,9 +40,9 @@ class Pairs:
     P is the largest possible number of pairs: half as many as a step has slots for segments.
     """
 
-    references_P2: Leaf
+    references_P2: Any
     """Log-probability of each document by the reference model, float32; 0 if none is used."""
-    is_desirable_P: Leaf
+    is_desirable_P: Any
     """Label of the records that have one; False for others."""
 
 

@@ -107,6 +107,17 @@ class OwnSegments:
         return self.inside_Bl & (self.age_Bl == 0)
 
 
+def find_slots(
+    starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], tokens_l: Int32[Array, "l"]
+) -> Int32[Array, "B l"]:
+    """Slot of the segment of each token; -1 at padding. Args: see `find_segments`."""
+    tokens_1l1 = tokens_l[None, :, None]
+    ends_BM = starts_BM + lengths_BM
+    is_inside_BlM = (starts_BM[:, None] <= tokens_1l1) & (tokens_1l1 < ends_BM[:, None])
+    slots_M = jnp.arange(starts_BM.shape[1], dtype=jnp.int32)
+    return jnp.max(jnp.where(is_inside_BlM, slots_M[None, None], -1), axis=-1)
+
+
 def find_segments(
     starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], tokens_l: Int32[Array, "l"]
 ) -> OwnSegments:

@@ -6,8 +6,10 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.blocks import layers
@@ -16,6 +18,9 @@ from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.objectives import objective
+from jaxsp.objectives.objective import PairSums
 from jaxsp.runtime import device_mesh
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
@@ -102,29 +107,94 @@ class Evaluator:
         on_batch: Callable[[], None] = lambda: None,
     ) -> Line:
         """Returns the line of these weights for one eval set. Args: see `run`."""
-        compute_sums = self._compute_sums
+        _ = self._compute_sums
         began = time.perf_counter()
-        schedule = data.make_schedule(self._config, epochs=1)
-        placements = {self._config.data.max_row_tokens: self._spec.placement}
-        loader = data.make_loader(self._config, schedule, placements)
-        sums_of_batches = []
-        dispatched = (compute_sums(master, batch) for batch, _ in loader.batches())
-        for batch_sums in _fetch_one_behind(dispatched):
-            sums_of_batches.append(batch_sums)
-            on_batch()
-        sums = {
-            name: sum(_widen(batch_sums[name]) for batch_sums in sums_of_batches)
-            for name in sums_of_batches[0]
-        }
+        sums, scores = self._run_batches(data, master, on_batch)
+        is_sft = self._spec.objective is None
+        if not is_sft:
+            sums |= self._sum_pairs(data, scores)
         values = metric_table.compute_metrics(sums)
+        has_perplexity = is_sft and values["loss"] < 700
         fields = EvalFields(
             step=num_steps,
             data=data.name,
-            perplexity=math.exp(values["loss"]) if values["loss"] < 700 else None,
+            perplexity=math.exp(values["loss"]) if has_perplexity else None,
             num_documents=len(data.documents.lengths),
             seconds=time.perf_counter() - began,
         )
-        return metric_table.make_line(fields, values)
+        return metric_table.make_line(fields, sums | values)
+
+    def score(
+        self,
+        data: PackedDataset,
+        master: layers.Weights,
+        *,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> np.ndarray:
+        """Log-probability of each document of a data set with pairs, float64."""
+        return self._run_batches(data, master, on_batch)[1].logps_D
+
+    def _run_batches(
+        self, data: PackedDataset, master: layers.Weights, on_batch: Callable[[], None]
+    ) -> tuple[Sums, "_Scores"]:
+        """Sums over a data set, and those of each of its documents, if it has pairs."""
+        compute_sums = self._compute_sums
+        schedule = data.make_schedule(self._config, epochs=1)
+        placements = {self._config.data.max_row_tokens: self._spec.placement}
+        loader = data.make_loader(self._config, schedule, placements)
+        num_documents = len(data.documents.lengths)
+        scores = _Scores(np.zeros(num_documents), np.zeros(num_documents))
+        sums: Sums = {}
+        dispatched = ((compute_sums(master, batch), counts) for batch, counts in loader.batches())
+        for batch_sums, counts in _fetch_one_behind(dispatched):
+            scores.add(batch_sums, counts.documents_P2)
+            for name, value in batch_sums.items():
+                sums[name] = sums.get(name, 0) + _widen(value)
+            on_batch()
+        return sums, scores
+
+    def _sum_pairs(self, data: PackedDataset, scores: "_Scores") -> Sums:
+        """Sums over the pairs of a whole data set, of which an objective may need all."""
+        spec = self._spec
+        config = spec.config.objective
+        assert spec.objective is not None
+        documents = data.documents
+        num_pairs = len(documents.lengths) // 2
+        references_D = documents.references
+        if references_D is None:
+            references_D = np.zeros_like(scores.logps_D)
+        is_desirable_P = documents.is_desirable
+        if is_desirable_P is None:
+            is_desirable_P = np.zeros(num_pairs, bool)
+        as_pairs = lambda values_D: jnp.asarray(values_D.reshape(-1, 2), jnp.float32)
+        pairs = PairSums(
+            logps_P2=as_pairs(scores.logps_D),
+            references_P2=as_pairs(references_D),
+            counts_P2=as_pairs(scores.counts_D),
+            is_real_P=jnp.ones(num_pairs, bool),
+            is_desirable_P=jnp.asarray(is_desirable_P),
+            num_pairs=jnp.float32(num_pairs),
+            num_first_tokens=jnp.float32(scores.counts_D[::2].sum()),
+        )
+        losses_P = objective.compute_losses(spec.objective, config, pairs)
+        sums = objective.measure(spec.objective, config, pairs, losses_P)
+        counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
+        return jax.tree.map(lambda x: _widen(np.asarray(x)), sums) | counts
+
+
+class _Scores(NamedTuple):
+    """Sums over the loss tokens of each document, float64."""
+
+    logps_D: np.ndarray
+    counts_D: np.ndarray
+
+    def add(self, sums: Sums, documents_P2: np.ndarray) -> None:
+        """Adds those of a batch, which leave `sums`. Args: documents_P2: see `StepCounts`."""
+        is_here_P2 = documents_P2 >= 0
+        for name, values_D in (("logps_P2", self.logps_D), ("counts_P2", self.counts_D)):
+            if name in sums:
+                values_P2 = sums.pop(name)[: len(documents_P2)]
+                values_D[documents_P2[is_here_P2]] = values_P2[is_here_P2]
 
 
 def is_due(every: int | str | None, number: int) -> bool:
@@ -140,14 +210,17 @@ def _widen(sums: np.ndarray) -> np.ndarray:
     return sums.astype(np.int64 if np.issubdtype(sums.dtype, np.integer) else np.float64)
 
 
-def _fetch_one_behind(dispatched: Iterable[Sums]) -> Iterator[Sums]:
-    """Yields the sums of each batch after the next batch is dispatched."""
+def _fetch_one_behind(
+    dispatched: Iterable[tuple[Sums, StepCounts]],
+) -> Iterator[tuple[Sums, StepCounts]]:
+    """Yields the sums of each batch, and its counts, after the next batch is dispatched."""
     running = None
-    for sums in dispatched:
+    for batch in dispatched:
         if running is not None:
-            yield jax.device_get(running)
-        running = sums
-    yield jax.device_get(running)
+            yield jax.device_get(running[0]), running[1]
+        running = batch
+    if running is not None:
+        yield jax.device_get(running[0]), running[1]
 
 
 def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: bool) -> str:

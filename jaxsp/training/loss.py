@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.blocks.layers import Gather, Parameter
 from jaxsp.core.batch import NO_LABEL
@@ -66,7 +66,7 @@ def sum_token_losses(
         are kept.
     """
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
-    compute_tile = functools.partial(_compute_tile, token_loss, transform_logits)
+    compute_tile = functools.partial(_sum_tile, token_loss, transform_logits)
 
     def split_inputs(hidden_BlD: Array) -> tuple[Array, Array, Array | None]:
         weights_TX = None if weights_Bl is None else split(weights_Bl)
@@ -99,6 +99,34 @@ def sum_token_losses(
     return sum_losses(hidden_BlD, shard)
 
 
+def compute_token_losses(
+    hidden_BlD: Float[Array, "B l D"],
+    labels_Bl: Int32[Array, "B l"],
+    *,
+    gather: Gather,
+    head: Parameter,
+    shard: Any,
+    tile: int,
+    token_loss: TokenLoss | None = None,
+    transform_logits: TransformLogits = lambda logits: logits,
+) -> tuple[Float32[Array, "B l"], Int32[Array, ""]]:
+    """Loss of each of this device's tokens, 0 without a label; and the number of labels that are
+    the likeliest tokens. Without gradients.
+
+    Args: see `sum_token_losses`.
+    """
+    head_VD = gather.all_gather(head, jax.lax.stop_gradient(shard))
+
+    def compute(num_correct: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        losses = _compute_tile(token_loss, transform_logits, head_VD, *inputs)
+        return num_correct + losses.is_correct_X.sum(dtype=jnp.int32), losses.losses_X
+
+    split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
+    tiles = (split(jax.lax.stop_gradient(hidden_BlD)), split(labels_Bl, pad_value=NO_LABEL))
+    num_correct, losses_TX = jax.lax.scan(compute, jnp.int32(0), tiles)
+    return tiling.join_tiles(losses_TX, tile_ndim=1, lead=labels_Bl.shape), num_correct
+
+
 def _differentiate_tile(
     compute_tile: Callable[..., tuple[Sums, Array]],
     head_VD: Array,
@@ -119,7 +147,7 @@ def _differentiate_tile(
     return (sums, dhead_VD), dhidden_XD.astype(hidden_XD.dtype)
 
 
-def _compute_tile(
+def _sum_tile(
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
     head_VD: Array,
@@ -128,6 +156,36 @@ def _compute_tile(
     """Sums over the tokens of a tile, and the gradient of `loss_sum` with respect to the products
     of hidden states and head."""
     hidden_XD, labels_X, weights_X = inputs
+    tile = _compute_tile(token_loss, transform_logits, head_VD, hidden_XD, labels_X)
+    has_label_X = labels_X != NO_LABEL
+    sums = {
+        "loss_sum": _apply_weights(tile.losses_X, has_label_X, weights_X).sum(),
+        "num_correct": tile.is_correct_X.sum(dtype=jnp.int32),
+    }
+    weights_X1 = None if weights_X is None else weights_X[:, None]
+    dlogits_XV = _apply_weights(tile.dlogits_XV, has_label_X[:, None], weights_X1)
+    return sums, tile.pull_logits(dlogits_XV)[0]
+
+
+class _TileLosses(NamedTuple):
+    """Losses of the tokens of a tile, 0 without a label."""
+
+    losses_X: Float32[Array, "X"]
+    is_correct_X: Bool[Array, "X"]
+    dlogits_XV: Float32[Array, "X V"]
+    """Gradient of each loss; without a label, any number."""
+    pull_logits: Callable[[Array], tuple[Array]]
+    """Gradient of the products of hidden states and head from that of the logits."""
+
+
+def _compute_tile(
+    token_loss: TokenLoss | None,
+    transform_logits: TransformLogits,
+    head_VD: Array,
+    hidden_XD: Array,
+    labels_X: Array,
+) -> _TileLosses:
+    """Losses of the tokens of a tile, and their gradients."""
     products_XV = jnp.einsum("XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32)
     logits_XV, pull_logits = jax.vjp(transform_logits, products_XV)
     has_label_X = labels_X != NO_LABEL
@@ -140,14 +198,12 @@ def _compute_tile(
         )
         (dlogits_XV,) = pull(jnp.ones_like(losses_X))
         best_X = logits_XV.argmax(-1).astype(jnp.int32)
-    is_correct_X = has_label_X & (best_X == labels_X)
-    sums = {
-        "loss_sum": _apply_weights(losses_X, has_label_X, weights_X).sum(),
-        "num_correct": is_correct_X.sum(dtype=jnp.int32),
-    }
-    weights_X1 = None if weights_X is None else weights_X[:, None]
-    dlogits_XV = _apply_weights(dlogits_XV, has_label_X[:, None], weights_X1)
-    return sums, pull_logits(dlogits_XV)[0]
+    return _TileLosses(
+        losses_X=_apply_weights(losses_X, has_label_X, None),
+        is_correct_X=has_label_X & (best_X == labels_X),
+        dlogits_XV=dlogits_XV,
+        pull_logits=pull_logits,
+    )
 
 
 def _cross_entropy(

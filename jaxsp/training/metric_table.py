@@ -33,6 +33,8 @@ class Metric(NamedTuple):
     """Arithmetic on sums, in float32 on devices and in float64 on the host."""
     needs: str = "loss_sum"
     """Name of a sum without which there is no such number."""
+    counted: str = "num_loss_tokens"
+    """Name of the count that the number is a mean over; without one it is undefined."""
 
 
 def make_divisor(total: Any) -> Any:
@@ -51,8 +53,9 @@ def divide(numerator: Any, denominator: Any) -> Any:
 
 METRICS = {
     "loss": Metric(
-        "Mean loss over all loss tokens (not a mean of means over rows or devices). null if there "
-        "are no loss tokens or the loss is not finite.",
+        "Mean loss over all loss tokens (not a mean of means over rows or devices); with an "
+        "objective other than sft, over all pairs. null if there are none or the loss is not "
+        "finite.",
         lambda sums: divide(sums["loss_sum"], sums["loss_weight"]),
     ),
     "token_accuracy": Metric(
@@ -72,6 +75,51 @@ METRICS = {
         "Number of tokens whose next token is a target. A document of n tokens has at most n - 1, "
         "however it is cut.",
         operator.itemgetter("num_loss_tokens"),
+    ),
+    "num_pairs": Metric(
+        "Number of pairs of chosen and rejected, or of unpaired records. Objectives other than sft "
+        "have metrics of pairs.",
+        operator.itemgetter("num_pairs"),
+        needs="num_pairs",
+    ),
+    "reward_accuracy": Metric(
+        "Fraction of pairs whose chosen answer has the higher reward. Rewards are those of the "
+        "objective: beta times the log-ratio of the answer's probabilities by the trained and the "
+        "reference model; for simpo and orpo beta times the mean log-probability of a token; for "
+        "reward the score.",
+        lambda sums: divide(sums["num_pairs_right"], sums["num_pairs"]),
+        needs="num_pairs_right",
+    ),
+    "reward_margin": Metric(
+        "chosen_reward minus rejected_reward.",
+        lambda sums: _mean_of("chosen_reward", sums) - _mean_of("rejected_reward", sums),
+        needs="num_chosen",
+        counted="num_both",
+    ),
+    "chosen_reward": Metric(
+        "Mean reward of chosen answers, or of desirable ones.",
+        lambda sums: _mean_of("chosen_reward", sums),
+        needs="num_chosen",
+        counted="num_chosen",
+    ),
+    "rejected_reward": Metric(
+        "Mean reward of rejected answers, or of undesirable ones.",
+        lambda sums: _mean_of("rejected_reward", sums),
+        needs="num_chosen",
+        counted="num_rejected",
+    ),
+    "chosen_logp": Metric(
+        "Mean log-probability of chosen answers, or of desirable ones: the sum over an answer's "
+        "tokens. For reward the score.",
+        lambda sums: _mean_of("chosen_logp", sums),
+        needs="num_chosen",
+        counted="num_chosen",
+    ),
+    "rejected_logp": Metric(
+        "Mean log-probability of rejected answers, or of undesirable ones.",
+        lambda sums: _mean_of("rejected_logp", sums),
+        needs="num_chosen",
+        counted="num_rejected",
     ),
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
@@ -103,6 +151,11 @@ METRICS = {
 its sums."""
 
 
+def _mean_of(name: str, sums: Sums) -> Any:
+    """Mean over the answers of one kind, such as `chosen_reward`."""
+    return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
+
+
 def _max_load(counts_NE: Any) -> Any:
     """Largest count of a layer relative to its mean, for the layer where that is most."""
     return counts_NE.shape[-1] * divide(counts_NE.max(-1), counts_NE.sum(-1)).max()
@@ -118,12 +171,14 @@ def make_line(
 ) -> Line:
     """Line with the metrics among `values` and with other fields, `step` first.
 
-    Args: is_finite: False for a step that was skipped: of its means only the loss is defined.
+    Args:
+        values: metrics, and the sums that they are made from.
+        is_finite: False for a step that was skipped: of its means only the loss is defined.
     """
     line = {"step": vars(fields)["step"]}
     for name in filter(values.__contains__, METRICS):
         number = np.asarray(values[name]).item()
-        has_mean = values["num_loss_tokens"] > 0 and (is_finite or name == "loss")
+        has_mean = values[METRICS[name].counted] > 0 and (is_finite or name == "loss")
         is_defined = isinstance(number, int) or (has_mean and math.isfinite(number))
         line[name] = number if is_defined else None
     return line | dataclasses.asdict(fields)

@@ -19,6 +19,8 @@ from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.model import decoder, layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
+from jaxsp.objectives.objective import Objective
+from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
@@ -46,6 +48,26 @@ class StepSpec:
     """
     has_weights: bool = False
     """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
+    has_split_pairs: bool = False
+    """True if the data have pairs of documents that do not fit into one row."""
+
+    @property
+    def objective(self) -> Objective | None:
+        """Objective of preference training; None for sft."""
+        return OBJECTIVES.get(self.config.objective.type)
+
+    @property
+    def scores_pairs_first(self) -> bool:
+        """True if a step computes all log-probabilities of documents before the first gradient.
+
+        That is a forward pass more. It is needed if a microbatch does not hold all that the losses
+        of its pairs depend on: the loader deals two rows of a pair to one microbatch only if
+        microbatches have an even number of rows.
+        """
+        if self.objective is None or self.num_microbatches == 1:
+            return False
+        is_pair_torn = self.has_split_pairs and self.global_microbatch_rows % 2 > 0
+        return self.objective.needs_step or is_pair_torn
 
     @functools.cached_property
     def attend(self) -> Attend:

@@ -7,6 +7,7 @@ whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gather
 gradients are `seq` times too large with ZeRO 0 to 2.)
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -21,13 +22,13 @@ from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
-from jaxsp.core.batch import NO_LABEL, Batch, partition_specs, step_row_index
+from jaxsp.core.batch import NO_LABEL, Batch, Pairs, partition_specs, step_row_index
 from jaxsp.experts import balance
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.sharding.sharding import Shard
-from jaxsp.training import loss, metric_table
+from jaxsp.training import loss, metric_table, pair_losses
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
 
@@ -65,6 +66,8 @@ def _local_gradients(
     grad_holders = spec.gather.make_grad_holders(table, values)
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
+    weigh, pair_sums = _prepare_pairs(spec, values, grad_holders, batch, step)
+    batch = dataclasses.replace(batch, pairs=None)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     has_one_microbatch = batch.tokens_BL.shape[0] == 1
     returned_holders = _select_returned(
@@ -87,7 +90,7 @@ def _local_gradients(
 
         def sum_loss(holders: list[Array]) -> tuple[Array, Sums]:
             tree = jax.tree.unflatten(structure, holders)
-            sums = _sum_microbatch(spec, values, tree, batch, keys)
+            sums = _sum_microbatch(spec, values, tree, batch, keys, weigh)
             return make_objective(sums), sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -103,7 +106,7 @@ def _local_gradients(
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_holders)
+        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_holders, weigh=weigh)
         carry = (metric_table.make_zeros(sum_microbatch, batch), returned_holders)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
         (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
@@ -111,7 +114,7 @@ def _local_gradients(
         returned[number] if number in returned else jax.freeze(target)
         for number, target in enumerate(targets)
     ]
-    sums = _sum_over_mesh(sums, batch)
+    sums = _sum_over_mesh(sums | pair_sums, batch)
     divisor = metric_table.make_divisor(sums["loss_weight"])
     return spec.gather.reduce(table, jax.tree.unflatten(structure, leaves), divisor), sums
 
@@ -149,16 +152,70 @@ def _select_returned(
 
 
 def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
-    """Sums over a step's rows: those of the loss, and counts. Call under jit."""
+    """Sums over a step's rows: those of the loss, and counts. Call under jit.
+
+    With an objective for pairs, `logps_P2` and `counts_P2` instead of those of the loss: the
+    log-probability and the number of loss tokens of each document.
+    """
 
     def local(master: layers.Weights, batch: Batch) -> Sums:
         holders = spec.gather.make_grad_holders(spec.table, master)
-        sums, _ = metric_table.scan_sums(
-            lambda batch: (_sum_microbatch(spec, master, holders, batch), None), batch
-        )
+        pairs = batch.pairs
+        batch = dataclasses.replace(batch, pairs=None)
+
+        def compute(batch: Batch) -> Sums:
+            if pairs is None:
+                return _sum_microbatch(spec, master, holders, batch)
+            return _score_microbatch(spec, master, holders, batch, pairs)
+
+        sums, _ = metric_table.scan_sums(lambda batch: (compute(batch), None), batch)
         return _sum_over_mesh(sums, batch)
 
     return _run_on_mesh(spec, local, master, batch, has_gradients=False)
+
+
+Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
+"""Function of a microbatch, and of a function that computes its token losses. It returns a weight
+for the loss of each token, and sums over pairs."""
+
+
+def _prepare_pairs(
+    spec: StepSpec, values: layers.Weights, holders: layers.Weights, batch: Batch, step: Array
+) -> tuple[Weigh | None, Sums]:
+    """Function that computes the weights of tokens, None without pairs; and sums over pairs.
+
+    The sums are empty if each microbatch has its own.
+    """
+    if spec.objective is None:
+        return None, {}
+    pairs = pair_losses.find_step_pairs(spec, batch)
+    batch = dataclasses.replace(batch, pairs=None)
+    if not spec.scores_pairs_first:
+
+        def weigh(batch: Batch, compute_losses: Callable[[], Array]) -> tuple[Array, Sums]:
+            partial_P2 = pair_losses.sum_log_probabilities(
+                spec, compute_losses(), batch, pairs.inputs
+            )
+            logps_P2 = jax.lax.psum(partial_P2, axes.ALL)
+            is_present_P = pair_losses.find_present(pairs, batch)
+            sums, weights_P2 = pair_losses.differentiate(spec, pairs, logps_P2, is_present_P)
+            return pair_losses.spread(spec, weights_P2, batch), sums
+
+        return weigh, {}
+
+    def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
+        rows, microbatch = inputs
+        keys = _make_token_keys(spec, rows, step, microbatch)
+        sums = _score_microbatch(spec, values, holders, rows, pairs.inputs, keys)
+        return {"logps_P2": sums["logps_P2"]}, None
+
+    indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
+    scores, _ = metric_table.scan_sums(score, (batch, indices))
+    logps_P2 = jax.lax.psum(scores["logps_P2"], axes.ALL)
+    pair_sums, weights_P2 = pair_losses.differentiate(
+        spec, pairs, logps_P2, pairs.counts_P2[:, 0] > 0
+    )
+    return lambda batch, _: (pair_losses.spread(spec, weights_P2, batch), {}), pair_sums
 
 
 def _sum_microbatch(
@@ -167,11 +224,54 @@ def _sum_microbatch(
     holders: layers.Weights,
     batch: Batch,
     token_keys: Keys | None = None,
+    weigh: Weigh | None = None,
 ) -> Sums:
     """Sums over this device's part of a microbatch.
 
-    Args: token_keys: see `decoder.hidden_states`.
+    Args:
+        token_keys: see `decoder.hidden_states`.
+        weigh: computes the weights of tokens for an objective; None: those of the batch.
     """
+    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    if weigh is None:
+        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, batch.weights_BL, **head)
+        return sums | statistics
+    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)[0]
+    weights_Bl, pair_sums = weigh(batch, compute_losses)
+    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, weights_Bl, **head)
+    sums[WEIGHTED_SUM] = sums.pop("loss_sum")
+    return sums | pair_sums | statistics
+
+
+WEIGHTED_SUM = "weighted_loss_sum"
+"""Sum of token losses with the weights of an objective, whose own loss is `loss_sum`."""
+
+
+def _score_microbatch(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    pairs: Pairs,
+    token_keys: Keys | None = None,
+) -> Sums:
+    """Log-probabilities of documents, as sums over this device's part of a microbatch."""
+    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    losses_Bl, num_correct = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
+    logps_P2 = pair_losses.sum_log_probabilities(spec, losses_Bl, batch, pairs)
+    sums = {"logps_P2": logps_P2, "num_correct": num_correct}
+    sums["counts_P2"] = pair_losses.count_loss_tokens(spec, batch, pairs)
+    return sums | statistics
+
+
+def _run_layers(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    token_keys: Keys | None,
+) -> tuple[Array, dict[str, Any], Sums]:
+    """Hidden states, arguments of the functions of `loss`, and sums of routers' statistics."""
     shards = jax.tree.map(
         lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
     )
@@ -186,31 +286,31 @@ def _sum_microbatch(
         tile_tokens=spec.mlp_tile,
         token_keys=token_keys,
     )
-    sums = loss.sum_token_losses(
-        hidden_BlD,
-        batch.labels_BL,
-        batch.weights_BL,
-        gather=spec.gather,
-        head=decoder.lm_head(spec.table),
-        shard=decoder.lm_head(shards),
-        tile=min(spec.loss_tile, batch.tokens_BL.size),
-        token_loss=spec.loss,
-        transform_logits=functools.partial(decoder.transform_logits, spec.model),
-    )
-    return sums | (balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {})
+    head = {
+        "gather": spec.gather,
+        "head": decoder.lm_head(spec.table),
+        "shard": decoder.lm_head(shards),
+        "tile": min(spec.loss_tile, batch.tokens_BL.size),
+        "token_loss": spec.loss,
+        "transform_logits": functools.partial(decoder.transform_logits, spec.model),
+    }
+    sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
+    return hidden_BlD, head, sums
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     """Function that computes what is differentiated from the sums of a device over a microbatch.
 
-    It is the sum of token losses, which is divided by the loss tokens of the step at the end.
+    It is the sum of token losses, which is divided by the loss tokens of the step at the end; with
+    an objective for pairs the weighted sum, which is divided by the pairs.
     Losses of routers are means over rows, with a factor that makes up for that.
 
     Args: batch: that of the step.
     """
     experts = spec.model.experts
+    differentiated = "loss_sum" if spec.objective is None else WEIGHTED_SUM
     if experts is None or not experts.has_losses:
-        return operator.itemgetter("loss_sum")
+        return operator.itemgetter(differentiated)
     counts = _sum_over_mesh({}, batch)
     loss_weight = metric_table.make_divisor(counts["loss_weight"])
     factor = loss_weight / metric_table.make_divisor(counts["num_rows"])
@@ -218,7 +318,7 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     def add_router_losses(sums: Sums) -> Array:
         router_loss = experts.aux_loss_coef * sums["router_aux_loss_sum"]
         router_loss += experts.z_loss_coef * sums["router_z_loss_sum"]
-        return sums["loss_sum"] + factor * router_loss
+        return sums[differentiated] + factor * router_loss
 
     return add_router_losses
 
@@ -260,6 +360,9 @@ def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
         "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
     }
     sums["loss_weight"] = sums["num_loss_tokens"]
+    if batch.documents_BM is not None:
+        sums["num_pairs"] = count(batch.documents_BM >= 0, axes.GROUPS) // 2
+        sums["loss_weight"] = sums["num_pairs"]
     if batch.weights_BL is not None:
         weights_BL = jnp.where(batch.labels_BL != NO_LABEL, batch.weights_BL, 0.0)
         sums["loss_weight"] = jax.lax.psum(weights_BL.sum(), axes.ALL)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import batch
-from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch
+from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
 from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding
@@ -118,5 +118,16 @@ def _abstract_batch(spec: StepSpec) -> Batch:
         labels = arrays["labels_BL"]
         arrays["weights_BL"] = jax.ShapeDtypeStruct(
             labels.shape, jnp.float32, sharding=labels.sharding
+        )
+    if spec.objective is not None:
+        arrays["documents_BM"] = arrays["starts_BM"]
+        num_pairs = max_pairs(
+            rows_per_step=config.batch.rows_per_step,
+            max_segments=config.data.max_segments_per_row,
+        )
+        whole = NamedSharding(spec.mesh, PartitionSpec())
+        arrays["pairs"] = Pairs(
+            references_P2=jax.ShapeDtypeStruct((num_pairs, 2), jnp.float32, sharding=whole),
+            is_desirable_P=jax.ShapeDtypeStruct((num_pairs,), bool, sharding=whole),
         )
     return Batch(**arrays)

@@ -25,7 +25,7 @@ from jaxsp.core.batch import (
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
-from jaxsp.data.packing.packing import PackedRows, Segments
+from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice
 from jaxsp.data.packing.step_records import BlockSpan, HostBatch, StepCounts
 from jaxsp.runtime import device_mesh
@@ -167,17 +167,18 @@ class BatchLoader:
             num_rows=step_rows.num_rows,
             epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
-            first_documents=self._list_first_documents(sorted_rows),
+            documents_P2=self._list_pairs(sorted_rows),
             imbalance=self._compute_imbalance(sorted_rows),
         )
 
-    def _list_first_documents(self, sorted_rows: _SortedRows) -> np.ndarray:
-        """First document of each pair of a step."""
+    def _list_pairs(self, sorted_rows: _SortedRows) -> np.ndarray:
+        """Documents of each pair of a step: see `StepCounts.documents_P2`."""
         if self._documents.per_record == 1:
-            return np.zeros(0, np.int64)
-        documents = np.zeros(len(sorted_rows.rows.document), np.int64)
-        documents[sorted_rows.number_documents()] = sorted_rows.rows.document
-        return documents[::2]
+            return np.zeros((0, 2), np.int64)
+        numbers = sorted_rows.number_documents()
+        documents_P2 = np.full((numbers.max(initial=-1) // 2 + 1, 2), -1, np.int64)
+        documents_P2.reshape(-1)[numbers] = sorted_rows.rows.document
+        return documents_P2
 
     def row_tokens(self, step: int) -> int:
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
@@ -214,11 +215,7 @@ class BatchLoader:
                     name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
                 if host_batch.pairs is not None:
-                    whole = NamedSharding(host_batch.mesh, PartitionSpec())
-                    arrays["pairs"] = jax.tree.map(
-                        lambda x: jax.make_array_from_callback(x.shape, whole, x.__getitem__),
-                        host_batch.pairs,
-                    )
+                    arrays["pairs"] = _put_everywhere(host_batch.pairs, host_batch.mesh)
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
@@ -242,7 +239,7 @@ class BatchLoader:
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return _SortedRows(
             stream.row_tokens,
-            rows.append_empty(places.size),
+            rows.append_empty(max(places.size, len(rows))),
             places,
             self._placements[stream_index],
             block_rows,
@@ -292,9 +289,7 @@ class BatchLoader:
                 )
         return blocks
 
-    def _read_slice(
-        self, sorted_rows: _SortedRows, place: int, begin: int, end: int
-    ) -> RowSlice:
+    def _read_slice(self, sorted_rows: _SortedRows, place: int, begin: int, end: int) -> RowSlice:
         row = sorted_rows.rows.row(place)
         layout = sorted_rows.placement.layout
         spans = layout.spans(begin, end, row_tokens=sorted_rows.row_tokens)
@@ -331,6 +326,16 @@ def find_places(placement: RowPlacement) -> np.ndarray:
             for microbatch in range(microbatches)
         ]
     )
+
+
+def _put_everywhere(pairs: Pairs, mesh: jax.sharding.Mesh) -> Pairs:
+    """Copies the pairs of a step to all devices."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def put(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
+
+    return jax.tree.map(put, pairs)
 
 
 def split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:

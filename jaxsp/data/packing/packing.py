@@ -175,7 +175,7 @@ def plan_rows(
     return PackedRows(
         document=segments.document[by_row].astype(np.int32),
         offset=segments.offset[by_row].astype(np.int32),
-        length=length[by_row].astype(np.int32),
+        length=segments.length[by_row].astype(np.int32),
         row_starts=np.concatenate([[0], np.cumsum(segments_per_row)]),
     )
 

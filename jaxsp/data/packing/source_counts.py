@@ -89,7 +89,9 @@ def count_source(
     num_skipped, skipped = _find_skipped(dataset) if num_empty else (0, [])
     num_bare_answers = 0
     if BARE_ANSWERS in dataset.column_names:
-        num_bare_answers = int(dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss[::per_record]].sum())
+        num_bare_answers = int(
+            dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss[::per_record]].sum()
+        )
     return SourceCounts(
         name=name,
         num_documents=int(np.count_nonzero(has_loss)),

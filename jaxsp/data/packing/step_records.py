@@ -22,8 +22,9 @@ class StepCounts:
     epoch: int | None
     """Epoch of the step's last row, from 0; None if sources are mixed by weight."""
     tokens_per_source: tuple[int, ...]
-    first_documents: np.ndarray
-    """First document of each pair of the step, in the order of `Batch.pairs`; empty without."""
+    documents_P2: np.ndarray
+    """Documents of each pair of the step, in the order of `Batch.pairs`; -1 for one that is in
+    another step, which only evaluations have. Empty without pairs."""
     imbalance: float
     """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
 

@@ -1,0 +1,1 @@
+"""Objectives of preference training: functions of sums over the documents of pairs."""

@@ -1,0 +1,31 @@
+"""Losses of unpaired records: answers with a label, desirable or not."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from jaxsp.config.objective_schema import ObjectiveConfig
+from jaxsp.objectives.objective import PairSums
+
+
+def compute_kto(config: ObjectiveConfig, pairs: PairSums) -> Float32[Array, "P"]:
+    """Loss relative to a reference point, the divergence from the reference model.
+
+    The reference point is the mean log-ratio of the mismatched documents (a prompt and the answer
+    to another one) over the whole step, at least 0; it has no gradient.
+
+    Source: KTO, arXiv:2402.01306, equations 7 and 8, and TRL 1.16's KTOTrainer. Differs: TRL takes
+        the mean over a device batch and over the devices.
+    """
+    ratios_P2 = pairs.ratios_P2
+    num_pairs = jnp.maximum(pairs.is_real_P.sum(), 1).astype(jnp.float32)
+    mismatched_P = jnp.where(pairs.is_real_P, ratios_P2[:, 1], 0)
+    point = jax.lax.stop_gradient(jnp.maximum(mismatched_P.sum() / num_pairs, 0))
+    sign_P = jnp.where(pairs.is_desirable_P, 1.0, -1.0)
+    weight_P = jnp.where(
+        pairs.is_desirable_P,
+        config.value("desirable_weight"),
+        config.value("undesirable_weight"),
+    )
+    value_P = jax.nn.sigmoid(config.value("beta") * sign_P * (ratios_P2[:, 0] - point))
+    return weight_P * (1 - value_P)

@@ -1,0 +1,138 @@
+"""Pairs of documents in a step: sums over the tokens of documents, and weights from them.
+
+Example: the loss of a pair is f(s_chosen, s_rejected), where s is the sum of log-probabilities of a
+document's tokens, which may lie on several devices. The sums are taken over the mesh; then each
+token of a document has the weight -df/ds in the ordinary backward pass of the token losses.
+
+Dims: D = 2 P documents of a step, in pairs; M slots for segments of a row.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from jaxsp.core import axes
+from jaxsp.core.batch import NO_LABEL, Batch, Pairs
+from jaxsp.delta_rule import spans
+from jaxsp.objectives import objective
+from jaxsp.objectives.objective import PairSums
+from jaxsp.training.metric_table import Sums
+from jaxsp.training.specs import StepSpec
+
+
+class StepPairs(NamedTuple):
+    """The pairs of a step, inside shard_map; the same on all devices."""
+
+    inputs: Pairs
+    counts_P2: Float32[Array, "P 2"]
+    """Number of loss tokens of each document."""
+
+    @property
+    def num_pairs(self) -> Float32[Array, ""]:
+        """Number of pairs of the step."""
+        return (self.counts_P2[:, 0] > 0).sum(dtype=jnp.float32)
+
+
+def find_step_pairs(spec: StepSpec, batch: Batch) -> StepPairs:
+    """Pairs of a step, from the batch of all its microbatches. Every document has a loss token."""
+    assert batch.pairs is not None
+    rows = jax.tree.map(
+        lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(batch, pairs=None)
+    )
+    counts_P2 = jax.lax.psum(count_loss_tokens(spec, rows, batch.pairs), axes.ALL)
+    return StepPairs(inputs=batch.pairs, counts_P2=counts_P2)
+
+
+def count_loss_tokens(spec: StepSpec, rows: Batch, pairs: Pairs) -> Float32[Array, "P 2"]:
+    """This device's part of the number of loss tokens of each document."""
+    has_label_Bl = (rows.labels_BL != NO_LABEL).astype(jnp.float32)
+    return _sum_documents(spec, has_label_Bl, rows, pairs.references_P2.size).reshape(-1, 2)
+
+
+def sum_log_probabilities(
+    spec: StepSpec, losses_Bl: Float32[Array, "B l"], rows: Batch, pairs: Pairs
+) -> Float32[Array, "P 2"]:
+    """This device's part of the log-probability of each document; 0 for those of other rows.
+
+    Args: losses_Bl: token losses. rows: those of a microbatch.
+    """
+    sums_D = _sum_documents(spec, -losses_Bl, rows, pairs.references_P2.size)
+    return sums_D.reshape(-1, 2)
+
+
+def find_present(pairs: StepPairs, rows: Batch) -> Array:
+    """True for the pairs in the rows of a microbatch; for those that lie in one."""
+    first_D = jnp.zeros(2 * len(pairs.counts_P2), jnp.int32)
+    is_used_D = first_D.at[_document_indices(rows, len(first_D))].set(1, mode="drop")
+    return jax.lax.psum(is_used_D.reshape(-1, 2)[:, 0], axes.GROUPS) > 0
+
+
+def differentiate(
+    spec: StepSpec, pairs: StepPairs, logps_P2: Array, is_real_P: Array
+) -> tuple[Sums, Float32[Array, "P 2"]]:
+    """Sums of metrics over real pairs, and the weight of the token losses of each document.
+
+    Args: logps_P2: log-probabilities, summed over the mesh.
+    Returns: sums that are not 0 on one device only, so that a sum over the mesh counts them once.
+    """
+    config = spec.config.objective
+    assert spec.objective is not None
+    keep = lambda x_P2: jnp.where(is_real_P[:, None], x_P2, 0)
+    sums = PairSums(
+        logps_P2=keep(logps_P2),
+        references_P2=keep(pairs.inputs.references_P2),
+        counts_P2=keep(pairs.counts_P2),
+        is_real_P=is_real_P,
+        is_desirable_P=pairs.inputs.is_desirable_P,
+        num_pairs=pairs.num_pairs,
+        num_first_tokens=pairs.counts_P2[:, 0].sum(),
+    )
+    losses_P, dlogps_P2 = objective.differentiate(spec.objective, config, sums)
+    measured = objective.measure(spec.objective, config, sums, losses_P)
+    is_first = jax.lax.axis_index(axes.ALL) == 0
+    measured = {name: jnp.where(is_first, x, jnp.zeros_like(x)) for name, x in measured.items()}
+    return measured, -dlogps_P2
+
+
+def spread(spec: StepSpec, values_P2: Float32[Array, "P 2"], rows: Batch) -> Float32[Array, "B l"]:
+    """Value of the document of each token of this device; 0 at padding."""
+    values_D = values_P2.ravel()
+    indices_BM = _document_indices(rows, len(values_D))
+    values_BM = values_D.at[indices_BM].get(mode="fill", fill_value=0)
+    slots_Bl = _find_slots(spec, rows)
+    values_Bl = jnp.take_along_axis(values_BM, jnp.maximum(slots_Bl, 0), axis=1)
+    return jnp.where(slots_Bl >= 0, values_Bl, 0)
+
+
+def _document_indices(rows: Batch, num_documents: int) -> Int32[Array, "B M"]:
+    """Document of each slot; out of range for unused ones, which `drop` and `fill` skip."""
+    documents_BM = rows.documents_BM
+    assert documents_BM is not None
+    return jnp.where(documents_BM >= 0, documents_BM, num_documents)
+
+
+def _find_slots(spec: StepSpec, rows: Batch) -> Int32[Array, "B l"]:
+    row_spans = spans.RowSpans(
+        seq=spec.mesh.shape[axes.SEQ],
+        layout=spec.attend.layout,
+        tokens_per_device=rows.labels_BL.shape[1],
+    )
+    return spans.find_slots(rows.starts_BM, rows.lengths_BM, row_spans.own_tokens())
+
+
+def _sum_documents(
+    spec: StepSpec, values_Bl: Float32[Array, "B l"], rows: Batch, num_documents: int
+) -> Float32[Array, "D"]:
+    """Sum of this device's values of each document's tokens.
+
+    Each slot is summed over the whole row, with zeros for tokens of other documents, and not by a
+    scatter: the order is fixed, and no document changes the rounding of another's sum.
+    """
+    slots_M = jnp.arange(rows.starts_BM.shape[1], dtype=jnp.int32)
+    is_own_BlM = _find_slots(spec, rows)[..., None] == slots_M[None, None]
+    sums_BM = jnp.sum(jnp.where(is_own_BlM, values_Bl[..., None], 0), axis=1)
+    indices_BM = _document_indices(rows, num_documents)
+    return jnp.zeros(num_documents, jnp.float32).at[indices_BM].add(sums_BM, mode="drop")
