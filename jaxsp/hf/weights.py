@@ -81,6 +81,15 @@ class WeightReader:
             return array
         return array.take(numbers - first, axis=num_stacked)
 
+    def list_files(self) -> list[pathlib.Path]:
+        """Files that the tensors are in."""
+        stored = (
+            tensor
+            for view in self.tensors.values()
+            for tensor, _ in view.list_slices(tuple(slice(None) for _ in view.shape))
+        )
+        return sorted({tensor.file for tensor in stored})
+
     def _read_adapter(self, param: Parameter, layer: int | None, index: Index) -> np.ndarray:
         """A slice of an adapter's matrices of all experts, whose whole tensor is read."""
         whole = self.read_slice(self.tensors[param.tensor_name(layer)], 2 * (slice(None),))

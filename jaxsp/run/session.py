@@ -25,7 +25,7 @@ from jaxsp.reporting.step_log import StepLog
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
-from jaxsp.run import preflight
+from jaxsp.run import preflight, references
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -319,6 +319,8 @@ def open_session(
             )
         )
         starts.record_start(directory, start_line)
+        data_sets = [inputs.train_set, *inputs.eval_sets]
+        references.keep(run_spec.longest, data_sets, directory / references.FOLDER)
         trackers, files = _open_files(stack, run_spec, inputs, progress, status)
         session = Session(
             run_spec=run_spec,

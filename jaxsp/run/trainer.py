@@ -1,13 +1,18 @@
 """Training: checks, compilation, state, and the loop over steps."""
 
+import functools
+from collections.abc import Callable
+
 import rich.console
 
+from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
-from jaxsp.run import finished_run, preflight
+from jaxsp.run import finished_run, preflight, references
 from jaxsp.run.preflight import StepFunctions
 from jaxsp.run.session import Session, open_session
+from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
@@ -52,7 +57,12 @@ def train(
     start_line = starts.describe_start(
         run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
+    has_reference_state = inputs.start.checkpoint is None and not run_spec.config.adapter.source
+    if not has_reference_state:
+        _prepare_references(run_spec, inputs, inputs.make_reference_weights, console, preemption)
     state, base_checksums = _make_state(run_spec.longest, inputs)
+    if has_reference_state:
+        _prepare_references(run_spec, inputs, lambda: state.master, console, preemption)
     with open_session(
         run_spec,
         inputs,
@@ -66,6 +76,32 @@ def train(
     ) as session:
         state = run_steps(session, compiled.functions, state)
         session.save_last(state)
+
+
+def _prepare_references(
+    run_spec: RunSpec,
+    inputs: RunInputs,
+    make_weights: Callable[[], layers.Weights],
+    console: rich.console.Console,
+    preemption: Preemption,
+) -> None:
+    """Computes or reads the log-probabilities of the reference model, if the objective needs them.
+
+    Args: make_weights: makes the weights of the reference model.
+    """
+    data_sets = [inputs.train_set, *inputs.eval_sets]
+    if not references.list_missing(run_spec.longest, data_sets):
+        return
+    preemption.status.begin("the reference pass")
+    references.prepare(
+        run_spec.longest,
+        data_sets,
+        folders=[run_paths.local_dir(run_spec.config.run) / references.FOLDER],
+        weights_identity=inputs.reference_identity(),
+        make_weights=make_weights,
+        print_line=functools.partial(output.print_line, console),
+        on_batch=preemption.status.heartbeat,
+    )
 
 
 def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> TrainState:

@@ -16,6 +16,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
@@ -99,6 +100,7 @@ def build_training(
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     # A checkpoint has all weights except the frozen ones, which come from the model again
+    reference = initial_weights.Reference(run_spec.longest, resolved.model_folder)
     weights = initial_weights.open_sources(
         run_spec.longest,
         resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,
@@ -114,6 +116,8 @@ def build_training(
         automatic_fields=automatic_fields,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
+        make_reference_weights=reference.make,
+        reference_identity=reference.identify,
         stop_tokens=_describe_stop(resolved),
         missing_parts=_describe_missing_parts(resolved, model_dir),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
@@ -252,6 +256,10 @@ def resolve_config(
     run_spec = row_meshes.make_run_spec(
         config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
     )
+    has_split_pairs = train is not None and train.num_split_pairs > 0
+    if train is not None:
+        _check_split_pairs(train, config)
+    run_spec = run_spec.replace(has_split_pairs=has_split_pairs)
     stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
         run_spec=run_spec,
@@ -263,6 +271,18 @@ def resolve_config(
         train=train,
         evals=evals,
     )
+
+
+def _check_split_pairs(train: PackedDataset, config: Config) -> None:
+    """Checks that a step has both rows of a pair. Raises: UserError if it might not."""
+    rows_per_step = config.batch.rows_per_step
+    if train.num_split_pairs and rows_per_step % 2:
+        raise UserError(
+            f"batch.rows_per_step = {rows_per_step}: must be even, because "
+            f"{format_count(train.num_split_pairs, 'pair')} of documents "
+            f"{'is' if train.num_split_pairs == 1 else 'are'} in two rows each, which must be in "
+            f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
+        )
 
 
 def _resolve_mesh(

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
+from jaxsp.data.ingest import source_files
 from jaxsp.hf import peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader
@@ -60,6 +61,30 @@ class InitialWeights:
         if self.adapter_reader is None:
             made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
         return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Reference model of an objective: the model before training, without adapters.
+
+    New adapters change nothing, so that its weights have the structure of the run's.
+    """
+
+    spec: StepSpec
+    source: ModelFolder | None
+    """Folder of model.source; None for random weights."""
+
+    def make(self) -> layers.Weights:
+        """All weights, on the step's mesh. Raises: UserError as `open_sources`."""
+        return open_sources(self.spec, self.source, None).make()
+
+    def identify(self) -> str:
+        """Fingerprint of the weights, which changes when a file does."""
+        if self.source is None:
+            return f"random weights, seed {self.spec.config.run.seed}"
+        reader = open_sources(self.spec, self.source, None).reader
+        assert reader is not None
+        return repr(source_files.file_identities(reader.list_files()))
 
 
 def open_sources(

@@ -62,6 +62,10 @@ class RunInputs:
     """Fields that are `auto` in the config, of mesh.seq and batch.rows_per_microbatch."""
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
+    make_reference_weights: Callable[[], layers.Weights]
+    """Creates the weights of the reference model: those of step 0, with new adapters."""
+    reference_identity: Callable[[], str]
+    """Returns a fingerprint of the weights of the reference model."""
     make_frozen_weights: Callable[[], layers.Weights]
     """Creates the frozen weights only, in the structure of `trainable.select_frozen`."""
     write_model: Callable[[pathlib.Path], None]

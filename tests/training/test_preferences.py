@@ -3,10 +3,8 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.schema import MeshConfig
 from jaxsp.training import step_gradients

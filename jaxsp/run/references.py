@@ -1,0 +1,150 @@
+"""Log-probabilities of the reference model: computed once before training, and kept in files.
+
+They are in the run's directory, which a resumed run reads, and in the cache of `datasets` under the
+fingerprints of weights and data, which other runs read, also those on other meshes.
+"""
+
+import hashlib
+import io
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.blocks import layers
+from jaxsp.core import files
+from jaxsp.core.units import format_count
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.training import evaluator
+from jaxsp.training.evaluator import Evaluator
+from jaxsp.training.specs import StepSpec
+
+FOLDER = "references"
+"""Folder in a run's directory."""
+
+_VERSION = 1
+"""Part of the names of files. Increase it when the same documents would get other numbers."""
+
+
+def list_missing(spec: StepSpec, data_sets: Sequence[PackedDataset]) -> list[PackedDataset]:
+    """Data sets whose log-probabilities by the reference model are needed and unknown."""
+    if spec.objective is None or not spec.objective.needs_reference:
+        return []
+    return [data for data in data_sets if data.documents.references is None]
+
+
+def prepare(
+    spec: StepSpec,
+    data_sets: Sequence[PackedDataset],
+    *,
+    folders: Sequence[pathlib.Path],
+    weights_identity: str,
+    make_weights: Callable[[], layers.Weights],
+    print_line: Callable[[str], None] = lambda text: None,
+    on_batch: Callable[[], None] = lambda: None,
+) -> None:
+    """Reads or computes the log-probabilities of the documents of data sets that have none.
+
+    All processes call it together; process 0 reads and writes the files.
+
+    Args:
+        folders: folder in the run's directory, or none for an evaluation of a model without a run.
+        weights_identity: fingerprint of the reference model's weights.
+        make_weights: makes these weights, sharded as the step's.
+    """
+    missing = list_missing(spec, data_sets)
+    weights = None
+    for data in missing:
+        num_documents = len(data.documents.lengths)
+        paths = [folder / f"{_hash_data(spec, data)}.npy" for folder in folders]
+        paths.append(_find_cached(spec, data, weights_identity))
+        references = _read_on_first(paths, num_documents)
+        if references is None:
+            print_line(
+                f"computing the log-probabilities of {format_count(num_documents, 'document')} of "
+                f"{data.name} by the reference model"
+            )
+            weights = make_weights() if weights is None else weights
+            references = _compute(spec, data, weights, on_batch)
+        if jax.process_index() == 0:
+            _write(paths[-1], references)
+        data.documents.references = references
+
+
+def keep(spec: StepSpec, data_sets: Sequence[PackedDataset], folder: pathlib.Path) -> None:
+    """Writes the log-probabilities into a run's directory. Args: folder: see `FOLDER`."""
+    if spec.objective is None or not spec.objective.needs_reference or jax.process_index() > 0:
+        return
+    for data in data_sets:
+        references = data.documents.references
+        assert references is not None, "prepared before"
+        _write(folder / f"{_hash_data(spec, data)}.npy", references.astype(np.float32))
+
+
+def _compute(
+    spec: StepSpec, data: PackedDataset, weights: layers.Weights, on_batch: Callable[[], None]
+) -> np.ndarray:
+    """Log-probability of each document, in rows of the greatest length as in an evaluation."""
+    rows = dataset.pack_documents(data.name, data.documents, spec.config, digests=data.digests)
+    return Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch).astype(np.float32)
+
+
+def _hash_data(spec: StepSpec, data: PackedDataset) -> str:
+    """Fingerprint of a data set's documents, independent of the model."""
+    identity = evaluator.identify_eval_set(data, spec.config)["digest"]
+    return hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:32]
+
+
+def _find_cached(spec: StepSpec, data: PackedDataset, weights_identity: str) -> pathlib.Path:
+    """File in the cache of `datasets` for a data set and a model.
+
+    Rounding counts as part of the model: compute dtype, 8-bit products and quantization.
+    """
+    import datasets
+
+    config = spec.config
+    names = (
+        _hash_data(spec, data),
+        weights_identity,
+        repr(spec.model),
+        config.model.compute_dtype,
+        config.adapter.quantization,
+    )
+    name = hashlib.sha256(repr(names).encode()).hexdigest()[:32]
+    return pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER / f"{name}.npy"
+
+
+def _read_on_first(paths: Sequence[pathlib.Path], num_documents: int) -> np.ndarray | None:
+    """Numbers of the first file that is intact, in all processes; None without one."""
+    values = None
+    if jax.process_index() == 0:
+        for path in paths:
+            values = _read(path, num_documents) if values is None else values
+    if jax.process_count() == 1:
+        return values
+    if not multihost_utils.broadcast_one_to_all(np.int32(values is not None)):
+        return None
+    sent = np.zeros(num_documents, np.float32) if values is None else values
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent))
+
+
+def _read(path: pathlib.Path, num_documents: int) -> np.ndarray | None:
+    """Reads a file; None if it is missing or damaged."""
+    if not path.exists() or not files.is_intact(path):
+        return None
+    values = np.load(path)
+    return values if values.shape == (num_documents,) else None
+
+
+def _write(path: pathlib.Path, values: np.ndarray) -> None:
+    """Writes a file and its checksum, if it is missing or damaged."""
+    if _read(path, len(values)) is not None:
+        return
+    content = io.BytesIO()
+    np.save(content, values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(path, content.getvalue())
+    files.write_checksum(path)
