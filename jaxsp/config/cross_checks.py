@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxsp.config import objective_checks, optimizer_checks, yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.data_schema import DataConfig
+from jaxsp.config.data_schema import PAIR_FORMATS, DataConfig
 from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import errors
 
@@ -38,6 +38,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         ),
         *_check_weights(sections),
         *_check_chat_template(sections),
+        *_check_train_on(sections),
         *_check_adapter(sections),
         *_check_degrees(sections),
         *_check_memory(sections),
@@ -119,8 +120,19 @@ def _check_chat_template(sections: Sections) -> Iterator[str]:
     has_messages = any(source.get("format") not in ("text", "tokens") for source in sources)
     if template is not None and not has_messages:
         yield (
-            f"data.chat_template = {yaml_io.format_value(template)}: has no effect, because no "
-            "source has the format messages or prompt_completion. Leave it out."
+            f"data.chat_template = {yaml_io.format_value(template)}: has no effect, because all "
+            "sources have the format text or tokens. Leave it out."
+        )
+
+
+def _check_train_on(sections: Sections) -> Iterator[str]:
+    """Checks that only completions have a loss if some source has two for each prompt."""
+    sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
+    formats = [source.get("format") for source in sources if source.get("format") in PAIR_FORMATS]
+    if sections["data"].get("train_on") == "all" and formats:
+        yield (
+            f"data.train_on = all: only completions of records with format: {formats[0]} have a "
+            "loss. Use data.train_on=assistant."
         )
 
 

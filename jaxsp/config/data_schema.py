@@ -17,6 +17,9 @@ from jaxsp.config.fields import (
     with_examples,
 )
 
+PAIR_FORMATS = ("preference", "unpaired")
+"""Formats of records with two completions, of which only completions have a loss."""
+
 
 class SourceConfig(ConfigSection):
     """One data source: files, a saved data set, or a data set on the hub."""
@@ -33,8 +36,10 @@ class SourceConfig(ConfigSection):
     ]
     """Content of a record, as in TRL. text: `text`. messages: `messages`, each with `role` and
     `content`, and optionally `tools`. prompt_completion: `prompt` and `completion`, both text or
-    both messages. tokens: `input_ids` and optionally `labels` (not shifted; -100: no loss) or a
-    mask. An assistant message with `weight: 0`, `train: false` or the like has no loss."""
+    both messages. preference: `chosen` and `rejected`, and `prompt` unless both begin with it.
+    unpaired: `prompt`, `completion` and `label` (true: a desirable completion). tokens: `input_ids`
+    and optionally `labels` (not shifted; -100: no loss) or a mask. An assistant message with
+    `weight: 0`, `train: false` or the like has no loss."""
     name: Annotated[str | None, with_examples("books", min_length=1)] = None
     """Name in the metrics and the banner. null: the source as written."""
     weight: Annotated[PositiveFloat | None, with_examples(0.7)] = None
@@ -53,8 +58,9 @@ class SourceConfig(ConfigSection):
         dict[str, str], with_examples("{messages: conversations, role: from, content: value}")
     ] = {}  # noqa: RUF012 - pydantic copies it
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
-    messages or prompt and completion, tools, chat_template_kwargs; input_ids, labels. Fields of a
-    message: role, content."""
+    messages or prompt and completion, tools, chat_template_kwargs; chosen, rejected,
+    ref_chosen_logps, ref_rejected_logps; label; input_ids, labels. Fields of a message: role,
+    content."""
     ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
     """Fields of the records, or of their messages, to ignore although other systems give them a
     meaning. Without this, jaxsp reads or refuses them."""
@@ -102,7 +108,7 @@ class DataConfig(ConfigSection):
     train on the answer without it. no_loss: no loss on that answer."""
     train_on: Literal["assistant", "all"] = "assistant"
     """Tokens that have a loss. assistant: only the assistant's part of messages, and the completion
-    of prompt_completion. all: every token."""
+    of other formats with prompts. all: every token."""
     on_bad_record: Literal["error", "skip"] = "error"
     """Action for a record that does not match its format. error: refuse to start. skip: leave it
     out and count it."""

@@ -15,7 +15,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import formats, sources
 from jaxsp.data.tokenization import examples
 from jaxsp.data.tokenization.examples import Example
 from jaxsp.hf import folder
@@ -27,9 +27,10 @@ _LOSS_OPEN = "\u27e6"
 _LOSS_CLOSE = "\u27e7"
 """Brackets around tokens with a loss, where the output has no colors."""
 
-_MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion": 4000}
-"""Maximum number of tokens shown of a record, by the source's format: its first and last half. All
-tokens of a text have a loss; in a chat, a user wants to see which messages have one."""
+_MAX_TOKENS = 400
+_MAX_CHAT_TOKENS = 4000
+"""Maximum number of tokens shown of a document: its first and last half. All tokens of a text have
+a loss; in a chat, a user wants to see which messages have one."""
 
 
 def print_preview(
@@ -94,7 +95,8 @@ def _print_source(
         if not number and unread:
             names = f"{name}: fields that nothing reads: {', '.join(map(str, unread))}\n"
             console.print(names, highlight=False, soft_wrap=True)
-        max_tokens = _MAX_TOKENS[source.format]
+        is_chat = formats.FORMATS[source.format].is_chat
+        max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
         _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
 
 

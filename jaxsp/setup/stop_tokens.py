@@ -14,7 +14,7 @@ from jaxsp.data.chat import chat_template, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
-from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization import documents
 from jaxsp.hf import folder, writer
 from jaxsp.setup.data_sets import OpenedSources
 
@@ -61,7 +61,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     for field, source in opened.train.items():
         record_format = formats.FORMATS[source.format]
         if record_format.is_chat and _has_messages(opened.records[field]):
-            options = tokenize.resolve_options(source, data=config.data, tokenizer=tokenizer)
+            options = documents.resolve_options(source, data=config.data, tokenizer=tokenizer)
             break
     else:
         return StopTokens()

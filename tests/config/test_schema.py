@@ -242,7 +242,10 @@ MESSAGES = {
     "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
-    "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*messages or prompt_completion.*",
+    "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*text or tokens.*",
+    "data={train_on: all, row_tokens: 8, train: [{source: a, format: unpaired}]}": (
+        "data.train_on = all: .*format: unpaired .*data.train_on=assistant."
+    ),
     "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
     "batch.rows_per_microbatch=0": "batch.rows_per_microbatch = 0: .*auto.* 1.*=2.",
     "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",

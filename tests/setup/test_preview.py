@@ -73,6 +73,34 @@ def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
     assert re.search(messages.containing("3 tokens", 1), third)
 
 
+def test_both_documents_of_a_record_are_shown(tmp_path):
+    pair = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    feedback = [
+        {"prompt": f"{number} =", "completion": f" {number}", "label": number == 1}
+        for number in range(3)
+    ]
+    (tmp_path / "votes.jsonl").write_text("\n".join(map(json.dumps, feedback)))
+    config = asked(("pairs.jsonl", "preference"), ("votes.jsonl", "unpaired"))
+    shown_documents = shown(config, num_records=2).strip().split("\n\ndata.")
+    assert [re.findall(r"line \d+: (.*)|$", text)[0] for text in shown_documents] == [
+        "chosen",
+        "rejected",
+        "completion (undesirable)",
+        "mismatched completion",
+        "completion (desirable)",
+        "mismatched completion",
+    ]
+    assert [text.splitlines()[-1] for text in shown_documents] == [
+        "2 + 2 =⟦ 4<eos>⟧",
+        "2 + 2 =⟦ 5<eos>⟧",
+        "0 =⟦ 0<eos>⟧",
+        "0 =⟦ 1<eos>⟧",
+        "1 =⟦ 1<eos>⟧",
+        "1 =⟦ 2<eos>⟧",
+    ]
+
+
 def test_what_is_learned_is_coloured_on_a_terminal():
     lines = shown(asked(("talk.jsonl", "messages")), force_terminal=True, color_system="standard")
     assert "⟦" not in lines

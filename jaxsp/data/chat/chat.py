@@ -1,4 +1,4 @@
-"""Renders a conversation, or a prompt and its completion, to text and the spans with loss.
+"""Renders a conversation, or a prompt and its completions, to text and the spans with loss.
 
 Three messages as ChatML writes them; the loss is on the text between the bars:
 
@@ -20,10 +20,17 @@ drops the thinking of earlier messages, data.earlier_reasoning decides about the
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxsp.data.chat import generation_marks, reasoning, span_search, template_text, turn_ends
+from jaxsp.data.chat import (
+    generation_marks,
+    reasoning,
+    span_checks,
+    span_search,
+    template_text,
+    turn_ends,
+)
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
@@ -31,9 +38,6 @@ from jaxsp.data.chat.turn_ends import TurnEnd
 _MAX_PREFIX_TURNS = 4
 """Assistant messages up to which rendering all prefixes is about as fast as rendering the
 conversation with inserted messages."""
-
-_CONTEXT_CHARS = 1000
-"""Characters before a span that are searched for the opening tag of thinking."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +57,11 @@ class ChatOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RenderedRecord:
-    """A record as text."""
+    """A document of a record as text."""
 
     text: str
+    name: str = ""
+    """The document's name in messages; empty if the record has only one."""
     loss_spans: tuple[tuple[int, int], ...] | None = None
     """First character and end of each part with loss; None: the whole text."""
     has_exact_spans: bool = True
@@ -67,9 +73,10 @@ class RenderedRecord:
     """Number of messages whose thinking the template dropped, and that would have a loss."""
 
 
-def render_record(record: dict[str, Any], options: ChatOptions) -> RenderedRecord:
-    """Renders a record of `messages`, or of `prompt` and `completion`, as formats.py stores them.
+def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[RenderedRecord, ...]:
+    """Renders a record of `messages`, or of `prompt` and completions, as formats.py stores them.
 
+    Returns: a document for each completion.
     Raises: RecordError if the record cannot be used.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
@@ -78,10 +85,11 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> RenderedRecor
         differ), unless only the generation prompt is; a template never writes today's date.
     """
     prompt = record.get("prompt")
+    completions = {name: record[name] for name in template_text.COMPLETION_FIELDS if name in record}
     if isinstance(prompt, str):
-        text = prompt + record["completion"]
-        spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-        return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
+        return _render_completions(
+            completions, lambda completion: _join_texts(prompt, completion, options)
+        )
     render = TemplateRenderer(
         record,
         tokenizer=options.tokenizer,
@@ -91,8 +99,35 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> RenderedRecor
     )
     turn_end = turn_ends.find(options.tokenizer, render.template)
     if prompt is None:
-        return _render_conversation(record["messages"], render, turn_end, options)
-    return _render_completion(prompt, record["completion"], render, turn_end, options)
+        return (_render_conversation(record["messages"], render, turn_end, options),)
+    return _render_completions(
+        completions,
+        lambda completion: _render_completion(
+            prompt, completion, render, turn_end, options, is_only=len(completions) == 1
+        ),
+    )
+
+
+def _render_completions(
+    completions: dict[str, Any], render: Callable[[Any], RenderedRecord]
+) -> tuple[RenderedRecord, ...]:
+    """Renders each completion of a prompt. If there are several, names them, also in errors."""
+    if len(completions) == 1:
+        return tuple(map(render, completions.values()))
+    documents = []
+    for field, completion in completions.items():
+        name = field.replace("_", " ")
+        try:
+            documents.append(dataclasses.replace(render(completion), name=name))
+        except RecordError as problem:
+            raise RecordError(f"{name}: {problem}") from None
+    return tuple(documents)
+
+
+def _join_texts(prompt: str, completion: str, options: ChatOptions) -> RenderedRecord:
+    text = prompt + completion
+    spans = None if options.has_full_loss else ((len(prompt), len(text)),)
+    return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
 
 
 def _render_conversation(
@@ -159,12 +194,15 @@ def _render_completion(
     render: TemplateRenderer,
     turn_end: TurnEnd,
     options: ChatOptions,
+    *,
+    is_only: bool,
 ) -> RenderedRecord:
+    """Renders a prompt and a completion. Args: is_only: the record has no other completion."""
     messages = prompt + completion
     text, _ = render(messages)
     text += turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
-    suggestion = "use format: messages"
+    suggestion = "use format: messages" if is_only else "leave the record out"
     first_with_loss = len(prompt)
     if options.has_full_loss:
         suggestion = "use data.train_on=assistant"
@@ -182,19 +220,20 @@ def _render_completion(
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
+    use = "use data.train_on=all, or" if is_only else "use"
     if start < min(len(prompted), template_text.common_prefix_length(prompt_text, prompted)):
         raise RecordError(
             "the chat template writes the prompt differently when the completion follows, so that "
-            "the completion cannot be located: use data.train_on=all, or another template"
+            f"the completion cannot be located: {use} another template"
         )
-    check_span(
+    marked = "format: messages and a data.chat_template with {% generation %} marks"
+    span_checks.check_span(
         messages,
         range(len(prompt), len(messages)),
         text,
         (start, len(text)),
         render,
-        suggestion="use data.train_on=all, or format: messages and a data.chat_template with "
-        "{% generation %} marks",
+        suggestion=f"{use} {marked if is_only else 'another template'}",
     )
     return RenderedRecord(
         text=text,
@@ -244,7 +283,7 @@ def _infer_spans(
     for index, span in zip(indices, spans, strict=True):
         start, end = span.span
         extended.append((start, turn_end.extend(completed, end)))
-        check_span(
+        span_checks.check_span(
             messages,
             [index],
             completed,
@@ -254,63 +293,3 @@ def _infer_spans(
             opening=span.opening,
         )
     return extended
-
-
-def check_span(
-    messages: Messages,
-    indices: Sequence[int],
-    text: str,
-    span: tuple[int, int],
-    render: RenderFunction,
-    *,
-    suggestion: str,
-    opening: tuple[str, str] | None = None,
-) -> None:
-    """Checks that a span is the text of these messages, with nothing before, and an end token.
-
-    Args:
-        indices: consecutive messages; the text between them is not checked.
-        opening: generation prompt, and the text before the content of a message that has some.
-            Needed for a message without content; found by rendering if None.
-    Raises: RecordError if it is not.
-    """
-    message = messages[indices[0]]
-    span_text = text[slice(*span)]
-    place = 0
-    for index in indices:
-        end = template_text.find_end(span_text, messages[index], place)
-        if end is None:
-            raise RecordError(
-                f"the text of message {index + 1} ({messages[index]['role']}) is not where the "
-                "chat template ends the prompt"
-            )
-        place = end
-    content = span_text
-    # a copy of all text before each message would take quadratic time
-    before = text[max(span[0] - _CONTEXT_CHARS, 0) : span[0]]
-    if not template_text.visible_content(message).strip():
-        # the text before a tool call is unknown; a message with a word has the same header
-        word = next(template_text.unused_words(text))
-        message = {"role": message["role"], "content": word}
-        if opening is None:
-            earlier = messages[: indices[0]]
-            prompt = render(earlier, prompt=True)[0]
-            content = render([*earlier, message])[0]
-        else:
-            prompt, header = opening
-            content = header + word
-        start = template_text.common_prefix_length(prompt, content)
-        before = content[:start]
-        content = content[start:]
-    if not template_text.starts_with_message(message, content, before=before):
-        raise RecordError(
-            "the chat template's generation prompt ends before the text of message "
-            f"{indices[0] + 1} ({message['role']}), so that its header would be trained on: "
-            f"{suggestion}"
-        )
-    if not span_text[place:].strip():
-        raise RecordError(
-            f"the chat template puts no end token after message {indices[-1] + 1} "
-            f"({messages[indices[-1]]['role']}), so that the model would not learn to stop: "
-            f"{suggestion}"
-        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import files, limits, paths
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import generation_marks
+from jaxsp.data.chat import generation_marks, template_text
 from jaxsp.data.chat.template_text import RecordError, TextSpans
 
 if TYPE_CHECKING:
@@ -216,8 +216,7 @@ class TemplateRenderer:
 
     def _check_tools_are_used(self, record: dict[str, Any]) -> None:
         """Raises: RecordError if the template writes the same text without tools."""
-        lists = [record.get(name) or [] for name in ("messages", "prompt", "completion")]
-        messages = [message for each in lists for message in each]
+        messages = template_text.list_messages(record)
         if self._render(messages, self._tools)[0] == self._render(messages, None)[0]:
             raise RecordError(
                 "the chat template ignores tools. Remove the tools, or use a template that "

@@ -17,6 +17,9 @@ RenderFunction = Callable[..., tuple[str, TextSpans]]
 """Renders `(messages, prompt=False)`: returns their text, with the generation prompt if `prompt`,
 and the spans of its {% generation %} marks."""
 
+COMPLETION_FIELDS = ("completion", "mismatched_completion", "chosen", "rejected")
+"""Fields of a stored record with a completion of its prompt, each of which is a document."""
+
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that transformers reads as the assistant's reasoning."""
 
@@ -36,6 +39,12 @@ MARKS_SUGGESTION = (
 
 class RecordError(ValueError):
     """Reason why a record cannot be used, with a suggestion if there is one."""
+
+
+def list_messages(record: dict[str, Any]) -> Messages:
+    """Returns the messages of a stored record's first document; none if it is text."""
+    parts = [record.get(name) for name in ("messages", "prompt", "completion", "chosen")]
+    return [message for part in parts if isinstance(part, list) for message in part]
 
 
 def required_phrases(message: dict[str, Any]) -> list[list[str]]:

@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.data.chat import template_text
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import known_fields, record_checks, token_checks
+from jaxsp.data.ingest import known_fields, pair_checks, record_checks, token_checks
 from jaxsp.data.ingest.columnar import RecordColumns
+from jaxsp.data.ingest.pair_checks import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
+from jaxsp.data.ingest.record_cache import RecordEntry
 from jaxsp.data.ingest.record_checks import Record
 
 
@@ -32,6 +36,14 @@ class Format:
     bytes_per_worker: int = 0
     """Bytes of records that are worth a tokenization worker."""
     needs_template: bool = False
+    num_documents: int = 1
+    """Documents of a record."""
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Stored columns with one value for each record, with the value of a bad record."""
+    connect: Callable[[Iterator[RecordEntry]], Iterator[RecordEntry]] = iter
+    """Adds to the entries of a source what they take from each other."""
+    has_common_loss_start: bool = False
+    """The loss of all documents of a record begins at the same token."""
 
     @property
     def is_text(self) -> bool:
@@ -47,7 +59,10 @@ class Format:
 
 
 BARE_ANSWERS = "bare_answers"
-"""Column of tokenized chats: RenderedRecord.num_bare_answers."""
+"""Column of tokenized chats: RenderedRecord.num_bare_answers of all documents of a record."""
+
+FIRST_TOKENS = "first_tokens"
+"""Column of tokenized records of two documents: number of tokens of the first; 0 if it is bad."""
 
 FIRST_TOKENS = "first_tokens"
 """Column of tokenized records with two documents, one after the other: tokens of the first."""
@@ -92,6 +107,34 @@ FORMATS = {
             check=record_checks.check_completion,
             column="record",
             bytes_per_worker=2**25,
+        ),
+        Format(
+            name="preference",
+            required=("chosen", "rejected"),
+            optional=(*pair_checks.PREFERENCE_OPTIONAL, *_CHAT_OPTIONAL),
+            known=(
+                *pair_checks.PREFERENCE_OPTIONAL,
+                *known_fields.IN_CHATS,
+                *known_fields.REFUSED_IN_PREFERENCES,
+            ),
+            check=pair_checks.check_preference,
+            column="record",
+            bytes_per_worker=2**25,
+            num_documents=2,
+            values={FIRST_REFERENCE: math.nan, SECOND_REFERENCE: math.nan},
+            has_common_loss_start=True,
+        ),
+        Format(
+            name="unpaired",
+            required=("prompt", "completion", "label"),
+            optional=_CHAT_OPTIONAL,
+            known=(*known_fields.IN_CHATS, *known_fields.REFUSED_IN_UNPAIRED),
+            check=pair_checks.check_unpaired,
+            column="record",
+            bytes_per_worker=2**25,
+            num_documents=2,
+            values={IS_DESIRABLE: False},
+            connect=pair_checks.add_mismatched_completions,
         ),
         Format(
             name="tokens",
@@ -173,7 +216,7 @@ def find_roles(record: Any, source: SourceConfig) -> set[str]:
     """Returns the roles of a record's messages, under the source's names."""
     role_name = source.fields.get("role", "role")
     roles = set()
-    for field in ("messages", "prompt", "completion"):
+    for field in ("messages", "prompt", *template_text.COMPLETION_FIELDS):
         value = record.get(source.fields.get(field, field)) if isinstance(record, dict) else None
         with contextlib.suppress(RecordError):  # text, or an error that check_record reports
             value = record_checks.parse_if_string(value, field)

@@ -61,6 +61,13 @@ REFUSED_IN_CHATS = REFUSED_MEDIA | {
 }
 """Fields of a record of messages, or of prompt and completion."""
 
+REFUSED_IN_PREFERENCES = {"margin": "no objective reads a margin of each record. Remove it"}
+
+_OWN_PAIRS = "jaxsp computes it, because it pairs completions with other prompts in its own way"
+
+REFUSED_IN_UNPAIRED = {"ref_logps": _OWN_PAIRS, "ref_KL_logps": _OWN_PAIRS}
+"""Fields of TRL's data sets for KTO."""
+
 IN_TEXTS = tuple(REFUSED_MEDIA)
 IN_CHATS = (*SYSTEM_FIELDS, *REFUSED_IN_CHATS)
 IN_MESSAGES = (*_LOSS_FLAGS, *REFUSED_IN_MESSAGES)

@@ -48,6 +48,9 @@ _COLUMN_TYPES = {
     "record": pa.large_string(),
     "input_ids": _ID_LIST,
     "labels": _ID_LIST,
+    "first_reference": pa.float64(),
+    "second_reference": pa.float64(),
+    "is_desirable": pa.bool_(),
 }
 
 

@@ -7,6 +7,7 @@ Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats). Differs: c
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.config.data_schema import SourceConfig
@@ -26,6 +27,8 @@ ALPACA_HINT = (
 )
 
 _FORMAT_HINTS = (
+    ({"chosen", "rejected"}, "Try format: preference"),
+    ({"prompt", "completion", "label"}, "Try format: unpaired"),
     ({"messages"}, "Try format: messages"),
     ({"conversations"}, f"Try format: messages, {_SHAREGPT_CONFIG}"),
     ({"prompt", "completion"}, "Try format: prompt_completion"),
@@ -122,7 +125,7 @@ def check_messages(record: Record, source: SourceConfig, has_labels: bool) -> Re
     name, value = get_field(record, "messages", source)
     messages = _check_conversation(parse_if_string(value, name), name, source)
     content = {"messages": known_fields.add_system(messages, record, source)}
-    return _serialize(content, record, source)
+    return serialize(content, record, source)
 
 
 def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> Record:
@@ -131,17 +134,39 @@ def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> 
         raise RecordError(
             f"has an input beside its instruction, which would not be trained on. {ALPACA_HINT}"
         )
+    content = read_contents(record, ("prompt", "completion"), source)
+    return serialize(add_system(content, record, source), record, source)
+
+
+def read_contents(
+    record: Record, fields: Sequence[str], source: SourceConfig, *, suggestion: str = ""
+) -> Record:
+    """Returns fields of a record, all of them text, or all of them messages.
+
+    Raises: RecordError if they are not, with the suggestion.
+    """
     content: Record = {}
-    for field in ("prompt", "completion"):
+    for field in fields:
         name, value = get_field(record, field, source)
         if not isinstance(value, str):
             value = _check_conversation(value, name, source)
         content[field] = value
     texts = [field for field, value in content.items() if isinstance(value, str)]
-    if len(texts) == 1:
+    if 0 < len(texts) < len(content):
+        verb = "is a string" if len(texts) == 1 else "are strings"
+        others = " and ".join(field for field in content if field not in texts)
         raise RecordError(
-            f"only {texts[0]} is a string. Prompt and completion must be both text or both messages"
+            f"{' and '.join(texts)} {verb}, {others} not. All must be text, or all messages"
+            f"{suggestion}"
         )
+    return content
+
+
+def add_system(content: Record, record: Record, source: SourceConfig) -> Record:
+    """Returns a prompt and completions with the system message that the record has beside them.
+
+    Raises: RecordError if they are text.
+    """
     if isinstance(content["prompt"], list):
         content["prompt"] = known_fields.add_system(content["prompt"], record, source)
     elif system := known_fields.find_system(record, source):
@@ -149,10 +174,10 @@ def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> 
             f"has {system[0]}, but its prompt is text. Write it into the prompt, use messages, or "
             f"set {known_fields.suggest_ignoring(system[0])}"
         )
-    return _serialize(content, record, source)
+    return content
 
 
-def _serialize(content: Record, record: Record, source: SourceConfig) -> Record:
+def serialize(content: Record, record: Record, source: SourceConfig) -> Record:
     """Writes the content, and the record's tools and template arguments, as JSON."""
     known_fields.refuse_fields(record, known_fields.REFUSED_IN_CHATS, source)
     for field, kind in (("tools", list), ("chat_template_kwargs", dict)):

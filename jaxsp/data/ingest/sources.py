@@ -50,7 +50,7 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
 
     Columns: `place` of the record; `problem`, the reason why it cannot be used, or null; and the
     content: `text`, or `input_ids` and, if the first record has them, `labels`, or `record`, which
-    is messages or prompt and completion as JSON under jaxsp's names.
+    is messages or prompt and completions as JSON under jaxsp's names, and Format.values.
 
     Args:   field: the source's field in messages, such as data.train.0.source.
     Raises: UserError naming file and line or row of bad records, unless `data` skips them.
@@ -76,6 +76,7 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
             dataset = record_cache.open_or_none(cached)
             if dataset is None:
                 entries = _check_records(source, origin, columns, data=data)
+                entries = formats.FORMATS[source.format].connect(entries)
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
                 dataset = record_cache.open_file(cached)
     except (UserError, PermissionError) as error:
@@ -190,7 +191,7 @@ def _resolve_files(
 def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
     """Returns the columns to store: `labels` if the first record or `fields` has them."""
     record_format = formats.FORMATS[source.format]
-    columns = [record_format.column]
+    columns = [record_format.column, *record_format.values]
     if record_format.is_tokenized:
         usable = (
             record
@@ -210,11 +211,13 @@ def _check_records(
     Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
         that no record has.
     """
-    optional = formats.FORMATS[source.format].optional
+    record_format = formats.FORMATS[source.format]
+    optional = record_format.optional
     unseen_fields = {name: field for field, name in source.fields.items() if field in optional}
     unseen_roles = set(source.roles)
     is_list = {"input_ids", "labels"}
     empty = {name: np.zeros(0, np.int32) if name in is_list else "" for name in columns}
+    empty |= record_format.values
     is_usable = False
     num_bad = 0
     examples: list[tuple[str, str]] = []

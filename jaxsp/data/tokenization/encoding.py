@@ -24,15 +24,15 @@ from jaxsp.data.chat.template_text import RecordError
 if TYPE_CHECKING:
     import transformers
 
-EncodedRecord = tuple[np.ndarray, np.ndarray | None] | RecordError
+EncodedText = tuple[np.ndarray, np.ndarray | None] | RecordError
 """Token ids and labels (int32, not shifted; None: every token has loss), or why there are none."""
 
 
 def encode_texts(
-    rendered: Sequence[RenderedRecord | RecordError],
+    rendered: Sequence[RenderedRecord],
     tokenizer: "transformers.PreTrainedTokenizerBase",
-) -> list[EncodedRecord]:
-    """Returns the tokens and labels of each text; errors stay as they are.
+) -> list[EncodedText]:
+    """Returns the tokens and labels of each text.
 
     A plain text gets the special tokens that the tokenizer writes before a text, unless it begins
     with them, and an end token, unless it ends with one and white space: rendered chats have both.
@@ -41,15 +41,14 @@ def encode_texts(
     Text of special tokens inside a content becomes those tokens, as everywhere in transformers; it
     moves no label.
     """
-    encoded: list[Any] = list(rendered)
+    encoded: list[Any] = [None] * len(rendered)
     # only texts with labels need offsets of tokens
     groups: dict[bool, list[int]] = {}
     for index, record in enumerate(rendered):
-        if isinstance(record, RenderedRecord):
-            groups.setdefault(record.loss_spans is not None, []).append(index)
+        groups.setdefault(record.loss_spans is not None, []).append(index)
     for has_labels, indices in groups.items():
         encode = _encode_with_labels if has_labels else _encode_without_labels
-        results = encode([encoded[index] for index in indices], tokenizer)
+        results = encode([rendered[index] for index in indices], tokenizer)
         for index, result in zip(indices, results, strict=True):
             encoded[index] = result
     return encoded
@@ -57,7 +56,7 @@ def encode_texts(
 
 def _encode_without_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any
-) -> Iterator[EncodedRecord]:
+) -> Iterator[EncodedText]:
     """Yields the tokens of texts in which every token has loss, or a RecordError for a text."""
     texts = [record.text for record in rendered]
     encode: Callable[[list[str]], list[Any]]
@@ -83,7 +82,7 @@ def _encode_without_labels(
 
 def _encode_with_labels(
     rendered: Sequence[RenderedRecord], tokenizer: Any
-) -> Iterator[EncodedRecord]:
+) -> Iterator[EncodedText]:
     """Yields the tokens and labels of texts with loss spans, or a RecordError for a text."""
     if not _is_fast(tokenizer):
         problem = (

@@ -9,12 +9,12 @@ import numpy as np
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
+from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
-from jaxsp.data.ingest.formats import Format
-from jaxsp.data.tokenization import tokenize
-from jaxsp.data.tokenization.encoding import EncodedRecord
-from jaxsp.data.tokenization.tokenize import TokenizeOptions
+from jaxsp.data.ingest.formats import IS_DESIRABLE, Format
+from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization.documents import EncodedDocument, EncodedRecord, TokenizeOptions
 
 if TYPE_CHECKING:
     import datasets
@@ -25,9 +25,10 @@ _MAX_SEARCHED = 10_000
 
 
 class Example(NamedTuple):
-    """An encoded record."""
+    """An encoded document of a record."""
 
     place: str
+    """Place of the record, and the document's name if it has several."""
     tokens: np.ndarray
     labels: np.ndarray | None
     kinds: list[str]
@@ -43,7 +44,7 @@ def encode_examples(
     field: str,
     num_records: int | None = None,
 ) -> Iterator[Example]:
-    """Yields the first usable records, as `tokenize_dataset` encodes them.
+    """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
 
     Args:
         dataset: the records of `sources.read`.
@@ -55,7 +56,7 @@ def encode_examples(
     options = None
     if not record_format.is_tokenized:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
-        options = tokenize.resolve_options(source, data=data, tokenizer=tokenizer)
+        options = documents.resolve_options(source, data=data, tokenizer=tokenizer)
     num_examples = 0
     seen: set[str] = set()
     for index, entry in enumerate(dataset):
@@ -79,11 +80,12 @@ def encode_examples(
                     "data.on_bad_record=skip."
                 )
             continue
-        tokens, labels = encoded
-        if len(tokens):
+        if len(encoded[0].tokens):
             num_examples += 1
             seen.update(kinds)
-            yield Example(entry["place"], tokens, labels, kinds)
+            for document in encoded:
+                place = _name_document(entry, document)
+                yield Example(place, document.tokens, document.labels, kinds)
     if not num_examples:
         raise UserError(f"{error_prefix}: no record has a token. Give at least one that has.")
 
@@ -92,18 +94,25 @@ def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        _, encoded = tokenize.render_and_encode(
+        (encoded,) = documents.render_and_encode(
             [entry[record_format.column]], options, places=[entry["place"]]
         )
-        return encoded[0]
+        return encoded
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
-    return np.asarray(entry["input_ids"], np.int32), labels
+    tokens = np.asarray(entry["input_ids"], np.int32)
+    return (EncodedDocument(rendered=RenderedRecord(text=""), tokens=tokens, labels=labels),)
+
+
+def _name_document(entry: dict[str, Any], document: EncodedDocument) -> str:
+    name = document.rendered.name
+    if name == "completion":
+        name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
+    return f"{entry['place']}: {name}" if name else entry["place"]
 
 
 def list_kinds(record: dict[str, Any]) -> list[str]:
     """Returns the properties of a chat that a template may write in ways of its own."""
-    parts = [record.get(name) for name in ("messages", "prompt", "completion")]
-    messages = [message for part in parts if isinstance(part, list) for message in part]
+    messages = template_text.list_messages(record)
     answers = [message for message in messages if message["role"] == template_text.ASSISTANT]
     kinds = {
         "tools": bool(record.get("tools")),

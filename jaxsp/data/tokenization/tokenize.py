@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,15 +11,12 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.core.limits import LimitError
-from jaxsp.data.chat import chat, chat_template
-from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import columnar, formats, record_cache
-from jaxsp.data.ingest.formats import BARE_ANSWERS, Format
+from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS
 from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.tokenization import encoding, token_cache, tokenizers
-from jaxsp.data.tokenization.encoding import EncodedRecord
+from jaxsp.data.tokenization import documents, token_cache, tokenizers
+from jaxsp.data.tokenization.documents import TokenizeOptions
 
 if TYPE_CHECKING:
     import datasets
@@ -41,71 +36,11 @@ class TokenizedSource:
 
     dataset: "datasets.Dataset"
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss; of chats also
-    BARE_ANSWERS. A record with a problem has no tokens."""
+    BARE_ANSWERS. A record with a problem has no tokens.
+
+    A record of two documents has their tokens one after the other, and the columns FIRST_TOKENS and
+    Format.values."""
     stats: TokenStats
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
-    """Options that determine the tokens of a source's records."""
-
-    format: Format
-    chat: ChatOptions
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the tokenized dataset with token ids."""
-        has_full_loss = self.format.is_text or self.chat.has_full_loss
-        return ["tokens"] if has_full_loss else ["tokens", "labels"]
-
-
-def resolve_options(
-    source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
-) -> TokenizeOptions:
-    """Returns the options for a source.
-
-    Raises: UserError if it needs a chat template, and there is none.
-    """
-    record_format = formats.FORMATS[source.format]
-    template = None
-    is_set = data.chat_template is not None or data.chat_template_date is not None
-    if record_format.needs_template or is_set:
-        template = chat_template.load_template(data, tokenizer)
-    chat_options = ChatOptions(
-        tokenizer=tokenizer,
-        template=template,
-        has_full_loss=data.train_on == "all",
-        earlier_reasoning=data.earlier_reasoning,
-        date=data.chat_template_date,
-    )
-    return TokenizeOptions(format=record_format, chat=chat_options)
-
-
-def render_and_encode(
-    records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
-) -> tuple[list[RenderedRecord | RecordError], list[EncodedRecord]]:
-    """Returns texts, or records as JSON, as rendered text and as tokens; or their problem.
-
-    Args: places: of the records, for messages.
-    """
-    size = sum(map(len, records))
-    where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
-    with tokenizers.limit_tokenization(size, error_prefix=f"{where}:"):
-        with chat_template.limit_render_memory(size):
-            rendered = [_render_record(record, options) for record in records]
-        return rendered, encoding.encode_texts(rendered, options.chat.tokenizer)
-
-
-def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
-    if options.format.is_text:
-        return RenderedRecord(text=record, is_plain=True)
-    try:
-        with chat_template.limit_render_time(len(record)):
-            return chat.render_record(json.loads(record), options.chat)
-    except RecordError as problem:
-        return problem
-    except (LimitError, MemoryError) as error:  # outside of the template
-        return RecordError(f"cannot be rendered: {error or 'it needs too much memory'}")
 
 
 @record_cache.hide_progress_without_terminal()
@@ -134,7 +69,7 @@ def tokenize_dataset(
     options = None
     if not formats.FORMATS[source.format].is_tokenized:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
-        options = resolve_options(source, data=data, tokenizer=tokenizer)
+        options = documents.resolve_options(source, data=data, tokenizer=tokenizer)
         key += (_cache_key(options),)
     fingerprint = datasets.fingerprint.Hasher.hash(key)
     make = None
@@ -205,6 +140,9 @@ def _map_dataset(
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
     if options.format.is_chat:
         types[BARE_ANSWERS] = datasets.Value("int32")
+    if options.format.num_documents > 1:
+        types[FIRST_TOKENS] = datasets.Value("int32")
+    types |= {name: dataset.features[name] for name in options.format.values}
     try:
         tokenized = dataset.with_format("arrow").map(
             functools.partial(_encode_table, options=options, num_threads=num_threads),
@@ -247,25 +185,29 @@ def _encode_table(
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
     num_bare_answers = np.zeros(len(problems), np.int32)
+    first_tokens = np.zeros(len(problems), np.int32)
     places = records["place"].to_pylist()
-    rendered, encoded = render_and_encode(
+    encoded = documents.render_and_encode(
         [contents[index] for index in usable],
         options,
         places=[places[index] for index in usable],
     )
-    for index, record, result in zip(usable, rendered, encoded, strict=True):
-        if isinstance(result, RecordError):
-            problems[index] = str(result)
+    for index, record in zip(usable, encoded, strict=True):
+        if isinstance(record, RecordError):
+            problems[index] = str(record)
             continue
-        assert isinstance(record, RenderedRecord), "an error stays an error"
-        num_bare_answers[index] = record.num_bare_answers
-        tokens, labels = result
-        arrays["tokens"][index] = tokens
+        num_bare_answers[index] = sum(each.rendered.num_bare_answers for each in record)
+        first_tokens[index] = len(record[0].tokens)
+        arrays["tokens"][index] = np.concatenate([each.tokens for each in record])
         if "labels" in arrays:
-            arrays["labels"][index] = tokens if labels is None else labels
+            labels = [each.tokens if each.labels is None else each.labels for each in record]
+            arrays["labels"][index] = np.concatenate(labels)
     columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
     if options.format.is_chat:
         columns[BARE_ANSWERS] = num_bare_answers
+    if options.format.num_documents > 1:
+        columns[FIRST_TOKENS] = first_tokens
+    columns |= {name: records[name] for name in options.format.values}
     return pa.table(
         {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}
     )

@@ -14,7 +14,13 @@ from jaxsp.data.ingest import formats
 
 def store(record: dict[str, Any]) -> dict[str, Any]:
     """Returns a record as the cache of the source stores it, without null fields."""
-    name = "messages" if "messages" in record else "prompt_completion"
+    formats_by_field = {
+        "messages": "messages",
+        "chosen": "preference",
+        "label": "unpaired",
+        "prompt": "prompt_completion",
+    }
+    name = next(name for field, name in formats_by_field.items() if field in record)
     source = SourceConfig(source="unused", format=name)
     return json.loads(formats.check_record(record, source, has_labels=False)["record"])
 

@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, chat_template, span_search, template_text, turn_ends
+from jaxsp.data.chat import chat, chat_template, span_checks, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
@@ -50,7 +50,7 @@ def tokenizer():
 def encode(record, tokenizer, template=chats.CHATML, train_on="assistant", **options):
     options |= {"tokenizer": tokenizer, "template": template, "has_full_loss": train_on == "all"}
     rendered = chat.render_record(chats.store(record), ChatOptions(**options))
-    (new_tokenizer,) = encoding.encode_texts([rendered], tokenizer)
+    (new_tokenizer,) = encoding.encode_texts(rendered, tokenizer)
     if isinstance(new_tokenizer, RecordError):
         raise new_tokenizer
     return new_tokenizer
@@ -498,7 +498,9 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
-        chat.check_span(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion="")
+        span_checks.check_span(
+            TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
+        )
 
 
 def test_only_thinking_may_precede_the_content():
@@ -661,7 +663,7 @@ def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenize
         tokenizer=tokenizer, template=template, has_full_loss=False, earlier_reasoning="keep"
     )
     counts = [
-        chat.render_record(chats.store({"messages": messages}), options).num_bare_answers
+        chat.render_record(chats.store({"messages": messages}), options)[0].num_bare_answers
         for messages in (talk, [*TALK, ANSWER], [TALK[0], ANSWER] * 4, TALK)
     ]
     assert counts == [1, 0, 3, 0]

@@ -45,7 +45,7 @@ def theirs(records, tokenizer, *, messages):
 
 def ours(records, tokenizer, template=None):
     options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
-    rendered = [chat.render_record(chats.store(record), options) for record in records]
+    rendered = [chat.render_record(chats.store(record), options)[0] for record in records]
     return [
         (tokens.tolist(), labels.tolist())
         for tokens, labels in encoding.encode_texts(rendered, tokenizer)
@@ -232,7 +232,7 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
             monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
             options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
             try:
-                result = chat.render_record(chats.store({"messages": messages}), options)
+                (result,) = chat.render_record(chats.store({"messages": messages}), options)
             except RecordError:
                 continue
             actual.append((result.text, result.loss_spans))

@@ -18,9 +18,9 @@ from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.ingest import formats, sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import encoding, examples, tokenizers
+from jaxsp.data.tokenization import documents, encoding, examples, tokenizers
 from jaxsp.data.tokenization import tokenize as text
-from jaxsp.data.tokenization.tokenize import TokenizeOptions
+from jaxsp.data.tokenization.documents import TokenizeOptions
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -476,10 +476,10 @@ def test_dates_and_earlier_reasoning_are_parts_of_the_cache_and_counted(tmp_path
         result = tokenize("a.jsonl", **how, earlier_reasoning=earlier, chat_template_date=date)
         assert result.dataset["bare_answers"] == [0, 1, 2]
         results.append(result)
-        documents = Documents([result.dataset], source_names=["a"])
-        assert [source.num_bare_answers for source in documents.sources] == [3]
+        counts = Documents([result.dataset], source_names=["a"]).sources
+        assert [source.num_bare_answers for source in counts] == [3]
         options = asked("a.jsonl", earlier_reasoning=earlier)
-        (note,) = summary.describe_bare_answers(documents.sources, options)
+        (note,) = summary.describe_bare_answers(counts, options)
         assert_names(note, "a", "3", f"data.earlier_reasoning={earlier}")
     assert len({result.stats.digest for result in results}) == 3
     texts = [how["tokenizer"].decode(result.dataset["tokens"][0]) for result in results]
@@ -492,7 +492,7 @@ def test_a_date_that_no_template_writes_is_refused(tmp_path):
     own.chat_template = chats.CHATML
     config = asked("a.txt", chat_template_date="2026-11-25")
     with pytest.raises(UserError) as raised:
-        text.resolve_options(config.train[0], data=config, tokenizer=own)
+        documents.resolve_options(config.train[0], data=config, tokenizer=own)
     assert_names(raised.value, "strftime_now", start="data.chat_template_date = 2026-11-25: ")
 
 
