@@ -44,11 +44,6 @@ def check(
             )
     if needed is None:
         return
-    if data.get("train_on") == "all":
-        yield (
-            f"data.train_on = all: objective.type = {kind} compares answers, without their "
-            "prompts. Leave it out."
-        )
     max_segments = data.get("max_segments_per_row")
     if isinstance(max_segments, int) and max_segments < 2:
         yield (

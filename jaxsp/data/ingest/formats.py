@@ -64,14 +64,8 @@ BARE_ANSWERS = "bare_answers"
 FIRST_TOKENS = "first_tokens"
 """Column of tokenized records of two documents: number of tokens of the first; 0 if it is bad."""
 
-FIRST_TOKENS = "first_tokens"
-"""Column of tokenized records with two documents, one after the other: tokens of the first."""
-
-REFERENCES = ("first_reference", "second_reference")
+REFERENCES = (FIRST_REFERENCE, SECOND_REFERENCE)
 """Columns of tokenized preference records: log-probabilities that the data give, or NaN."""
-
-IS_DESIRABLE = "is_desirable"
-"""Column of tokenized unpaired records: their label."""
 
 _CHAT_OPTIONAL = ("tools", "chat_template_kwargs")
 
