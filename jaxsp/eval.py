@@ -8,6 +8,7 @@ import argparse
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.reporting import metrics
-from jaxsp.run import jax_limits
+from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, jsonl, run_paths
 from jaxsp.setup import build, initial_weights, resume
 from jaxsp.storage import copies
@@ -67,6 +68,9 @@ def main(arguments: list[str]) -> None:
         copies.fetch(checkpoint)
     resolved = _resolve_config(config, checkpoint, meta)
     spec = resolved.run_spec.longest
+    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
+    print_line = functools.partial(output.print_line, console)
+    _prepare_references(resolved, checkpoint, print_line)
     if checkpoint is not None:
         like = train_state.abstract_weights(spec)
         frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
@@ -77,8 +81,6 @@ def main(arguments: list[str]) -> None:
         master = initial_weights.open_sources(
             spec, resolved.model_folder, resolved.adapter_folder
         ).make()
-    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-    print_line = functools.partial(output.print_line, console)
     step = 0 if meta is None else meta.step
     name = args.what if meta is None else f"{args.what}, step {step}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
@@ -159,6 +161,37 @@ def _resolve_config(
         for_training=False,
         hf_config=None if meta is None else meta.model,
         run_model_dir=model_dir,
+    )
+
+
+def _prepare_references(
+    resolved: build.ResolvedConfig,
+    checkpoint: pathlib.Path | None,
+    print_line: Callable[[str], None],
+) -> None:
+    """Computes or reads log-probabilities of the reference model, if the objective needs them.
+
+    Raises: UserError if there is no reference model.
+    """
+    spec = resolved.run_spec.longest
+    missing = references.list_missing(spec, resolved.evals)
+    if not missing:
+        return
+    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
+    if checkpoint is None:
+        raise UserError(
+            f"objective.type = {spec.config.objective.type}: needs a reference model, which is the "
+            "model before training. Evaluate the run, or data with ref_chosen_logps and "
+            "ref_rejected_logps."
+        )
+    reference = initial_weights.Reference(spec, resolved.model_folder)
+    references.prepare(
+        spec,
+        missing,
+        folders=[] if run is None else [run / references.FOLDER],
+        weights_identity=reference.identify(),
+        make_weights=reference.make,
+        print_line=print_line,
     )
 
 

@@ -57,6 +57,7 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             f"{inputs.hf_config['model_type']}, "
             f"{trainable.describe(spec.table, spec.model, config)}",
         ),
+        BannerEntry("objective", spec.describe_objective()),
         BannerEntry("layers", spec.describe_layers()),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
         BannerEntry("start", inputs.weights_origin),

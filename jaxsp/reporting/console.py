@@ -57,10 +57,17 @@ def format_evaluation(line: Line, *, with_step: bool = True) -> str:
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
     if line["perplexity"] is not None:
         loss += f", perplexity {line['perplexity']:.4g}"
+    pairs = ""
+    if line.get("reward_margin") is not None:
+        accuracy = line.get("reward_accuracy")  # only of pairs
+        pairs = "" if accuracy is None else f"reward accuracy {accuracy:.4f}, "
+        pairs += (
+            f"margin {line['reward_margin']:.4f} over {format_count(line['num_pairs'], 'pair')}, "
+        )
     loss_tokens = format_count(line["num_loss_tokens"], "loss token")
     step = f"step {line['step']}  " if with_step else ""
     return (
-        f"{step}{line['data']}: loss {loss}, "
+        f"{step}{line['data']}: loss {loss}, {pairs}"
         f"token accuracy {line['token_accuracy']:.4f} over {loss_tokens} "
         f"({durations.describe(round(line['seconds'], 1))})"
     )

@@ -57,6 +57,9 @@ class Progress:
             f"loss {_format_number(line['loss'], '.4f')}",
             f"lr {line['learning_rate']:.3g}",
         ]
+        if "reward_accuracy" in line:
+            accuracy = _format_number(line["reward_accuracy"], ".3f")
+            numbers.insert(1, f"reward accuracy {accuracy}")
         bar_numbers = [*numbers, speed]
         if line["device_peak_gib"] is not None:
             bar_numbers.append(f"peak {line['device_peak_gib']:.1f} GiB")

@@ -162,6 +162,7 @@ class Evaluator:
         num_pairs = len(documents.lengths) // 2
         references_D = documents.references
         if references_D is None:
+            assert not spec.objective.needs_reference, "run/references.py computes them before"
             references_D = np.zeros_like(scores.logps_D)
         is_desirable_P = documents.is_desirable
         if is_desirable_P is None:

@@ -56,6 +56,29 @@ class StepSpec:
         """Objective of preference training; None for sft."""
         return OBJECTIVES.get(self.config.objective.type)
 
+    def describe_objective(self) -> str:
+        """Describes the objective of preference training; empty for sft.
+
+        Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model before
+        training`.
+        """
+        config = self.config.objective
+        if self.objective is None:
+            return ""
+        values = [f"{name} {config.value(name):g}" for name in config.defaults]
+        text = f"{config.type}: {', '.join(values)}"
+        if self.objective.needs_reference:
+            text += "; the reference is the model before training"
+            if self.config.adapter.type != "none":
+                text += ", without the adapter"
+        if self.scores_pairs_first:
+            reason = "its losses depend on the whole step"
+            if not self.objective.needs_step:
+                reason = "pairs have rows in two microbatches; an even number of rows per "
+                reason += "microbatch avoids it"
+            text += f"; a step has one forward pass more, because {reason}"
+        return text
+
     @property
     def scores_pairs_first(self) -> bool:
         """True if a step computes all log-probabilities of documents before the first gradient.

@@ -20,10 +20,20 @@ _FRACTION = {"tickformat": ".3~%", **_FROM_ZERO}
 _SECONDS = {"ticksuffix": " s", **_FROM_ZERO}
 
 CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
-    "loss": ("Loss", "Mean over the loss tokens of each step.", {}),
-    "eval_loss": ("Evaluation loss", "Mean over the loss tokens of each eval set.", {}),
+    "loss": ("Loss", "Mean over the loss tokens, or the pairs, of each step.", {}),
+    "eval_loss": ("Evaluation loss", "Mean over the loss tokens, or the pairs, of a set.", {}),
     "difference": ("Difference of the losses", "From the first run, at the same step.", _FROM_ZERO),
     "token_accuracy": ("Token accuracy", "Top-1, of the loss tokens.", {"tickformat": ".3~%"}),
+    "reward_accuracy": (
+        "Reward accuracy",
+        "Pairs whose chosen answer has the higher reward.",
+        {"tickformat": ".3~%"},
+    ),
+    "reward_margin": ("Reward margin", "Chosen minus rejected.", {}),
+    "chosen_reward": ("Reward of chosen answers", "", {}),
+    "rejected_reward": ("Reward of rejected answers", "", {}),
+    "chosen_logp": ("Log-probability of chosen answers", "Sum over an answer's tokens.", {}),
+    "rejected_logp": ("Log-probability of rejected answers", "Sum over an answer's tokens.", {}),
     "grad_norm": ("Gradient norm", "Before clipping.", {"type": "log"}),
     "learning_rate": ("Learning rate", "", {"exponentformat": "e", **_FROM_ZERO}),
     "tokens_per_s": ("Tokens per second", "All devices.", {"tickformat": ".3~s", **_FROM_ZERO}),
