@@ -205,7 +205,9 @@ def test_a_document_that_cannot_be_rendered_or_has_no_loss_is_named(tokenizer):
     with pytest.raises(UserError) as raised:
         tokenized([pair], tokenizer, chat_template=chats.TURNS)
     assert_names(raised.value, "rejected", start=f"{FIELD} = a.jsonl: a.jsonl, line 1: ")
-    assert "train_on=all" not in str(raised.value)
+    silent = [answer[0] | {"weight": 0}]
+    with pytest.raises(UserError, match=r"chosen: message 1 has weight 0 .*leave the record out"):
+        tokenized([pair | {"chosen": silent}], tokenizer)
     records = [
         {"prompt": user, "completion": answer, "label": True},
         {"prompt": user, "completion": refused, "label": True},
