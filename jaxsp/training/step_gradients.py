@@ -18,17 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jaxsp.blocks import dropout, layers
-from jaxsp.blocks.dropout import Keys
+from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
-from jaxsp.core.batch import NO_LABEL, Batch, Pairs, partition_specs, step_row_index
-from jaxsp.experts import balance
-from jaxsp.model import decoder
-from jaxsp.runtime import device_mesh
+from jaxsp.core.batch import NO_LABEL, Batch, partition_specs
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.sharding.sharding import Shard
-from jaxsp.training import loss, metric_table, pair_losses
+from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
 
@@ -66,7 +61,7 @@ def _local_gradients(
     grad_holders = spec.gather.make_grad_holders(table, values)
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
-    weigh, pair_sums = _prepare_pairs(spec, values, grad_holders, batch, step)
+    weigh, pair_sums = microbatch.prepare_pairs(spec, values, grad_holders, batch, step)
     batch = dataclasses.replace(batch, pairs=None)
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     has_one_microbatch = batch.tokens_BL.shape[0] == 1
@@ -82,7 +77,7 @@ def _local_gradients(
         batch: Batch, index: Array | int, totals: dict[int, Array]
     ) -> tuple[Sums, dict[int, Array]]:
         """Sums over a microbatch, and `totals` with the gradients that are returned."""
-        keys = _make_token_keys(spec, batch, step, index)
+        keys = microbatch.make_token_keys(spec, batch, step, index)
         inputs = [
             holder if host_memory.is_on_host(holder) else totals.get(number, holder)
             for number, holder in enumerate(holders)
@@ -90,7 +85,7 @@ def _local_gradients(
 
         def sum_loss(holders: list[Array]) -> tuple[Array, Sums]:
             tree = jax.tree.unflatten(structure, holders)
-            sums = _sum_microbatch(spec, values, tree, batch, keys, weigh)
+            sums = microbatch.sum_microbatch(spec, values, tree, batch, keys, weigh)
             return make_objective(sums), sums
 
         _, backward, sums = jax.vjp(sum_loss, inputs, has_aux=True)
@@ -106,7 +101,9 @@ def _local_gradients(
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        sum_microbatch = functools.partial(_sum_microbatch, spec, values, grad_holders, weigh=weigh)
+        sum_microbatch = functools.partial(
+            microbatch.sum_microbatch, spec, values, grad_holders, weigh=weigh
+        )
         carry = (metric_table.make_zeros(sum_microbatch, batch), returned_holders)
         indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
         (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
@@ -165,137 +162,13 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
 
         def compute(batch: Batch) -> Sums:
             if pairs is None:
-                return _sum_microbatch(spec, master, holders, batch)
-            return _score_microbatch(spec, master, holders, batch, pairs)
+                return microbatch.sum_microbatch(spec, master, holders, batch)
+            return microbatch.score_microbatch(spec, master, holders, batch, pairs)
 
         sums, _ = metric_table.scan_sums(lambda batch: (compute(batch), None), batch)
         return _sum_over_mesh(sums, batch)
 
     return _run_on_mesh(spec, local, master, batch, has_gradients=False)
-
-
-Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
-"""Function of a microbatch, and of a function that computes its token losses. It returns a weight
-for the loss of each token, and sums over pairs."""
-
-
-def _prepare_pairs(
-    spec: StepSpec, values: layers.Weights, holders: layers.Weights, batch: Batch, step: Array
-) -> tuple[Weigh | None, Sums]:
-    """Function that computes the weights of tokens, None without pairs; and sums over pairs.
-
-    The sums are empty if each microbatch has its own.
-    """
-    if spec.objective is None:
-        return None, {}
-    pairs = pair_losses.find_step_pairs(spec, batch)
-    batch = dataclasses.replace(batch, pairs=None)
-    if not spec.scores_pairs_first:
-
-        def weigh(batch: Batch, compute_losses: Callable[[], Array]) -> tuple[Array, Sums]:
-            partial_P2 = pair_losses.sum_log_probabilities(
-                spec, compute_losses(), batch, pairs.inputs
-            )
-            logps_P2 = jax.lax.psum(partial_P2, axes.ALL)
-            is_present_P = pair_losses.find_present(pairs, batch)
-            sums, weights_P2 = pair_losses.differentiate(spec, pairs, logps_P2, is_present_P)
-            return pair_losses.spread(spec, weights_P2, batch), sums
-
-        return weigh, {}
-
-    def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
-        rows, microbatch = inputs
-        keys = _make_token_keys(spec, rows, step, microbatch)
-        sums = _score_microbatch(spec, values, holders, rows, pairs.inputs, keys)
-        return {"logps_P2": sums["logps_P2"]}, None
-
-    indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
-    scores, _ = metric_table.scan_sums(score, (batch, indices))
-    logps_P2 = jax.lax.psum(scores["logps_P2"], axes.ALL)
-    pair_sums, weights_P2 = pair_losses.differentiate(
-        spec, pairs, logps_P2, pairs.counts_P2[:, 0] > 0
-    )
-    return lambda batch, _: (pair_losses.spread(spec, weights_P2, batch), {}), pair_sums
-
-
-def _sum_microbatch(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    token_keys: Keys | None = None,
-    weigh: Weigh | None = None,
-) -> Sums:
-    """Sums over this device's part of a microbatch.
-
-    Args:
-        token_keys: see `decoder.hidden_states`.
-        weigh: computes the weights of tokens for an objective; None: those of the batch.
-    """
-    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    if weigh is None:
-        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, batch.weights_BL, **head)
-        return sums | statistics
-    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)[0]
-    weights_Bl, pair_sums = weigh(batch, compute_losses)
-    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, weights_Bl, **head)
-    sums[WEIGHTED_SUM] = sums.pop("loss_sum")
-    return sums | pair_sums | statistics
-
-
-WEIGHTED_SUM = "weighted_loss_sum"
-"""Sum of token losses with the weights of an objective, whose own loss is `loss_sum`."""
-
-
-def _score_microbatch(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    pairs: Pairs,
-    token_keys: Keys | None = None,
-) -> Sums:
-    """Log-probabilities of documents, as sums over this device's part of a microbatch."""
-    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    losses_Bl, num_correct = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
-    logps_P2 = pair_losses.sum_log_probabilities(spec, losses_Bl, batch, pairs)
-    sums = {"logps_P2": logps_P2, "num_correct": num_correct}
-    sums["counts_P2"] = pair_losses.count_loss_tokens(spec, batch, pairs)
-    return sums | statistics
-
-
-def _run_layers(
-    spec: StepSpec,
-    values: layers.Weights,
-    holders: layers.Weights,
-    batch: Batch,
-    token_keys: Keys | None,
-) -> tuple[Array, dict[str, Any], Sums]:
-    """Hidden states, arguments of the functions of `loss`, and sums of routers' statistics."""
-    shards = jax.tree.map(
-        lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
-    )
-    hidden_BlD, statistics = decoder.hidden_states(
-        shards,
-        batch,
-        config=spec.model,
-        attend=spec.attend,
-        gather=spec.gather,
-        dtype=spec.dtype,
-        policy=spec.remat_policy,
-        tile_tokens=spec.mlp_tile,
-        token_keys=token_keys,
-    )
-    head = {
-        "gather": spec.gather,
-        "head": decoder.lm_head(spec.table),
-        "shard": decoder.lm_head(shards),
-        "tile": min(spec.loss_tile, batch.tokens_BL.size),
-        "token_loss": spec.loss,
-        "transform_logits": functools.partial(decoder.transform_logits, spec.model),
-    }
-    sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
-    return hidden_BlD, head, sums
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
@@ -308,7 +181,7 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
     Args: batch: that of the step.
     """
     experts = spec.model.experts
-    differentiated = "loss_sum" if spec.objective is None else WEIGHTED_SUM
+    differentiated = "loss_sum" if spec.objective is None else microbatch.WEIGHTED_SUM
     if experts is None or not experts.has_losses:
         return operator.itemgetter(differentiated)
     counts = _sum_over_mesh({}, batch)
@@ -321,29 +194,6 @@ def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
         return sums[differentiated] + factor * router_loss
 
     return add_router_losses
-
-
-def _make_token_keys(
-    spec: StepSpec, batch: Batch, step: Array, microbatch: Array | int
-) -> Keys | None:
-    """Random keys of this device's tokens in a microbatch; None without dropout."""
-    lora = spec.model.lora
-    if lora is None or not lora.dropout:
-        return None
-    num_rows, num_tokens = batch.tokens_BL.shape
-    num_groups = device_mesh.num_groups(spec.mesh)
-    slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
-    places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-    return dropout.make_token_keys(
-        seed=spec.config.run.seed,
-        step=step,
-        rows_B=step_row_index(
-            microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows
-        ),
-        tokens_l=spec.attend.layout.tokens_in_places(
-            places_l, row_tokens=num_tokens * spec.mesh.shape[axes.SEQ]
-        ),
-    )
 
 
 def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:

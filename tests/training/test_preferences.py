@@ -3,10 +3,19 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxsp import attention
+from jaxsp.attention.strategies.all_gather import AllGather
+from jaxsp.attention.strategies.ring import Ring
 from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.schema import MeshConfig
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.objectives import objective
+from jaxsp.objectives.objective import PairSums
+from jaxsp.objectives.registry import OBJECTIVES as OBJECTIVE_TABLE
 from jaxsp.training import step_gradients
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
@@ -58,15 +67,117 @@ def compute(spec, records=RECORDS):
     return batches.name_leaves(leaves), jax.device_get(results)
 
 
-def check_equal(actual, expected):
+def check_step(objective, spec, records=RECORDS):
+    """Compares the loss, gradients and counts of a step with those of the reference."""
+    gradients, results = compute(spec, records)
+    loss, expected = reference(objective, records)
+    assert batches.relative_error(results["loss"], loss) < tolerances.MESH
     for name, leaf in expected.items():
-        assert batches.relative_error(actual[name], leaf) < tolerances.MESH, name
+        assert batches.relative_error(gradients[name], leaf) < tolerances.MESH, name
+    assert results["num_pairs"] == results["num_chosen"] + results["num_rejected"] * (
+        objective.type == "kto"
+    )
+    return results
+
+
+@functools.cache
+def _reference(objective):
+    loss, gradients = preferences.reference(objective, WEIGHTS, RECORDS)
+    return loss, batches.name_leaves(gradients)
+
+
+def reference(objective, records):
+    if records is RECORDS:
+        return _reference(objective)
+    loss, gradients = preferences.reference(objective, WEIGHTS, records)
+    return loss, batches.name_leaves(gradients)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_loss_and_gradients_equal_the_papers_formulas(name):
-    gradients, results = compute(make_spec(OBJECTIVES[name], (1, 2, 2)))
-    loss, expected = preferences.reference(OBJECTIVES[name], WEIGHTS, RECORDS)
-    assert batches.relative_error(results["loss"], loss) < tolerances.MESH
-    check_equal(gradients, batches.name_leaves(expected))
-    assert results["num_pairs"] == preferences.NUM_PAIRS
+def test_losses_and_their_derivatives_equal_the_papers_formulas(name):
+    config = OBJECTIVES[name]
+    rng = np.random.default_rng(0)
+    logps_D = jnp.float32(RECORDS.references + rng.standard_normal(len(RECORDS.references)))
+    counts_D = np.float32([(labels != NO_LABEL).sum() for labels in RECORDS.labels])
+    # two places are not real
+    pad = lambda values_D, fill: jnp.float32(
+        np.append(values_D, np.full(4, fill, np.float32)).reshape(-1, 2)
+    )
+    pairs = PairSums(
+        logps_P2=pad(logps_D, 0),
+        references_P2=pad(RECORDS.references, 0),
+        counts_P2=pad(counts_D, 0),
+        is_real_P=jnp.arange(preferences.NUM_PAIRS + 2) < preferences.NUM_PAIRS,
+        is_desirable_P=jnp.asarray(np.append(RECORDS.is_desirable, [False, True])),
+        num_pairs=jnp.float32(preferences.NUM_PAIRS),
+        num_first_tokens=jnp.float32(counts_D[::2].sum()),
+    )
+    losses_P, derivatives_P2 = objective.differentiate(OBJECTIVE_TABLE[name], config, pairs)
+    loss, expected_D = jax.value_and_grad(
+        lambda logps_D: preferences.reference_loss(config, logps_D, RECORDS)
+    )(logps_D)
+    assert batches.relative_error(losses_P.sum() / preferences.NUM_PAIRS, loss) < 1e-6
+    derivatives_D = derivatives_P2.ravel() / preferences.NUM_PAIRS
+    assert batches.relative_error(derivatives_D[:-4], expected_D) < 1e-5
+    assert not derivatives_D[-4:].any()
+
+
+def strategy(exchange, degree):
+    return attention.combine(1, exchange(degree=degree, chunks_per_device=2))
+
+
+MESHES = {
+    "one device, 8 microbatches": {"sizes": (1, 1, 1)},
+    "data 4, replica 2": {"sizes": (2, 4, 1)},
+    "ulysses 4, 2 microbatches of 2 rows": {"sizes": (1, 2, 4), "rows_per_microbatch": 2},
+    "ring 3": {"sizes": (1, 2, 3), "strategy": strategy(Ring, 3)},
+    "all-gather 4": {"sizes": (1, 1, 4), "strategy": strategy(AllGather, 4)},
+}
+
+
+IN_DEFAULT_TIER = ("one device, 8 microbatches", "ulysses 4, 2 microbatches of 2 rows")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in IN_DEFAULT_TIER else pytest.mark.e2e) for x in MESHES],
+)
+def test_a_step_is_the_same_on_every_mesh(name):
+    check_step(OBJECTIVES["dpo"], make_spec(OBJECTIVES["dpo"], **MESHES[name]))
+
+
+@pytest.mark.parametrize("rows_per_microbatch", [1, pytest.param(2, marks=pytest.mark.e2e)])
+def test_pairs_in_two_rows_are_those_in_one(rows_per_microbatch):
+    """With 1 row per microbatch the two are in different microbatches."""
+    spec = make_spec(
+        OBJECTIVES["dpo"],
+        (1, 1, 2),
+        row_tokens=preferences.MAX_TOKENS,
+        rows=20,
+        rows_per_microbatch=rows_per_microbatch,
+    )
+    assert preferences.pack(RECORDS, spec).num_split_pairs > 2
+    check_step(OBJECTIVES["dpo"], spec)
+
+
+def test_the_reference_point_of_kto_is_that_of_the_whole_step():
+    objective = OBJECTIVES["kto"]
+    results = check_step(objective, make_spec(objective, (1, 2, 2)))
+    assert results["num_chosen"] == RECORDS.is_desirable.sum()
+
+
+def test_other_pairs_do_not_change_the_sums_of_a_document():
+    spec = make_spec(OBJECTIVES["dpo"], (1, 2, 2), rows_per_microbatch=4)
+    master = runs.put_weights(spec.table, WEIGHTS, spec.mesh)
+    function = jax.jit(functools.partial(step_gradients.compute_sums, spec))
+
+    def score(records):
+        batch = preferences.only_batch(preferences.pack(records, spec), spec)
+        return np.asarray(function(master, batch)["logps_P2"])
+
+    before = score(RECORDS)
+    after = score(RECORDS.replace_document(7))
+    changed = (before != after).any(1)
+    assert changed.sum() == 1, "the pair of the changed document"
+    other = (before != after)[changed]
+    assert other.sum() == 1, "only the changed document"

@@ -1,0 +1,167 @@
+"""Sums over a device's part of a microbatch, and the weights that objectives give to its tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsp.blocks import dropout, layers
+from jaxsp.blocks.dropout import Keys
+from jaxsp.core import axes
+from jaxsp.core.batch import Batch, Pairs, step_row_index
+from jaxsp.experts import balance
+from jaxsp.model import decoder
+from jaxsp.runtime import device_mesh
+from jaxsp.sharding.sharding import Shard
+from jaxsp.training import loss, metric_table, pair_losses
+from jaxsp.training.metric_table import Sums
+from jaxsp.training.specs import StepSpec
+
+WEIGHTED_SUM = "weighted_loss_sum"
+"""Sum of token losses with the weights of an objective, whose own loss is `loss_sum`."""
+
+Weigh = Callable[[Batch, Callable[[], Array]], tuple[Array, Sums]]
+"""Function of a microbatch, and of a function that computes its token losses. It returns a weight
+for the loss of each token, and sums over pairs."""
+
+
+def prepare_pairs(
+    spec: StepSpec, values: layers.Weights, holders: layers.Weights, batch: Batch, step: Array
+) -> tuple[Weigh | None, Sums]:
+    """Function that computes the weights of tokens, None without pairs; and sums over pairs.
+
+    The sums are empty if each microbatch has its own.
+    """
+    if spec.objective is None:
+        return None, {}
+    pairs = pair_losses.find_step_pairs(spec, batch)
+    batch = dataclasses.replace(batch, pairs=None)
+    if not spec.scores_pairs_first:
+
+        def weigh(batch: Batch, compute_losses: Callable[[], Array]) -> tuple[Array, Sums]:
+            partial_P2 = pair_losses.sum_log_probabilities(
+                spec, compute_losses(), batch, pairs.inputs
+            )
+            logps_P2 = jax.lax.psum(partial_P2, axes.ALL)
+            is_present_P = pair_losses.find_present(pairs, batch)
+            sums, weights_P2 = pair_losses.differentiate(spec, pairs, logps_P2, is_present_P)
+            return pair_losses.spread(spec, weights_P2, batch), sums
+
+        return weigh, {}
+
+    def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
+        rows, microbatch = inputs
+        keys = make_token_keys(spec, rows, step, microbatch)
+        sums = score_microbatch(spec, values, holders, rows, pairs.inputs, keys)
+        return {"logps_P2": sums["logps_P2"]}, None
+
+    indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
+    scores, _ = metric_table.scan_sums(score, (batch, indices))
+    logps_P2 = jax.lax.psum(scores["logps_P2"], axes.ALL)
+    pair_sums, weights_P2 = pair_losses.differentiate(
+        spec, pairs, logps_P2, pairs.counts_P2[:, 0] > 0
+    )
+    return lambda batch, _: (pair_losses.spread(spec, weights_P2, batch), {}), pair_sums
+
+
+def sum_microbatch(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    token_keys: Keys | None = None,
+    weigh: Weigh | None = None,
+) -> Sums:
+    """Sums over this device's part of a microbatch.
+
+    Args:
+        token_keys: see `decoder.hidden_states`.
+        weigh: computes the weights of tokens for an objective; None: those of the batch.
+    """
+    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    if weigh is None:
+        sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, batch.weights_BL, **head)
+        return sums | statistics
+    compute_losses = lambda: loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)[0]
+    weights_Bl, pair_sums = weigh(batch, compute_losses)
+    sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, weights_Bl, **head)
+    sums[WEIGHTED_SUM] = sums.pop("loss_sum")
+    return sums | pair_sums | statistics
+
+
+def score_microbatch(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    pairs: Pairs,
+    token_keys: Keys | None = None,
+) -> Sums:
+    """Log-probabilities of documents, as sums over this device's part of a microbatch."""
+    hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
+    losses_Bl, num_correct = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
+    logps_P2 = pair_losses.sum_log_probabilities(spec, losses_Bl, batch, pairs)
+    sums = {"logps_P2": logps_P2, "num_correct": num_correct}
+    sums["counts_P2"] = pair_losses.count_loss_tokens(spec, batch, pairs)
+    return sums | statistics
+
+
+def _run_layers(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    token_keys: Keys | None,
+) -> tuple[Array, dict[str, Any], Sums]:
+    """Hidden states, arguments of the functions of `loss`, and sums of routers' statistics."""
+    shards = jax.tree.map(
+        lambda _, value, holder: Shard(value=value, grad_holder=holder), spec.table, values, holders
+    )
+    hidden_BlD, statistics = decoder.hidden_states(
+        shards,
+        batch,
+        config=spec.model,
+        attend=spec.attend,
+        gather=spec.gather,
+        dtype=spec.dtype,
+        policy=spec.remat_policy,
+        tile_tokens=spec.mlp_tile,
+        token_keys=token_keys,
+    )
+    head = {
+        "gather": spec.gather,
+        "head": decoder.lm_head(spec.table),
+        "shard": decoder.lm_head(shards),
+        "tile": min(spec.loss_tile, batch.tokens_BL.size),
+        "token_loss": spec.loss,
+        "transform_logits": functools.partial(decoder.transform_logits, spec.model),
+    }
+    sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}
+    return hidden_BlD, head, sums
+
+
+def make_token_keys(
+    spec: StepSpec, batch: Batch, step: Array, microbatch: Array | int
+) -> Keys | None:
+    """Random keys of this device's tokens in a microbatch; None without dropout."""
+    lora = spec.model.lora
+    if lora is None or not lora.dropout:
+        return None
+    num_rows, num_tokens = batch.tokens_BL.shape
+    num_groups = device_mesh.num_groups(spec.mesh)
+    slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    return dropout.make_token_keys(
+        seed=spec.config.run.seed,
+        step=step,
+        rows_B=step_row_index(
+            microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows
+        ),
+        tokens_l=spec.attend.layout.tokens_in_places(
+            places_l, row_tokens=num_tokens * spec.mesh.shape[axes.SEQ]
+        ),
+    )
