@@ -189,6 +189,8 @@ class ModelConfig:
     token. If the embedding is also the head, it gets the head's gradient."""
     tie_embeddings: bool
     """True if the head is the embedding; it then has no tensor of its own."""
+    has_scores: bool = False
+    """True for a reward model: its head is a single row, whose product is a score."""
     initializer_range: float
     """Standard deviation of randomly initialized matrices."""
     delta_net: DeltaNetConfig | None = None
@@ -196,6 +198,11 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     """Sizes of the layers whose feed-forward is experts; None: there are none."""
     lora: Lora | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the head."""
+        return 1 if self.has_scores else self.vocab_size
 
     @property
     def num_layers(self) -> int:

@@ -286,13 +286,29 @@ def _feature_problems(
             if not isinstance(value, list) or not {*map(str, value)} <= {*family.layer_types}:
                 types = errors.format_choices(family.layer_types)
                 problem = f"is not implemented: layers must have {types}. Leave it out."
-        elif name == "architectures" and value != [family.architecture]:
+        elif name == "architectures" and not _is_architecture(value, fields, family):
             problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."
         elif name not in accepted and (name not in defaults or value != defaults[name]):
             problem = _unknown_problem(name, accepted, model_type=fields["model_type"])
         if problem:
             problems.append(f"{path}.{name} = {format_value(value)}: {problem}")
     return problems
+
+
+def reward_architecture(model_type: Any) -> str | None:
+    """Name in transformers of a family's reward models; None without one."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+
+
+def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:
+    """True for a language model, and for a reward model with one score."""
+    if value == [family.architecture]:
+        return True
+    labels = fields.get("id2label") or {"0": ""}
+    is_one_score = fields.get("num_labels", 1) == 1 and len(labels) == 1
+    return is_one_score and value == [reward_architecture(fields["model_type"])]
 
 
 def _quant_method(value: Any) -> Any:

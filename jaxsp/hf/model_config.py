@@ -131,11 +131,52 @@ def make_config_json(
         **_renamed_fields(resolved, family),
         **token_ids,
         "pad_token_id": read_padding_id(fields),
-        "architectures": [family.architecture],
+        **_describe_head(fields, token_ids),
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_parameters": resolved.rope_parameters,
         **rope_forms.to_old_form(resolved.rope_parameters, family.rope),
+    }
+
+
+def make_reward_fields(fields: dict[str, Any], *, field: str) -> dict[str, Any]:
+    """Returns the fields of a config.json with the architecture of a reward model.
+
+    Raises: UserError if transformers has none for the family.
+    """
+    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    if architecture is None:
+        raise UserError(
+            f"objective.type = reward: {field}: transformers has no model for the scores of "
+            f"{fields.get('model_type')}, so that nothing could load the result. Use a model of "
+            "another family, such as qwen3 or llama."
+        )
+    return fields | {"architectures": [architecture]}
+
+
+def is_reward_model(fields: dict[str, Any]) -> bool:
+    """True if a config.json is that of a reward model."""
+    architecture = config_checks.reward_architecture(fields.get("model_type"))
+    return architecture is not None and fields.get("architectures") == [architecture]
+
+
+def _describe_head(fields: dict[str, Any], token_ids: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json about the head.
+
+    Transformers scores the last token of a row that is not pad_token_id. If that were the end
+    token, it would score the one before it; null lets it score one row at a time only.
+    """
+    if not is_reward_model(fields):
+        return {"architectures": [FAMILIES[fields["model_type"]].architecture]}
+    padding_id = read_padding_id(fields)
+    eos = token_ids["eos_token_id"]
+    if padding_id in (eos if isinstance(eos, list) else [eos]):
+        padding_id = None
+    return {
+        "architectures": fields["architectures"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": padding_id,
     }
 
 
@@ -226,6 +267,7 @@ def _parse_fields(
         raise UserError(f"{path}: transformers refuses it: {reason}") from None
     given = resolved.to_dict() | _renamed_fields(resolved, family)
     given |= {name: fields[name] for name in ("layer_types",) if name in fields}
+    has_scores = is_reward_model(given_fields)
     has_bias = "attention_bias" in family.bias_fields and given["attention_bias"]
     head_dim = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     model = {
@@ -242,7 +284,8 @@ def _parse_fields(
         "output_bias": has_bias and family.has_output_bias,
         "mlp_bias": "mlp_bias" in family.bias_fields and given["mlp_bias"],
         "padding_id": read_padding_id(given_fields | {"vocab_size": given["vocab_size"]}),
-        "tie_embeddings": given["tie_word_embeddings"],
+        "tie_embeddings": given["tie_word_embeddings"] and not has_scores,
+        "has_scores": has_scores,
         "initializer_range": float(given["initializer_range"]),
     }
     config = ModelConfig(**model | family.model | family.read(given))

@@ -146,7 +146,12 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
     embedding_name = table["embedding"].hf_name
     head = None
-    if "head" not in table and _HEAD_NAME in stored:
+    left_out = text_part.describe_left_out(others, source.config_fields)
+    if decoder_head := _find_new_head(table, stored):
+        del shapes[decoder_head]
+        left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
+        stored.pop(_HEAD_NAME, None)
+    elif "head" not in table and _HEAD_NAME in stored:
         head = stored.pop(_HEAD_NAME)
         stored.setdefault(embedding_name, head)
     views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
@@ -157,7 +162,7 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     reader = WeightReader(
         error_prefix=asked,
         tensors={name: views[name] for name in shapes},
-        left_out=text_part.describe_left_out(others, source.config_fields),
+        left_out=left_out,
         other_tensors=others,
     )
     if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
@@ -167,6 +172,12 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
             "tensor that is wrong."
         )
     return reader
+
+
+def _find_new_head(table: layers.Weights, stored: Mapping[str, StoredTensor]) -> str | None:
+    """Name of the head of a reward model, if the folder is that of a language model."""
+    name = table["head"].hf_name if "head" in table else _HEAD_NAME
+    return name if name != _HEAD_NAME and name not in stored else None
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:

@@ -208,14 +208,14 @@ def _loss_bytes(spec: StepSpec) -> int:
     tokens = spec.tokens_per_device
     tile = min(spec.loss_tile, tokens)
     stream = _stream_bytes(spec)
-    head = spec.dtype.itemsize * model.vocab_size * model.hidden_size
+    head = spec.dtype.itemsize * model.num_logits * model.hidden_size
     head_gradient = 0
     if decoder.lm_head(spec.table).is_trainable:
-        head_gradient = 4 * model.vocab_size * model.hidden_size
-    logits = 6 * tile * model.vocab_size
+        head_gradient = 4 * model.num_logits * model.hidden_size
+    logits = 6 * tile * model.num_logits
     if tile < tokens:
         return head + logits + head_gradient + 2 * stream
-    return head + max(logits, 2 * tile * model.vocab_size + head_gradient) + 2 * stream
+    return head + max(logits, 2 * tile * model.num_logits + head_gradient) + 2 * stream
 
 
 def _num_trained(

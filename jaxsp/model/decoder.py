@@ -27,6 +27,10 @@ LAYER_PREFIX = "model.layers.{layer}."
 """Beginning of the names of a layer's tensors in Hugging Face's files."""
 
 
+SCORE_NAME = "score.weight"
+"""Name of a reward model's head in Hugging Face's files."""
+
+
 class OutsideLayers(nnx.Module):
     """All weights outside of the layers: embedding, last norm and head."""
 
@@ -41,6 +45,8 @@ class OutsideLayers(nnx.Module):
             config.hidden_size, hf_name="model.norm", config=config, kind=config.last_norm
         )
         head = dataclasses.replace(matrix, hf_name="lm_head.weight")
+        if config.has_scores:
+            head = dataclasses.replace(matrix, shape=(1, config.hidden_size), hf_name=SCORE_NAME)
         self.head = None if config.tie_embeddings else declare_param(head)
 
 
@@ -126,7 +132,10 @@ def lm_head(weights: layers.Weights) -> Any:
 
 
 def transform_logits(config: ModelConfig, logits: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Logits from products of hidden states and head: the model's factor and soft limit."""
+    """Logits from products of hidden states and head: the model's factor and soft limit, which
+    scores of a reward model do not have."""
+    if config.has_scores:
+        return logits
     logits = layers.scale(logits, config.logit_scale)
     if config.logit_softcap is None:
         return logits

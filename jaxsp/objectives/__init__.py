@@ -1,1 +1,0 @@
-"""Objectives of preference training: functions of sums over the documents of pairs."""

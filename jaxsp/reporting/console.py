@@ -54,20 +54,22 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
 
 def format_evaluation(line: Line, *, with_step: bool = True) -> str:
     """Formats a line of eval.jsonl as text."""
-    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+    parts = [f"loss {_format_number(line['loss'], '.4f')}"]
     if line["perplexity"] is not None:
-        loss += f", perplexity {line['perplexity']:.4g}"
-    pairs = ""
-    if line.get("reward_margin") is not None:
-        accuracy = line.get("reward_accuracy")  # only of pairs
-        pairs = "" if accuracy is None else f"reward accuracy {accuracy:.4f}, "
-        pairs += (
-            f"margin {line['reward_margin']:.4f} over {format_count(line['num_pairs'], 'pair')}, "
-        )
-    loss_tokens = format_count(line["num_loss_tokens"], "loss token")
+        parts.append(f"perplexity {line['perplexity']:.4g}")
+    if "num_pairs" in line:
+        if "reward_accuracy" in line:
+            parts.append(f"reward accuracy {_format_number(line['reward_accuracy'], '.4f')}")
+        margin = _format_number(line["reward_margin"], ".4f")
+        parts.append(f"margin {margin} over {format_count(line['num_pairs'], 'pair')}")
+    if "token_accuracy" in line:
+        accuracy = _format_number(line["token_accuracy"], ".4f")
+        loss_tokens = format_count(line["num_loss_tokens"], "loss token")
+        parts.append(f"token accuracy {accuracy} over {loss_tokens}")
     step = f"step {line['step']}  " if with_step else ""
-    return (
-        f"{step}{line['data']}: loss {loss}, {pairs}"
-        f"token accuracy {line['token_accuracy']:.4f} over {loss_tokens} "
-        f"({durations.describe(round(line['seconds'], 1))})"
-    )
+    duration = durations.describe(round(line["seconds"], 1))
+    return f"{step}{line['data']}: {', '.join(parts)} ({duration})"
+
+
+def _format_number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else f"{value:{form}}"

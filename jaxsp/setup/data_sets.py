@@ -191,6 +191,7 @@ def _pack(
         longest_row=config.data.max_row_tokens,
         long_documents=config.data.long_documents,
         stats=[tokenized[member].stats for member in members],
+        has_scores=config.objective.type == "reward",
         field=field,
     )
     weights = [source.weight for source in members.values() if source.weight is not None]

@@ -54,10 +54,16 @@ class InitialWeights:
                 return weight_init.random_weights(table, seed=spec.config.run.seed, **place)
             return weight_init.load_weights(table, read_slice=reader.read, **place)
 
-        base = select(lambda param: not is_in_adapter(param))
+        def is_new(param: Parameter) -> bool:
+            """True for the head of a reward model that is made from a language model."""
+            is_score = param.hf_name == decoder.SCORE_NAME
+            return is_score and self.reader is not None and param.hf_name not in self.reader.tensors
+
+        base = select(lambda param: not is_in_adapter(param) and not is_new(param))
         made = trainable.merge(
             load(base, self.reader), load(select(is_in_adapter), self.adapter_reader)
         )
+        made = trainable.merge(made, load(select(is_new), None))
         if self.adapter_reader is None:
             made = weight_init.init_magnitudes(table, made, mesh=spec.mesh)
         return made

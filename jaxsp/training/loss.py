@@ -32,6 +32,12 @@ Example: cross entropy with label smoothing.
         return -0.9 * label_T - 0.1 * log_probs_TV.mean(-1)
 """
 
+
+def score_loss(logits_TV: Array, labels_T: Array) -> Array:
+    """Loss of a token whose log-probability is taken to be its score, for reward models."""
+    return -logits_TV[:, 0]
+
+
 TransformLogits = Callable[[Array], Array]
 """Elementwise function from products of hidden states and head to logits, float32: see
 `decoder.transform_logits`."""

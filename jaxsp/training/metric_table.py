@@ -60,8 +60,9 @@ METRICS = {
     ),
     "token_accuracy": Metric(
         "Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss "
-        "tokens or the step is not finite.",
+        "tokens or the step is not finite. Reward models do not have it.",
         lambda sums: divide(sums["num_correct"], sums["num_loss_tokens"]),
+        needs="num_correct",
     ),
     "num_rows": Metric(
         "Number of rows with at least one segment.", operator.itemgetter("num_rows")

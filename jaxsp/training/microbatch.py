@@ -90,6 +90,8 @@ def sum_microbatch(
     weights_Bl, pair_sums = weigh(batch, compute_losses)
     sums = loss.sum_token_losses(hidden_BlD, batch.labels_BL, weights_Bl, **head)
     sums[WEIGHTED_SUM] = sums.pop("loss_sum")
+    if spec.model.has_scores:  # a score predicts no token
+        del sums["num_correct"]
     return sums | pair_sums | statistics
 
 
@@ -105,7 +107,9 @@ def score_microbatch(
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
     losses_Bl, num_correct = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
     logps_P2 = pair_losses.sum_log_probabilities(spec, losses_Bl, batch, pairs)
-    sums = {"logps_P2": logps_P2, "num_correct": num_correct}
+    sums = {"logps_P2": logps_P2}
+    if not spec.model.has_scores:
+        sums["num_correct"] = num_correct
     sums["counts_P2"] = pair_losses.count_loss_tokens(spec, batch, pairs)
     return sums | statistics
 
@@ -137,7 +141,7 @@ def _run_layers(
         "head": decoder.lm_head(spec.table),
         "shard": decoder.lm_head(shards),
         "tile": min(spec.loss_tile, batch.tokens_BL.size),
-        "token_loss": spec.loss,
+        "token_loss": loss.score_loss if spec.model.has_scores else spec.loss,
         "transform_logits": functools.partial(decoder.transform_logits, spec.model),
     }
     sums = balance.sum_over_rows(statistics, batch.lengths_BM) if statistics else {}

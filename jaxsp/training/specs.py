@@ -220,7 +220,7 @@ class StepSpec:
     def loss_tiles(self) -> list[int]:
         """Possible tile sizes of the loss, in tokens of a device, the largest first."""
         requested = self.config.memory.loss_tile_tokens
-        return self._list_tiles(requested, 4 * self.model.vocab_size, loss.MAX_LOGIT_BYTES)
+        return self._list_tiles(requested, 4 * self.model.num_logits, loss.MAX_LOGIT_BYTES)
 
     def _list_tiles(
         self, requested: int | Literal["auto"], bytes_per_token: int, max_bytes: tuple[int, ...]

@@ -25,6 +25,8 @@ def build_table(model: ModelConfig, config: Config) -> layers.Weights:
     saved = {SAVED_MODULES[name] for name in adapter.modules_to_save}
     if model.tie_embeddings and saved:
         saved = set(SAVED_MODULES.values())
+    if model.has_scores:  # a new head must learn
+        saved.add(decoder.SCORE_NAME)
 
     def freeze(param: Parameter) -> Parameter:
         is_base = has_adapter and not param.is_adapter and param.hf_name not in saved

@@ -58,6 +58,8 @@ class Documents:
         longest_row: tokens of the longest row; None: documents have any length.
         long_documents: data.long_documents, what to do with documents longer than `longest_row`.
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
+        has_scores: give the last token of each document a label, 0, and no other token: a reward
+            model scores documents there.
     Reads: only the requested tokens, from the Arrow files that `datasets` maps into memory.
     Raises:
         UserError for a document that is too long for a row or for the model's positions, and if no
@@ -74,11 +76,13 @@ class Documents:
         longest_row: int | None = None,
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         stats: Sequence[TokenStats] | None = None,
+        has_scores: bool = False,
         field: str = "data.train",
     ):
         source_names = source_names or [str(number) for number in range(len(tokenized))]
         self._max_id = _find_highest_id(stats)
         self._tokenized = tokenized
+        self._has_scores = has_scores
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
@@ -198,6 +202,8 @@ class Documents:
 
     @property
     def num_loss_tokens(self) -> int:
+        if self._has_scores:
+            return len(self.lengths)
         return sum(counts.num_loss_tokens for counts in self.sources)
 
     def find_sources(self, documents: np.ndarray) -> np.ndarray:
@@ -260,6 +266,10 @@ class Documents:
             part.labels[at : at + label_count] = chunk.labels.read(first, end)
             if part.weights is not None and chunk.weights is not None:
                 part.weights[at : at + label_count] = chunk.weights[first:end]
+        if self._has_scores:
+            part.labels[:] = NO_LABEL
+            last = left - begin + self.lengths[document] - 1 - first_token
+            part.labels[last[last < left - begin + num_tokens]] = 0
         self._check_ids(part)
         return part
 
