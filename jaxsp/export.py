@@ -16,7 +16,6 @@ from jaxsp.core import urls
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
-from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.other_parts import OtherParts
 from jaxsp.model import adapters
 from jaxsp.reporting import console as output
@@ -110,7 +109,7 @@ def _export_adapter(
     _write_chat_template(config, pathlib.Path(args.out))
     lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
     tokenizer = _check_tokenizer(args.out, lines)
-    if meta.model.get("eos_token_id") is not None:
+    if meta.model.get("eos_token_id") is not None and not model.has_scores:
         stops = stop_tokens.describe(meta.model["eos_token_id"], tokenizer)
         lines.append(f"PEFT stops at the end tokens of the base; give generate() {stops}")
     if config.model.source is None:
@@ -120,9 +119,12 @@ def _export_adapter(
             f"it was trained on the base in {quantization}: on the unquantized base its outputs "
             "differ; --merge exports a model that keeps them"
         )
-    loader = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(args.out)!r})"
+    auto_class = model_config.find_auto_class(meta.model)
+    arguments = repr(str(args.out))
+    if model.has_scores:
+        arguments += ", num_labels=1"
+    loader = f"peft.AutoPeft{auto_class.removeprefix('Auto')}.from_pretrained({arguments})"
     if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
-        auto_class = FAMILIES[meta.model["model_type"]].auto_class
         base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
         loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
     return [
@@ -170,13 +172,13 @@ def _export_model(
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     tokenizer = _check_tokenizer(out, lines)
     generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
-    if generation.get("eos_token_id") is not None:
+    if generation.get("eos_token_id") is not None and not model.has_scores:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")
     if parts is not None:
         count = len(parts.tensors)
         lines.append(f"{count:,} tensors of other parts are copies of those of {parts.folder}")
-    auto_class = FAMILIES[meta.model["model_type"]].auto_class
+    auto_class = model_config.find_auto_class(meta.model)
     lines.append(
         f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"
     )

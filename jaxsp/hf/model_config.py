@@ -160,6 +160,13 @@ def is_reward_model(fields: dict[str, Any]) -> bool:
     return architecture is not None and fields.get("architectures") == [architecture]
 
 
+def find_auto_class(fields: dict[str, Any]) -> str:
+    """Class of transformers that loads an export with this config.json."""
+    if is_reward_model(fields):
+        return "AutoModelForSequenceClassification"
+    return FAMILIES[fields["model_type"]].auto_class
+
+
 def _describe_head(fields: dict[str, Any], token_ids: dict[str, Any]) -> dict[str, Any]:
     """Fields of config.json about the head.
 

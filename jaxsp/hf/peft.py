@@ -375,7 +375,6 @@ _TIED_COPIES = (SAVED_MODULES["lm_head"],)
 
 _FIXED_FIELDS = {
     "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -415,6 +414,8 @@ def save_adapter(
         # ensure_weight_tying ignore it, and read the head from the file.
         saved = [*SAVED_MODULES]
         named[SAVED_MODULES["lm_head"]] = named[SAVED_MODULES["embed_tokens"]]
+    if model.has_scores:
+        saved.append(decoder.SCORE_NAME.rpartition(".")[0])
     targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
         # A list would match the vision tower too
@@ -425,6 +426,7 @@ def save_adapter(
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
         **_FIXED_FIELDS,
+        "task_type": "SEQ_CLS" if model.has_scores else "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # as PEFT writes it
         "lora_dropout": adapter.dropout,
