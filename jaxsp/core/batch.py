@@ -73,6 +73,10 @@ class Batch:
     pairs: Pairs | None = None
     """Pairs of the whole step, in all microbatches."""
 
+    def without_pairs(self) -> "Batch":
+        """The arrays of microbatches only."""
+        return dataclasses.replace(self, pairs=None)
+
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)
 PER_ROW = PartitionSpec(None, axes.GROUPS)

@@ -254,11 +254,7 @@ def _parse_fields(
     problems = config_checks.find_problems(fields, family, defaults, path)
     theta = rope_forms.find_theta(given_fields)
     if family.rope.is_optional and not theta:
-        problems.append(
-            f"{path}.rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
-            "the published models. Else use the number that the model was trained with; "
-            "transformers' default is 10000."
-        )
+        problems.append(f"{path}.rope_parameters.rope_theta: {_THETA_PROBLEM}")
     if problems:
         raise UserError(problems)
     names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
@@ -299,6 +295,12 @@ def _parse_fields(
     if not any(layer.feed_forward == EXPERTS for layer in config.layers):
         config = dataclasses.replace(config, experts=None)
     return config, resolved
+
+
+_THETA_PROBLEM = (
+    "missing. Use null for layers without RoPE, as in the published models. Else use the number "
+    "that the model was trained with; transformers' default is 10000."
+)
 
 
 def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:

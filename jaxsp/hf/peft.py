@@ -369,6 +369,13 @@ def _add_text_prefix(name: str) -> str:
     return f"{_TEXT_PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
+def _match_text_model(targets: list[str]) -> Any:
+    """Pattern of modules in the text model only; a list would match the vision tower too."""
+    if not targets:
+        return targets
+    return rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(map(re.escape, targets))})"
+
+
 _TIED_COPIES = (SAVED_MODULES["lm_head"],)
 """Copy of the embedding in the adapter of a model whose head is its embedding."""
 
@@ -418,10 +425,7 @@ def save_adapter(
         saved.append(decoder.SCORE_NAME.rpartition(".")[0])
     targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
-        # A list would match the vision tower too
-        if targets:
-            names = "|".join(map(re.escape, targets))
-            targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({names})"
+        targets = _match_text_model(targets)
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {

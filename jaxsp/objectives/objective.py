@@ -94,21 +94,21 @@ def measure(
     Unpaired records are chosen if they are desirable, and otherwise rejected.
     """
     rewards_P2 = objective.rewards(config, pairs)
-    values_P2 = jnp.stack([rewards_P2, pairs.logps_P2])
+    first_P, second_P = jnp.moveaxis(jnp.stack([rewards_P2, pairs.logps_P2]), 2, 0)
     sums = {"loss_sum": losses_P.sum()}
+    is_chosen_P = pairs.is_real_P
+    is_rejected_P = pairs.is_real_P
     if config.format == "unpaired":
-        is_chosen_P = pairs.is_real_P & pairs.is_desirable_P
-        is_rejected_P = pairs.is_real_P & ~pairs.is_desirable_P
-        chosen_P, rejected_P = values_P2[..., 0], values_P2[..., 0]
+        is_chosen_P &= pairs.is_desirable_P
+        is_rejected_P &= ~pairs.is_desirable_P
+        second_P = first_P
     else:
-        is_chosen_P = is_rejected_P = pairs.is_real_P
-        chosen_P, rejected_P = values_P2[..., 0], values_P2[..., 1]
         is_right_P = pairs.is_real_P & (rewards_P2[:, 0] > rewards_P2[:, 1])
         sums["num_pairs_right"] = is_right_P.sum(dtype=jnp.int32)
     sums["num_both"] = jnp.minimum(is_chosen_P.sum(), is_rejected_P.sum()).astype(jnp.int32)
     for name, is_used_P, used_P in (
-        ("chosen", is_chosen_P, chosen_P),
-        ("rejected", is_rejected_P, rejected_P),
+        ("chosen", is_chosen_P, first_P),
+        ("rejected", is_rejected_P, second_P),
     ):
         reward_sum, logp_sum = jnp.where(is_used_P[None], used_P, 0).sum(-1)
         sums |= {

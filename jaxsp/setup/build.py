@@ -67,8 +67,7 @@ def build_training(
 ) -> tuple[RunSpec, RunInputs]:
     """Builds the steps and the inputs of a run; writes nothing except caches.
 
-    Args:
-        skip: damaged checkpoints, which the run must not resume from.
+    Args: skip: damaged checkpoints, which the run must not resume from.
     Raises:
         DamagedCheckpointError: the checkpoint to resume from is damaged.
         UserError: all problems at once; those of the data's contents only if the rest is right.

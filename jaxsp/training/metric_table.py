@@ -1,6 +1,6 @@
 """Metrics of a step and of an eval set, and how each is made from sums.
 
-To add a metric, add its sum where it is computed, for example in `loss._compute_tile`, and its row
+To add a metric, add its sum where it is computed, for example in `loss._sum_tile`, and its row
 to METRICS. It is then among the results of the step, in metrics.jsonl and eval.jsonl, in the
 trackers and the report; `python -m scripts.config_reference` documents it.
 """

@@ -1,6 +1,5 @@
 """Sums over a device's part of a microbatch, and the weights that objectives give to its tokens."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +38,7 @@ def prepare_pairs(
     if spec.objective is None:
         return None, {}
     pairs = pair_losses.find_step_pairs(spec, batch)
-    batch = dataclasses.replace(batch, pairs=None)
+    batch = batch.without_pairs()
     if not spec.scores_pairs_first:
 
         def weigh(batch: Batch, compute_losses: Callable[[], Array]) -> tuple[Array, Sums]:
@@ -93,6 +92,18 @@ def sum_microbatch(
     if spec.model.has_scores:  # a score predicts no token
         del sums["num_correct"]
     return sums | pair_sums | statistics
+
+
+def make_zeros(
+    spec: StepSpec,
+    values: layers.Weights,
+    holders: layers.Weights,
+    batch: Batch,
+    weigh: Weigh | None,
+) -> Sums:
+    """Zeros of the sums of a microbatch. Args: batch: all microbatches."""
+    compute = functools.partial(sum_microbatch, spec, values, holders, weigh=weigh)
+    return metric_table.make_zeros(compute, batch)
 
 
 def score_microbatch(

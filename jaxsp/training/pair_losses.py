@@ -7,7 +7,6 @@ token of a document has the weight -df/ds in the ordinary backward pass of the t
 Dims: D = 2 P documents of a step, in pairs; M slots for segments of a row.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -39,9 +38,7 @@ class StepPairs(NamedTuple):
 def find_step_pairs(spec: StepSpec, batch: Batch) -> StepPairs:
     """Pairs of a step, from the batch of all its microbatches. Every document has a loss token."""
     assert batch.pairs is not None
-    rows = jax.tree.map(
-        lambda x: x.reshape(-1, x.shape[-1]), dataclasses.replace(batch, pairs=None)
-    )
+    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch.without_pairs())
     counts_P2 = jax.lax.psum(count_loss_tokens(spec, rows, batch.pairs), axes.ALL)
     return StepPairs(inputs=batch.pairs, counts_P2=counts_P2)
 

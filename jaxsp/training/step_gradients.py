@@ -7,8 +7,6 @@ whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gather
 gradients are `seq` times too large with ZeRO 0 to 2.)
 """
 
-import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -62,12 +60,11 @@ def _local_gradients(
     holders, structure = jax.tree.flatten(grad_holders)
     make_objective = _choose_objective(spec, batch)
     weigh, pair_sums = microbatch.prepare_pairs(spec, values, grad_holders, batch, step)
-    batch = dataclasses.replace(batch, pairs=None)
+    batch = batch.without_pairs()
     params = [param for param in jax.tree.leaves(table) if param.is_trainable]
     has_one_microbatch = batch.tokens_BL.shape[0] == 1
-    returned_holders = _select_returned(
-        spec, params, holders, is_all_returned=has_one_microbatch and spec.has_one_loop
-    )
+    is_all_returned = has_one_microbatch and spec.has_one_loop
+    returned_holders = _select_returned(spec, params, holders, is_all_returned=is_all_returned)
     targets = [
         _RETURN_GRADIENT() if number in returned_holders else jax.new_ref(holder)
         for number, holder in enumerate(holders)
@@ -101,12 +98,9 @@ def _local_gradients(
     if has_one_microbatch:
         sums, returned = run_microbatch(jax.tree.map(lambda x: x[0], batch), 0, returned_holders)
     else:
-        sum_microbatch = functools.partial(
-            microbatch.sum_microbatch, spec, values, grad_holders, weigh=weigh
-        )
-        carry = (metric_table.make_zeros(sum_microbatch, batch), returned_holders)
-        indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
-        (sums, returned), _ = jax.lax.scan(add_microbatch, carry, (batch, indices))
+        zeros = microbatch.make_zeros(spec, values, grad_holders, batch, weigh)
+        inputs = (batch, jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32))
+        (sums, returned), _ = jax.lax.scan(add_microbatch, (zeros, returned_holders), inputs)
     leaves = [
         returned[number] if number in returned else jax.freeze(target)
         for number, target in enumerate(targets)
@@ -158,7 +152,7 @@ def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
     def local(master: layers.Weights, batch: Batch) -> Sums:
         holders = spec.gather.make_grad_holders(spec.table, master)
         pairs = batch.pairs
-        batch = dataclasses.replace(batch, pairs=None)
+        batch = batch.without_pairs()
 
         def compute(batch: Batch) -> Sums:
             if pairs is None:

@@ -9,6 +9,7 @@ import yaml
 
 from jaxsp.config import config_errors, config_file, yaml_io
 from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.objective_schema import DEFAULTS, FORMATS
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 
@@ -243,9 +244,8 @@ MESSAGES = {
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
     "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*text or tokens.*",
-    "data={train_on: all, row_tokens: 8, train: [{source: a, format: unpaired}]}": (
-        "data.train_on = all: .*format: unpaired .*data.train_on=assistant."
-    ),
+    "data.train.0.format=unpaired": ".*format = unpaired: .*objective.type=kto; .*",
+    "objective.beta=0.1": "objective.beta = 0.1: must be null, because sft .*objective.type=dpo.*",
     "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
     "batch.rows_per_microbatch=0": "batch.rows_per_microbatch = 0: .*auto.* 1.*=2.",
     "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",
@@ -373,6 +373,10 @@ def test_the_values_in_suggestions_are_valid(file):
                 "data.eval=[{source: a.txt, format: text, name: held out}]",
             ],
         }
+        if group == "objective" and name != "type":
+            (kind, *_) = (kind for kind, own in DEFAULTS.items() if name in own)
+            formats = [f"data.train.{number}.format={FORMATS[kind]}" for number in (0, 1)]
+            other[key] = [f"objective.type={kind}", *formats]
         if group == "adapter" and name != "type":
             other[key] = ["adapter.type=lora"]
         config_file.load(file, [example, *other.get(key, [])])

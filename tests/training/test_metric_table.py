@@ -42,7 +42,7 @@ def read_lines(path):
 def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report(
     tmp_path, monkeypatch
 ):
-    compute_tile = loss._compute_tile
+    compute_tile = loss._sum_tile
 
     def count_even_labels(*arguments):
         sums, gradient_XV = compute_tile(*arguments)
@@ -54,7 +54,7 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
         "Tokens before an even one, as a fraction of all.",
         lambda sums: metric_table.divide(sums["num_even"], sums["num_tokens"]),
     )
-    monkeypatch.setattr(loss, "_compute_tile", count_even_labels)
+    monkeypatch.setattr(loss, "_sum_tile", count_even_labels)
     monkeypatch.setitem(METRICS, "even_fraction", even)
     documents = np.random.default_rng(0).integers(0, 257, (4, 64))
     train(tmp_path, documents, steps=2)

@@ -174,11 +174,7 @@ def pack_documents(
     """
     segments = documents.segments
     row_lengths = config.data.row_lengths
-    per_record = documents.per_record
-    record_lengths = documents.lengths.reshape(-1, per_record).sum(1)
-    length_index = np.minimum(np.searchsorted(row_lengths, record_lengths), len(row_lengths) - 1)[
-        segments.document // per_record
-    ]
+    length_index = _choose_row_lengths(documents, row_lengths)
     part_of_segment = np.zeros(len(length_index), np.int64)
     weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
@@ -196,7 +192,7 @@ def pack_documents(
                 row_tokens=row_tokens,
                 max_segments=config.data.max_segments_per_row,
                 seed=config.run.seed,
-                per_record=per_record,
+                per_record=documents.per_record,
             )
         if not parts:
             continue
@@ -220,6 +216,13 @@ def pack_documents(
         digests=tuple(digests),
         source_weights=None if source_weights is None else weights,
     )
+
+
+def _choose_row_lengths(documents: Documents, row_lengths: Sequence[int]) -> np.ndarray:
+    """For each segment, the index of the shortest rows that hold its record, else the longest."""
+    lengths = documents.lengths.reshape(-1, documents.per_record).sum(1)
+    indices = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
+    return indices[documents.segments.document // documents.per_record]
 
 
 def _normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:

@@ -93,7 +93,7 @@ def _check_ids(
 
 
 def choose_lengths(
-    stored: np.ndarray, longest_row: int | None, long_documents: str, *, per_record: int = 1
+    stored: np.ndarray, longest_row: int | None, long_documents: str, per_record: int = 1
 ) -> np.ndarray:
     """Number of tokens to use of each document; 0: none. A pair is used as a whole.
 

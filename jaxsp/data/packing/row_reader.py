@@ -86,32 +86,27 @@ class Documents:
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
         """Number of documents of a record: 2 for pairs, which are documents 2p and 2p + 1."""
         self._chunks: list[Chunk] = []
-        # for each chunk: index of its dataset, and index of its first record in the dataset
         self._chunk_origins: list[tuple[int, int]] = []
+        """For each chunk: index of its dataset, and of its first record in the dataset."""
         self.sources: tuple[SourceCounts, ...] = ()
         chosen: list[ChunkSegments] = []
         all_stats: Sequence[TokenStats | None] = stats or [None] * len(tokenized)
-        for number, (name, dataset, dataset_stats) in enumerate(
-            zip(source_names, tokenized, all_stats, strict=True)
-        ):
+        sources = zip(source_names, tokenized, all_stats, strict=True)
+        for number, (name, dataset, dataset_stats) in enumerate(sources):
             chunks = document_selection.read_chunks(dataset, dataset_stats)
             stored = np.concatenate([chunk.lengths for chunk in chunks])
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
-            used = document_selection.choose_lengths(
-                stored, longest_row, long_documents, per_record=self.per_record
-            )
-            used = np.where(is_in_split, used, 0)
+            options = (longest_row, long_documents)
+            usable = document_selection.choose_lengths(stored, *options, self.per_record)
+            used = np.where(is_in_split, usable, 0)
             selected = document_selection.select_segments(chunks, used, longest_row)
             chosen += selected
             self._chunks += chunks
-            first_records = _find_firsts(
-                [len(chunk.lengths) // self.per_record for chunk in chunks]
-            )
-            self._chunk_origins += [(number, first) for first in first_records]
-            if longest_row is not None and long_documents in ("error", "split"):
-                _check_lengths(dataset, stored, longest_row, field, long_documents)
+            sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
+            self._chunk_origins += [(number, first) for first in _find_firsts(sizes)]
+            _check_lengths(dataset, stored, *options, field)
             counts = source_counts.count_source(
                 name,
                 dataset,
@@ -123,6 +118,17 @@ class Documents:
                 count_held_out=not use_held_out,
             )
             self.sources += (counts,)
+        self._join_sources(chosen)
+        self.is_desirable = self._read_column(IS_DESIRABLE)
+        """Label of each pair's record; None if the records have none."""
+        self.references = self._read_references(field)
+        """Log-probability of each document by the reference model, float64; None if it is unknown:
+        jaxsp then computes it before it trains."""
+        self._check_positions(field)
+        self._check_has_labels(field, longest_row, long_documents)
+
+    def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
+        """Numbers the documents of all chunks."""
         self.lengths = np.concatenate([each.lengths for each in chosen]).astype(np.int64)
         """Number of tokens of each document, up to which it has segments."""
         sizes = [len(each.lengths) for each in chosen]
@@ -132,13 +138,6 @@ class Documents:
         self._chunk_of_document = np.repeat(np.arange(len(chosen), dtype=np.int32), sizes)
         self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
-        self.is_desirable = self._read_column(IS_DESIRABLE)
-        """Label of each pair's record; None if the records have none."""
-        self.references = self._read_references(field)
-        """Log-probability of each document by the reference model, float64; None if it is unknown:
-        jaxsp then computes it before it trains."""
-        self._check_positions(field)
-        self._check_has_labels(field, longest_row, long_documents)
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
@@ -329,9 +328,9 @@ def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
 def _check_lengths(
     dataset: "datasets.Dataset",
     lengths: np.ndarray,
-    longest_row: int,
-    field: str,
+    longest_row: int | None,
     long_documents: str,
+    field: str,
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split.
 
@@ -339,13 +338,14 @@ def _check_lengths(
         whole of them.
     """
     per_record = document_selection.count_documents_per_record(dataset)
+    may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
+    if longest_row is None or long_documents in may_be_long:
+        return
     too_long = np.flatnonzero(lengths > longest_row)
-    if not len(too_long) or (long_documents == "split" and per_record == 1):
+    if not len(too_long):
         return
     first = int(too_long[0])
     place = dataset[first // per_record]["place"]
-    values = ["split"] if per_record == 1 else []
-    values += ["truncate", "drop"]
     num_others = len(too_long) - 1
     others = ""
     if num_others:
@@ -353,6 +353,6 @@ def _check_lengths(
         others = f" {num_others:,} other {noun} too long."
     raise UserError(
         f"data.long_documents = {long_documents}: {field}: {place} has {lengths[first]:,} tokens, "
-        f"but a row has {longest_row:,}.{others} Use {errors.format_choices(values)}, or a "
+        f"but a row has {longest_row:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
         f"data.row_tokens of at least {lengths.max():,}."
     )

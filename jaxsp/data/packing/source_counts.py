@@ -75,14 +75,11 @@ def count_source(
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
     stored = np.concatenate([chunk.lengths for chunk in chunks])
-    per_record = chunks[0].per_record
-    ends = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
-    has_loss = np.zeros(len(stored), bool)
-    for start, chunk_segments in zip(ends, selected, strict=False):
-        has_loss[start + chunk_segments.indices] = True
+    has_loss = _find_used(chunks, selected)
     is_split = used > (used.max() if longest_row is None else longest_row)
     is_truncated = (used > 0) & (used < stored)
     left_out = stored[is_in_split & (used == 0)]
+    per_record = chunks[0].per_record
     num_empty = int(np.sum(left_out == 0)) // per_record
     held_out = stored[~is_in_split & count_held_out]
     # a bad record has no tokens, and records without tokens are never held out
@@ -114,6 +111,15 @@ def count_source(
         num_held_out=len(held_out),
         num_tokens_held_out=int(held_out.sum()),
     )
+
+
+def _find_used(chunks: Sequence[Chunk], selected: Sequence[ChunkSegments]) -> np.ndarray:
+    """True for each stored document that has segments."""
+    ends = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
+    is_used = np.zeros(ends[-1], bool)
+    for start, chunk_segments in zip(ends, selected, strict=False):
+        is_used[start + chunk_segments.indices] = True
+    return is_used
 
 
 def _find_skipped(dataset: "datasets.Dataset") -> tuple[int, list[str]]:
