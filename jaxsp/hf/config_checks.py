@@ -297,9 +297,12 @@ def _feature_problems(
 
 def reward_architecture(model_type: Any) -> str | None:
     """Name in transformers of a family's reward models; None without one."""
-    from transformers.models.auto import modeling_auto
+    # the module itself cannot be imported without torch
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    )
 
-    return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    return NAMES.get(model_type)
 
 
 def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:

@@ -82,6 +82,8 @@ class Plan:
     max_segments_per_row: int
     document_tokens: int
     """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
+    objective: str
+    """Description of the objective; empty for sft."""
     layers: str
     """Description of the blocks of the layers; empty if all have attention and an MLP."""
     strategy: str
@@ -151,6 +153,9 @@ class Plan:
     tokens_per_s_estimate: float | None = None
     """Tokens per second of all devices."""
     mfu_estimate: float | None = None
+    reference_s_estimate: float | None = None
+    """Seconds of the reference pass for the tokens of a step, at the rate of the step: it is one
+    forward pass over all documents. None if the objective needs no reference model."""
     seconds_estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Estimated seconds by cause."""
     time_bottleneck: str | None = None
@@ -203,6 +208,7 @@ def plan_step(
     spec = row_meshes.make_step_spec(
         config, model, devices=devices, device_bytes=int(cluster.memory_limit.device)
     )
+    spec = dataclasses.replace(spec, has_split_pairs=_has_split_pairs(config, document_tokens))
     limit = available_memory.subtract_reserves(spec, cluster.memory_limit)
     fitted = memory_fit.fit(
         spec,
@@ -222,6 +228,12 @@ def plan_step(
     return _describe_step(
         fitted, cluster, document_tokens=document_tokens, suggestions=suggestions, began=began
     )
+
+
+def _has_split_pairs(config: Config, document_tokens: int | None) -> bool:
+    """True if the objective needs pairs, and a row does not hold two of the documents."""
+    row_tokens = config.data.max_row_tokens
+    return config.objective.format is not None and 2 * (document_tokens or row_tokens) > row_tokens
 
 
 def fits_larger_microbatch(fitted: CompiledStep) -> bool:
@@ -262,6 +274,13 @@ def _find_problems(
             f"{max_segments} documents (data.max_segments_per_row). "
             f"Use {-(-row_tokens // max_segments)} or more."
         )
+    rows_per_step = config.batch.rows_per_step
+    if rows_per_step % 2 and _has_split_pairs(config, document_tokens):
+        problems.append(
+            f"batch.rows_per_step = {rows_per_step}: must be even, because pairs of documents as "
+            f"long as a row are in two rows. Use {rows_per_step + 1}, or rows that hold pairs: "
+            f"--document-tokens {row_tokens // 2}."
+        )
     return problems
 
 
@@ -284,6 +303,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         rows_per_microbatch=batch.microbatch_rows,
         max_segments_per_row=spec.config.data.max_segments_per_row,
         document_tokens=document_tokens,
+        objective=spec.describe_objective(),
         layers=spec.describe_layers(),
         strategy=choice.strategy.description,
         attention_bytes=choice.sent_bytes,
@@ -354,12 +374,18 @@ def _describe_step(
         jax_version=jax.__version__,
         plan_s=time.perf_counter() - began,
     )
-    return plan if estimate is None else _add_estimate(plan, estimate, cluster.gpu.ceilings)
+    if estimate is None:
+        return plan
+    has_reference = spec.objective is not None and spec.objective.needs_reference
+    return _add_estimate(plan, estimate, cluster.gpu.ceilings, has_reference=has_reference)
 
 
-def _add_estimate(plan: Plan, estimate: TimeEstimate, ceilings: Ceilings) -> Plan:
-    """Adds the fields of a time estimate."""
+def _add_estimate(
+    plan: Plan, estimate: TimeEstimate, ceilings: Ceilings, *, has_reference: bool
+) -> Plan:
+    """Adds the fields of a time estimate. Args: has_reference: True if a reference pass is due."""
     step_s = estimate.step_s
+    forward_fraction = plan.model_flops / 3 / estimate.hardware_flops
     return dataclasses.replace(
         plan,
         hardware_flops=estimate.hardware_flops,
@@ -367,6 +393,7 @@ def _add_estimate(plan: Plan, estimate: TimeEstimate, ceilings: Ceilings) -> Pla
         step_s_estimate=step_s,
         tokens_per_s_estimate=plan.rows_per_step * plan.row_tokens / step_s,
         mfu_estimate=plan.model_flops / step_s / ceilings.peak_tflops / 1e12,
+        reference_s_estimate=step_s * forward_fraction if has_reference else None,
         seconds_estimate=estimate.seconds,
         time_bottleneck=roofline.find_bottleneck(estimate.seconds),
     )

@@ -47,6 +47,7 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
             f"{plan.rows_per_microbatch} per microbatch, at most {plan.max_segments_per_row} "
             "documents per row",
         ),
+        *([("objective", _format_objective(plan))] if plan.objective else []),
         *([("layers", plan.layers)] if plan.layers else []),
         ("attention", _format_attention(plan)),
         ("options", f"remat {plan.remat}: {plan.options}"),
@@ -56,6 +57,17 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         *_time_lines(plan, tokens),
     ]
     return "\n".join(_wrap(label, text) for label, text in lines)
+
+
+def _format_objective(plan: Plan) -> str:
+    seconds = plan.reference_s_estimate
+    if seconds is None or plan.step_s_estimate is None:
+        return plan.objective
+    percent = 100 * seconds / plan.step_s_estimate
+    return (
+        f"{plan.objective}; before training, the reference model reads all documents once: about "
+        f"{format_step_time(seconds)} for the tokens of a step, {percent:.0f} % of its time"
+    )
 
 
 def _format_attention(plan: Plan) -> str:

@@ -322,6 +322,7 @@ class Gather:
         num_replicas: int,
         num_microbatches: int,
         num_extra_passes: float = 0,
+        num_scoring_passes: int = 0,
     ) -> dict[str, float]:
         """Bytes that a device sends in a step for weights and gradients, by collective operation.
 
@@ -332,7 +333,9 @@ class Gather:
         table. Gradients are summed over the axes that their weights are not sharded on (all-reduce)
         once per step.
 
-        Args: num_extra_passes: see `RematPolicy.num_extra_passes`.
+        Args:
+            num_extra_passes: see `RematPolicy.num_extra_passes`.
+            num_scoring_passes: forward passes of the whole model without gradients.
         """
         tied = None if "head" in table else table.get("embedding")
         sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
@@ -345,6 +348,7 @@ class Gather:
                 continue
             fraction = num_microbatches * (1 - 1 / self.num_shards)
             num_gathers = 1 if param.num_layers is None else 2 + num_extra_passes
+            num_gathers += num_scoring_passes
             sent["all-gather"] += fraction * self._gathered_bytes(param) * num_gathers
             if not param.is_trainable:
                 continue

@@ -306,7 +306,7 @@ REFUSED = [
         ["model.source", "adapter.quantization=nf4"],
     ),
     (
-        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": ["LlamaForTokenClassification"]},
         "architectures = [",
         ["LlamaForCausalLM"],
     ),

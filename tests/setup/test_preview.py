@@ -33,7 +33,7 @@ def _own_cache(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(chats.CHATML)
 
 
-def asked(*sources, tokenizer="bytes"):
+def asked(*sources, tokenizer="bytes", objective=None):
     return config_file.parse(
         {
             "run": {"directory": "run", "steps": 1},
@@ -44,6 +44,7 @@ def asked(*sources, tokenizer="bytes"):
                 "chat_template": "chat.jinja" if "messages" in dict(sources).values() else None,
             },
             "batch": {"rows_per_step": 1},
+            "objective": objective or {},
             "optimizer": {"learning_rate": 0.1},
         }
     )
@@ -81,8 +82,10 @@ def test_both_documents_of_a_record_are_shown(tmp_path):
         for number in range(3)
     ]
     (tmp_path / "votes.jsonl").write_text("\n".join(map(json.dumps, feedback)))
-    config = asked(("pairs.jsonl", "preference"), ("votes.jsonl", "unpaired"))
-    shown_documents = shown(config, num_records=2).strip().split("\n\ndata.")
+    pairs = shown(asked(("pairs.jsonl", "preference"), objective={"type": "dpo"}))
+    votes = asked(("votes.jsonl", "unpaired"), objective={"type": "kto"})
+    texts = [pairs, shown(votes, num_records=2)]
+    shown_documents = "\n\n".join(map(str.strip, texts)).split("\n\ndata.")
     assert [re.findall(r"line \d+: (.*)|$", text)[0] for text in shown_documents] == [
         "chosen",
         "rejected",

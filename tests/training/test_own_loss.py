@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
-from jaxsp.training import step_gradients, train_state, train_step
+from jaxsp.training import microbatch, step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import runs
@@ -38,7 +38,7 @@ def embeddings(shards, rows, *, config, gather, dtype, **_):
 
 @pytest.fixture(autouse=True)
 def _without_layers(small_shards, monkeypatch):
-    monkeypatch.setattr(step_gradients.decoder, "hidden_states", embeddings)
+    monkeypatch.setattr(microbatch.decoder, "hidden_states", embeddings)
 
 
 def cross_entropy(logits_TV, labels_T):

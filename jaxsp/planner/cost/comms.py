@@ -141,11 +141,13 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
     model = spec.model
     num_microbatches = spec.num_microbatches
     num_extra_passes = spec.remat_policy.num_extra_passes(model.num_layers)
+    num_scoring_passes = int(spec.scores_pairs_first)
     weight_bytes = spec.gather.sent_bytes(
         spec.table,
         num_replicas=spec.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
         num_extra_passes=num_extra_passes,
+        num_scoring_passes=num_scoring_passes,
     )
     layers = attention.count_workloads(config, model, remat=spec.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
@@ -157,10 +159,11 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
             itemsize=spec.dtype.itemsize,
         )
     )
+    num_passes = num_extra_passes + num_scoring_passes
     for layer, num_layers in layers.items():
         layer_bytes: dict[str, float] = dict(spec.attend.strategy.sent_bytes(layer))
         for operation, size in _forward_bytes(spec.attend.strategy, layer).items():
-            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_extra_passes * size
+            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_passes * size
         totals.update(
             {
                 operation: num_microbatches * num_layers * size

@@ -150,6 +150,8 @@ def _attention_flops(spec: StepSpec, forward_flops: float) -> tuple[float, float
     backward = 2.5 * forward
     if not spec.remat_policy.is_attention_saved:
         forward *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
+    if spec.scores_pairs_first:
+        forward += forward_flops / spec.mesh.size
     return forward, backward
 
 
