@@ -183,7 +183,7 @@ def test_memory_is_linear_in_length(record_property):
 def test_one_product_of_a_cpu_sums_over_the_rows_of_scores():
     """XLA for CPUs takes twice as long for such products."""
     program = compiled(LONG // 4, heads=4, K=32).as_text()
-    assert len(re.findall(r" dot\(.*lhs_contracting_dims={1}", program)) == 1
+    assert len(re.findall(r" dot\(.*lhs_contracting_dims=\{1\}", program)) == 1
 
 
 @pytest.mark.slow  # test_memory_is_linear_in_length
