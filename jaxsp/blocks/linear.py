@@ -83,7 +83,9 @@ def _multiply_forward(x: Array, weight_oi: Array) -> tuple[Array, tuple[Array, A
 def _multiply_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, weight_oi = residuals
     dx = jnp.einsum("...o,oi->...i", dy, weight_oi.astype(x.dtype))
-    return dx, jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=weight_oi.dtype)
+    # As matrices: in a sum over several dims, XLA for CPUs writes a transposed copy of dy
+    dy_To, x_Ti = (y.reshape(-1, y.shape[-1]) for y in (dy, x))
+    return dx, jnp.einsum("To,Ti->oi", dy_To, x_Ti, preferred_element_type=weight_oi.dtype)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -1,6 +1,7 @@
 """The blockwise kernel: agreement with the oracle, blocks that it never reads, and its memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,12 @@ def test_memory_is_linear_in_length(record_property):
     quarter, half, whole = taken.values()
     assert (whole - half) / (half - quarter) == pytest.approx(2, rel=tolerances.LINEAR), taken
     assert whole < 2 * half < 4 * quarter
+
+
+def test_one_product_of_a_cpu_sums_over_the_rows_of_scores():
+    """XLA for CPUs takes twice as long for such products."""
+    program = compiled(LONG // 4, heads=4, K=32).as_text()
+    assert len(re.findall(r" dot\(.*lhs_contracting_dims=\{1\}", program)) == 1
 
 
 @pytest.mark.slow  # test_memory_is_linear_in_length

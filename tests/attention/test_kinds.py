@@ -277,10 +277,11 @@ def test_residuals_of_two_kinds_are_saved_once():
 
 
 def test_one_kind_has_no_switch():
+    """Besides those between platforms, which are resolved when the program is lowered."""
     for scores, num_switches in (([NEAR] * NUM_LAYERS, 0), ([NEAR, PLAIN] * 3, 2)):
         jaxpr = layer_gradient(attention.CHECKPOINT_NAMES, scores)
         names = [equation.primitive.name for equation in batches.equations(jaxpr)]
-        assert names.count("cond") == num_switches
+        assert names.count("cond") - names.count("platform_index") == num_switches
 
 
 def test_kinds_are_numbered_in_the_order_of_their_first_layers():
