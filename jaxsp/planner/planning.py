@@ -82,8 +82,6 @@ class Plan:
     max_segments_per_row: int
     document_tokens: int
     """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
-    objective: str
-    """Description of the objective; empty for sft."""
     layers: str
     """Description of the blocks of the layers; empty if all have attention and an MLP."""
     strategy: str
@@ -153,6 +151,8 @@ class Plan:
     tokens_per_s_estimate: float | None = None
     """Tokens per second of all devices."""
     mfu_estimate: float | None = None
+    objective: str = ""
+    """Description of the objective; empty for sft."""
     reference_s_estimate: float | None = None
     """Seconds of the reference pass for the tokens of a step, at the rate of the step: it is one
     forward pass over all documents. None if the objective needs no reference model."""
