@@ -103,7 +103,10 @@ def measure(
         is_rejected_P &= ~pairs.is_desirable_P
         second_P = first_P
     else:
-        is_right_P = pairs.is_real_P & (rewards_P2[:, 0] > rewards_P2[:, 1])
+        scale = config.value("beta") if "beta" in config.defaults else 1
+        # before the first update all margins are rounding errors
+        tolerance_P = 1e-6 * jnp.abs(pairs.logps_P2).sum(1) * scale
+        is_right_P = pairs.is_real_P & (rewards_P2[:, 0] - rewards_P2[:, 1] > tolerance_P)
         sums["num_pairs_right"] = is_right_P.sum(dtype=jnp.int32)
     sums["num_both"] = jnp.minimum(is_chosen_P.sum(), is_rejected_P.sum()).astype(jnp.int32)
     for name, is_used_P, used_P in (

@@ -87,7 +87,7 @@ METRICS = {
         "Fraction of pairs whose chosen answer has the higher reward. Rewards are those of the "
         "objective: beta times the log-ratio of the answer's probabilities by the trained and the "
         "reference model; for simpo and orpo beta times the mean log-probability of a token; for "
-        "reward the score.",
+        "reward the score. Rewards that differ by rounding only are equal, as before step 1.",
         lambda sums: divide(sums["num_pairs_right"], sums["num_pairs"]),
         needs="num_pairs_right",
     ),

@@ -198,7 +198,7 @@ def suggest_max_segments(plan: PackedRows, *, row_tokens: int, max_segments: int
     """
     if len(plan) < 2:
         return None
-    filled = np.add.reduceat(plan.length, plan.row_starts[:-1])
+    filled = np.bincount(plan.row_of_segment, plan.length, minlength=len(plan))
     is_limited = np.diff(plan.row_starts) >= max_segments
     is_limited &= row_tokens - filled >= plan.length.min()
     num_empty = row_tokens * len(plan) - filled.sum()

@@ -1,0 +1,202 @@
+"""Runs with objectives for pairs: the same on every mesh, for all row lengths, after a stop."""
+
+import json
+import pathlib
+import shutil
+
+import datasets
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp.config import config_file
+from jaxsp.core.errors import UserError
+from jaxsp.run import references, trainer
+from jaxsp.setup import build
+from jaxsp.training.evaluator import Evaluator
+from tests import batches, commands
+
+pytestmark = pytest.mark.e2e
+
+METRICS = (
+    *("loss", "grad_norm", "reward_accuracy", "reward_margin", "chosen_reward"),
+    *("rejected_reward", "chosen_logp", "rejected_logp"),
+)
+
+COUNTS = ("num_pairs", "num_rows", "num_tokens", "num_loss_tokens")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preferences")
+    rng = np.random.default_rng(3)
+    words = "red green blue cat dog bird runs eats sees".split()
+    for name, num_records, most in (("train", 24, 12), ("other", 8, 11), ("eval", 6, 10)):
+        records = []
+        for _ in range(num_records):
+            prompt, *answers = (" ".join(rng.choice(words, rng.integers(1, most))) for _ in "pcr")
+            chosen, rejected = (f" {answer}!" for answer in answers)
+            records.append({"prompt": prompt, "chosen": chosen, "rejected": f"{rejected}?"})
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(folder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+
+
+def settings(folder, name, *words, sources=("train",), sizes=(1, 1), **sections):
+    train = [
+        {"source": str(folder / f"{source}.jsonl"), "format": "preference"} for source in sources
+    ]
+    if len(train) > 1:
+        for source, weight in zip(train, (2.0, 1.0), strict=True):
+            source["weight"] = weight
+    fields = {
+        "run": {"directory": str(folder / name), "steps": 4, "resume": "auto"},
+        "model": {
+            "config": batches.SMALL_LLAMA,
+            "tokenizer": "bytes",
+            "compute_dtype": "float32",
+        },
+        "mesh": {"data": sizes[0], "seq": sizes[1]},
+        "data": {"train": train, "row_tokens": 256},
+        "batch": {"rows_per_step": 8},
+        "objective": {"type": "dpo"},
+        "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
+        "logging": {"trackers": []},
+    }
+    for section, values in sections.items():
+        fields[section] = fields.get(section, {}) | values
+    return config_file.parse(fields, words)
+
+
+def run(config, num_devices=1, quiet=True):
+    """Trains. Returns: lines of metrics.jsonl, and the text on the console."""
+    console = rich.console.Console(record=True, width=200, quiet=quiet, file=None)
+    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    with console.capture() as capture:
+        trainer.train(run_spec, inputs, console)
+    lines = commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
+    return lines, capture.get()
+
+
+def assert_equal(lines, expected_lines):
+    for line, expected in zip(lines, expected_lines, strict=True):
+        for name in COUNTS:
+            assert line[name] == expected[name], name
+        for name in METRICS:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-5), name
+
+
+# pairs of up to 250 tokens: in rows of 256 they fit, in rows of 128 some are in two rows
+CASES = {
+    "rows of 128": {"data": {"row_tokens": 128}, "batch": {"rows_per_step": 12}},
+    "rows of two lengths": {"data": {"row_tokens": [64, 256]}, "batch": {"rows_per_step": 4}},
+    "a mixture of two sources": {"sources": ("train", "other"), "data": {"row_tokens": 128}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_do_not_depend_on_the_mesh(folder, name):
+    first, _ = run(settings(folder, f"{name} 1x1", **CASES[name]))
+    second, _ = run(settings(folder, f"{name} 2x2", sizes=(2, 2), **CASES[name]), 4)
+    assert_equal(second, first)
+    assert first[0]["loss"] == pytest.approx(np.log(2), rel=1e-5), "the reference is the model"
+    assert first[-1]["loss"] < first[0]["loss"]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_and_reads_its_references(folder):
+    words = ["run.save_every=2", "checkpoint.keep_latest=9", "data.eval_fraction=0.2"]
+    straight, text = run(settings(folder, "straight", *words), quiet=False)
+    assert text.count("by the reference model") == 2, "of training and held-out documents"
+    shutil.rmtree(folder / "cache/jaxsp/references")
+    stopped = settings(folder, "stopped", *words)
+    shutil.copytree(folder / "straight", folder / "stopped")
+    shutil.rmtree(folder / "stopped/checkpoints/4")
+    resumed, text = run(stopped, quiet=False)
+    assert "by the reference model" not in text, "they are in the run's directory"
+    times = ("step_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device")
+    ignored = (*times, "data_wait_s", "checkpoint_wait_s")
+    without_times = lambda line: {key: line[key] for key in line if key not in ignored}
+    assert list(map(without_times, resumed)) == list(map(without_times, straight))
+
+
+def test_lost_references_are_those_of_the_first_weights_again(folder):
+    """Also on another mesh, after the run's files and the cache are lost."""
+    config = settings(folder, "lost", "run.steps=2", "run.save_every=2")
+    run(config)
+    shutil.rmtree(folder / "lost" / references.FOLDER)
+    shutil.rmtree(folder / "cache/jaxsp/references")
+    resumed, text = run(
+        settings(folder, "lost", "run.steps=4", "run.save_every=2", sizes=(1, 2)), 2, quiet=False
+    )
+    assert "by the reference model" in text
+    straight, _ = run(settings(folder, "lost straight"))
+    assert_equal(resumed, straight)
+
+
+def test_a_damaged_file_of_references_is_computed_again(folder):
+    config = settings(folder, "damaged", "run.steps=1")
+    first, _ = run(config)
+    for path in folder.glob("cache/jaxsp/references/*.npy"):
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 4
+        path.write_bytes(content)
+    again, text = run(settings(folder, "damaged again", "run.steps=1"), quiet=False)
+    assert "by the reference model" in text
+    assert again[0]["loss"] == first[0]["loss"]
+
+
+def test_with_adapters_the_reference_is_the_base(folder):
+    adapter = {"type": "lora", "rank": 4}
+    lines, _ = run(settings(folder, "lora", adapter=adapter))
+    assert lines[0]["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert lines[-1]["reward_margin"] > 0.01
+    on_mesh, _ = run(settings(folder, "lora on a mesh", sizes=(2, 2), adapter=adapter), 4)
+    assert_equal(on_mesh, lines)
+
+
+def test_given_references_are_used(folder):
+    records = commands.read_lines(folder / "train.jsonl")
+    for record in records:
+        record |= {"ref_chosen_logps": -10.0, "ref_rejected_logps": -10.0}
+    (folder / "given.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines, text = run(settings(folder, "given", "run.steps=1", sources=("given",)), quiet=False)
+    assert "by the reference model" not in text
+    (line,) = lines
+    margin = 0.1 * (line["chosen_logp"] - line["rejected_logp"])
+    assert line["reward_margin"] == pytest.approx(margin, rel=1e-4)
+
+
+def test_an_odd_number_of_rows_is_refused_if_pairs_are_in_two(folder):
+    odd = settings(folder, "odd", "data.row_tokens=128", "batch.rows_per_step=3")
+    with pytest.raises(UserError, match=r"rows_per_step = 3: must be even, because .* Use 4"):
+        build.build_training(odd, devices=jax.devices()[:1])
+
+
+def test_the_evaluation_is_that_of_the_training_loss(folder):
+    """Over all pairs, on two meshes: it is the loss of a step with all of them."""
+    words = ("run.steps=null", "run.epochs=1", "batch.rows_per_step=32")
+    config = settings(folder, "all", *words)
+    (line,), _ = run(config)
+    name = str(folder / "train.jsonl")
+    for sizes in ((1, 1), (1, 4)):
+        words = [f"data.eval=[{{source: {name}, format: preference}}]", "run.eval_at_start=true"]
+        on_mesh = settings(folder, f"eval {sizes}", "run.steps=1", *words, sizes=sizes)
+        run(on_mesh, sizes[1])
+        first, *_ = commands.read_lines(folder / f"eval {sizes}" / "eval.jsonl")
+        assert first["num_pairs"] == 24
+        assert first["chosen_logp"] == pytest.approx(line["chosen_logp"], rel=1e-5)
+        assert first["loss"] == pytest.approx(np.log(2), rel=1e-5)
+
+
+def test_an_evaluator_without_references_is_an_internal_error(folder):
+    run_spec, inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
+    inputs.train_set.documents.references = None
+    with pytest.raises(AssertionError, match="references"):
+        Evaluator(run_spec.longest, []).evaluate(
+            inputs.train_set, inputs.make_weights(), num_steps=0
+        )
