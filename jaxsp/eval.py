@@ -212,6 +212,13 @@ def _check_model(what: str) -> None:
         ) from None
 
 
+_NO_EARLY_STOPPING = {
+    "early_stopping_patience": None,
+    "early_stopping_metric": "loss",
+    "early_stopping_min_delta": 0,
+}
+
+
 def _load_config(
     what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None
 ) -> Config:
@@ -235,7 +242,7 @@ def _load_config(
         fields = fields | {
             "data": fields["data"] | {"eval_fraction": None},
             "checkpoint": fields["checkpoint"] | {"best_eval": None},
-            "run": fields["run"] | {"early_stopping_patience": None, "early_stopping_min_delta": 0},
+            "run": fields["run"] | _NO_EARLY_STOPPING,
         }
     problems = ProblemCollector()
     config = None

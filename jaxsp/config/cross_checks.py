@@ -307,15 +307,21 @@ def _check_early_stopping(sections: Sections) -> Iterator[str]:
     """Checks that a run with early stopping evaluates before its last step."""
     run = sections["run"]
     patience = run.get("early_stopping_patience")
-    min_delta = run.get("early_stopping_min_delta")
     if patience is None:
-        if min_delta:
-            yield (
-                f"run.early_stopping_min_delta = {yaml_io.format_value(min_delta)}: has no effect "
-                "without run.early_stopping_patience. "
-                "Set run.early_stopping_patience=3, or run.early_stopping_min_delta=0."
-            )
+        for name, default in (("early_stopping_min_delta", 0), ("early_stopping_metric", "loss")):
+            if run.get(name, default) not in (default, None):
+                yield (
+                    f"run.{name} = {yaml_io.format_value(run[name])}: has no effect without "
+                    f"run.early_stopping_patience. Set run.early_stopping_patience=3, or "
+                    f"run.{name}={default}."
+                )
         return
+    metric = str(run.get("early_stopping_metric", "loss"))
+    if metric.startswith("reward_") and sections["objective"].get("type", "sft") in ("sft", "kto"):
+        yield (
+            f"run.early_stopping_metric = {metric}: only objectives for pairs have it. Use "
+            "run.early_stopping_metric=loss."
+        )
     setting = f"run.early_stopping_patience = {yaml_io.format_value(patience)}"
     if not _list_eval_names(sections):
         yield f"{setting}: needs an eval set. {_EVAL_SUGGESTION}"

@@ -51,11 +51,16 @@ class RunConfig(ConfigSection):
     A resumed run does not repeat this evaluation."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
-    is a lower loss on the eval set of checkpoint.best_eval. The run then writes a checkpoint and
-    exits with 0, as after the last step. An evaluation at the start counts, and a resumed run keeps
-    the count. null: never."""
+    is a lower loss (see early_stopping_metric) on the eval set of checkpoint.best_eval. The run then
+    writes a checkpoint and exits with 0, as after the last step. An evaluation at the start counts,
+    and a resumed run keeps the count. null: never."""
+    early_stopping_metric: Literal["loss", "token_accuracy", "reward_accuracy", "reward_margin"] = (
+        "loss"
+    )
+    """Number of eval.jsonl that must improve: fall for loss, rise for the others. Rewards are those
+    of preference training."""
     early_stopping_min_delta: Annotated[NonNegativeFloat, with_examples(0.01)] = 0.0
-    """Threshold of an improvement: the loss must be lower than the best so far by more than
+    """Threshold of an improvement: the number must be better than the best so far by more than
     this."""
     resume: Annotated[str, with_examples("auto", min_length=1)] = "auto"
     """Checkpoint to resume from. auto: the latest one in run.directory, if there is one. never:

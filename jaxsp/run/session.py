@@ -224,16 +224,16 @@ class Session:
             duration_s=self.preemption.status.evaluation_s,
         )
         began = time.perf_counter()
-        losses = {}
+        lines = {}
         for line in self.evaluator.run(
             state.master, num_steps=step, on_batch=self.preemption.status.heartbeat
         ):
-            losses[line["data"]] = line["loss"]
+            lines[line["data"]] = line
             self.files.metrics.write_eval(line)
             self.files.progress.print_line(output.format_evaluation(line))
         self.preemption.status.evaluation_s = time.perf_counter() - began
-        self.early_stopping.record(step, losses)
-        return losses[self.files.eval_set["name"]] if self.files.eval_set else None
+        self.early_stopping.record(step, lines)
+        return lines[self.files.eval_set["name"]]["loss"] if self.files.eval_set else None
 
     def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
         """Returns `(should_save, should_evaluate)` after a step.

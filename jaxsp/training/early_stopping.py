@@ -1,4 +1,4 @@
-"""Early stopping: ends a run whose loss on an eval set no longer improves."""
+"""Early stopping: ends a run whose loss, or another metric, on an eval set no longer improves."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,8 +18,10 @@ class EarlyStoppingState:
     """Name of the eval set."""
     digest: str
     """Digest of the eval set's tokens. Losses on other tokens are not compared."""
-    best_loss: float | None = None
-    """Lowest loss; None before the first finite loss."""
+    metric: str = "loss"
+    """run.early_stopping_metric."""
+    best_value: float | None = None
+    """Lowest loss, or highest value of another metric; None before the first finite one."""
     best_step: int | None = None
     num_since_best: int = 0
     """Number of evaluations since the best."""
@@ -34,13 +36,14 @@ class EarlyStoppingState:
 class EarlyStopping:
     """Counts evaluations without improvement on one eval set.
 
-    An improvement is a loss that is lower than the best by more than run.early_stopping_min_delta.
-    A loss that is not finite is no improvement.
+    An improvement is a value that is better than the best by more than
+    run.early_stopping_min_delta: a lower loss, or a higher value of another metric. A value that is
+    not finite is no improvement.
 
     Args:
         eval_set: name and digest of the eval set, as returned by evaluator.identify_eval_set.
         resumed_state: `state` of the checkpoint that the run resumes from. It is ignored if it
-            belongs to other tokens; the name of the eval set may differ.
+            belongs to other tokens or another metric; the name of the eval set may differ.
     """
 
     def __init__(
@@ -57,25 +60,36 @@ class EarlyStopping:
         if self._patience is None:
             return
         assert eval_set is not None, "the config requires an eval set"
-        self.state = EarlyStoppingState(data=eval_set["name"], digest=eval_set["digest"])
-        if resumed_state is not None and resumed_state.digest == self.state.digest:
-            self.state = dataclasses.replace(resumed_state, data=self.state.data)
+        state = EarlyStoppingState(
+            data=eval_set["name"], digest=eval_set["digest"], metric=config.early_stopping_metric
+        )
+        self.state = state
+        if resumed_state is not None:
+            resumed_state = dataclasses.replace(resumed_state, data=state.data)
+            identity = (resumed_state.digest, resumed_state.metric)
+            self.state = resumed_state if identity == (state.digest, state.metric) else state
 
     def expect_evaluation(self) -> None:
         """Marks the next evaluation as one that counts."""
         if self.state is not None:
             self.state = dataclasses.replace(self.state, is_due=True)
 
-    def record(self, step: int, losses: Mapping[str, float | None]) -> None:
-        """Records an evaluation if it counts. Args: losses: loss on each eval set, by name."""
+    def record(self, step: int, lines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Records an evaluation if it counts. Args: lines: of eval.jsonl, by eval set."""
         if self.state is None or not self.state.is_due:
             return
-        loss = losses[self.state.data]
-        best_loss = self.state.best_loss
+        value = lines[self.state.data].get(self.state.metric)
         changes: dict[str, Any] = {"num_since_best": self.state.num_since_best + 1}
-        if loss is not None and (best_loss is None or loss < best_loss - self._min_delta):
-            changes = {"best_loss": loss, "best_step": step, "num_since_best": 0}
+        if value is not None and self._is_better(value, self.state):
+            changes = {"best_value": value, "best_step": step, "num_since_best": 0}
         self.state = dataclasses.replace(self.state, is_due=False, **changes)
+
+    def _is_better(self, value: float, state: EarlyStoppingState) -> bool:
+        """True if a value is an improvement."""
+        if state.best_value is None:
+            return True
+        gain = state.best_value - value if state.metric == "loss" else value - state.best_value
+        return gain > self._min_delta
 
     def should_stop(self) -> bool:
         """True if the run must stop. Process 0 decides; all processes must call this together."""
@@ -88,13 +102,14 @@ class EarlyStopping:
     def reason(self) -> str:
         """Reason for the stop."""
         assert self.state is not None, "only after should_stop"
-        best = "no loss was finite"
-        if self.state.best_loss is not None:
-            best = f"the best was {self.state.best_loss:.4f} at step {self.state.best_step}"
+        name = self.state.metric.replace("_", " ")
+        best = f"no {name} was finite"
+        if self.state.best_value is not None:
+            best = f"the best was {self.state.best_value:.4f} at step {self.state.best_step}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
         evaluations = "evaluation" if self.state.num_since_best == 1 else "evaluations"
         return (
-            f"the loss on {self.state.data} has not improved{margin} for "
+            f"the {name} on {self.state.data} has not improved{margin} for "
             f"{self.state.num_since_best} {evaluations} "
             f"(run.early_stopping_patience = {self._patience}); {best}"
         )

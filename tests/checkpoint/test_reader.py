@@ -67,7 +67,7 @@ META = CheckpointMeta(
     step=4,
     rows_consumed={},
     num_tokens_total=9,
-    early_stopping=EarlyStoppingState(data="a", digest="tokens of a", best_loss=2.5, best_step=3),
+    early_stopping=EarlyStoppingState(data="a", digest="tokens of a", best_value=2.5, best_step=3),
 )
 
 
