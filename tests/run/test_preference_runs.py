@@ -69,7 +69,7 @@ def settings(folder, name, *words, sources=("train",), sizes=(1, 1), **sections)
         "logging": {"trackers": []},
     }
     for section, values in sections.items():
-        fields[section] = fields.get(section, {}) | values
+        fields[section] = {**fields.get(section, {}), **values}
     return config_file.parse(fields, words)
 
 
