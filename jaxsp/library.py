@@ -312,7 +312,7 @@ def _build_config(source: str, config: Mapping[str, Any]) -> Config:
         fields[name] = dict(group)
     for group, name, suggestion in _UNSUPPORTED_FIELDS:
         value = fields.get(group, {}).get(name)
-        if value is not None:
+        if value not in (None, "sft"):
             raise UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
     fields.pop("checkpoint", None)
     unused = {
@@ -331,6 +331,7 @@ _UNSUPPORTED_FIELDS = (
     ("run", "eval_every", "Evaluate in your own loop."),
     ("run", "early_stopping_patience", "End your own loop early."),
     ("data", "eval_fraction", "Leave documents out of the list that you pass to pack."),
+    ("objective", "type", "Train on preferences with `jaxsp train`."),
 )
 """Fields that `load_model` refuses, with suggestions."""
 

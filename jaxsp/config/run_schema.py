@@ -51,9 +51,9 @@ class RunConfig(ConfigSection):
     A resumed run does not repeat this evaluation."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
-    is a lower loss (see early_stopping_metric) on the eval set of checkpoint.best_eval. The run then
-    writes a checkpoint and exits with 0, as after the last step. An evaluation at the start counts,
-    and a resumed run keeps the count. null: never."""
+    is a lower loss on the eval set of checkpoint.best_eval (or another early_stopping_metric). The
+    run then writes a checkpoint and exits with 0, as after the last step. An evaluation at the
+    start counts, and a resumed run keeps the count. null: never."""
     early_stopping_metric: Literal["loss", "token_accuracy", "reward_accuracy", "reward_margin"] = (
         "loss"
     )

@@ -37,7 +37,7 @@ else:
 class Pairs:
     """Pairs of documents of one step, the same on all devices. Unused places are at the end.
 
-    P is the largest possible number of pairs: half as many as a step has slots for segments.
+    P is the largest possible number of pairs, `max_pairs`.
     """
 
     references_P2: Any
@@ -105,8 +105,12 @@ def partition_specs(batch: Batch) -> Batch:
 
 
 def max_pairs(*, rows_per_step: int, max_segments: int) -> int:
-    """Largest number of pairs of a step."""
-    return rows_per_step * max_segments // 2
+    """Largest number of pairs of a step.
+
+    A row has at most one document of a pair in two rows, whose other one may be in another step of
+    an evaluation.
+    """
+    return rows_per_step * ((max_segments + 1) // 2)
 
 
 def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:

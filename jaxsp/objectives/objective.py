@@ -56,6 +56,8 @@ class Objective:
     """Loss of each pair, without the SFT term."""
     rewards: Callable[[ObjectiveConfig, PairSums], Float32[Array, "P 2"]]
     """Implicit reward of each document, for metrics."""
+    measure: Callable[[PairSums], dict[str, Array]] = lambda pairs: {}
+    """Sums for metrics that only this objective has."""
     needs_reference: bool = True
     needs_step: bool = False
     """True if the loss of a pair depends on other pairs of the step."""
@@ -95,7 +97,7 @@ def measure(
     """
     rewards_P2 = objective.rewards(config, pairs)
     first_P, second_P = jnp.moveaxis(jnp.stack([rewards_P2, pairs.logps_P2]), 2, 0)
-    sums = {"loss_sum": losses_P.sum()}
+    sums = {"loss_sum": losses_P.sum()} | objective.measure(pairs)
     is_chosen_P = pairs.is_real_P
     is_rejected_P = pairs.is_real_P
     if config.format == "unpaired":

@@ -12,6 +12,11 @@ OBJECTIVES = {
         losses=pairs.compute_simpo, rewards=pairs.mean_rewards, needs_reference=False
     ),
     "orpo": Objective(losses=pairs.compute_orpo, rewards=pairs.mean_rewards, needs_reference=False),
-    "kto": Objective(losses=unpaired.compute_kto, rewards=pairs.ratio_rewards, needs_step=True),
+    "kto": Objective(
+        losses=unpaired.compute_kto,
+        rewards=pairs.ratio_rewards,
+        measure=unpaired.sum_reference_points,
+        needs_step=True,
+    ),
     "reward": Objective(losses=pairs.compute_reward, rewards=pairs.scores, needs_reference=False),
 }

@@ -122,6 +122,11 @@ METRICS = {
         needs="num_chosen",
         counted="num_rejected",
     ),
+    "kl": Metric(
+        "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
+        lambda sums: divide(sums["kl_sum"], sums["num_pairs"]),
+        needs="kl_sum",
+    ),
     "router_max_load": Metric(
         "Tokens of the busiest expert relative to the mean over experts, in the layer where that "
         "is most. 1: all experts have equally many. Metrics of routers are those of models with "

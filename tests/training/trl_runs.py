@@ -69,7 +69,7 @@ METRICS = {
     "rejected_logp": "logps/rejected",
     "kl": "kl",
 }
-"""Names of TRL's metrics by those of jaxsp, which has no kl."""
+"""Names of TRL's metrics by those of jaxsp."""
 
 TRAINERS = {
     "dpo": ("trl", "DPO"),
