@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxsp.config import yaml_io
+from jaxsp.config import foreign_names, yaml_io
 from jaxsp.conversion.draft import Draft, as_list, is_on
 from jaxsp.core.errors import UserError
 
@@ -29,6 +29,9 @@ _OBJECTIVES: dict[str, dict[str, str]] = {
     "reward": {"reward": "reward"},
 }
 """Objectives by trainer and loss. The first loss is the default; an empty one is not offered."""
+
+_TORCHTUNE = "loss._component_"
+"""Option of torchtune that names the loss."""
 
 _SUPERVISED = ("sft", "pt")
 
@@ -78,13 +81,25 @@ def convert(draft: Draft) -> None:
 
 def _take_trainer(draft: Draft) -> tuple[Any, str]:
     """Returns the trainer, None if there is none, and the option that names it."""
-    if is_on(draft.options.get("reward_model")) and draft.system == "axolotl":
-        draft.take("reward_model")
-        return "reward", "reward_model"
+    if is_on(draft.options.get("reward_model")):
+        # elsewhere, a model for RL
+        is_trained = draft.options["reward_model"] is True
+        model = draft.take("reward_model")
+        if is_trained:
+            return "reward", "reward_model"
+        draft.not_converted[f"reward_model = {model}"] = "no objective reads its scores"
     for name in ("rl", TRAINER, SWIFT_TRAINER, "stage"):
         # not a part of another section, such as zero_optimization.stage
         if name in draft.options and isinstance(draft.options[name], str):
             trainer = draft.take(name)
             origin = "the trainer" if name == TRAINER else name
             return {"rm": "reward"}.get(trainer, trainer), origin
+    if foreign_names.translate_value("objective.type", draft.options.get(_TORCHTUNE)) == "dpo":
+        draft.take(_TORCHTUNE)
+        return "dpo", _TORCHTUNE
+    # YAML files of TRL do not name the trainer
+    for name in as_list(draft.options.get("loss_type"))[:1]:
+        for trainer, losses in _OBJECTIVES.items():
+            if str(name) in losses:
+                return trainer, "loss_type"
     return None, ""

@@ -68,6 +68,9 @@ def test_a_config_of_axolotl_with_kto():
             {"type": "hinge", "beta": 0.3},
         ),
         ("a.yaml", "model_name_or_path: a/b\nstage: sft\n", None),
+        ("a.yaml", "model_name_or_path: a/b\nloss_type: nll\n", {"type": "sft"}),
+        ("a.yaml", "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\nseed: 1\n", "dpo"),
+        ("a.yaml", "model_name_or_path: a/b\nloss_type: [ipo]\nbeta: 0.2\n", "ipo"),
         ("a.sh", "trl kto --model_name_or_path a/b --desirable_weight 1.2", "kto"),
         ("a.sh", "accelerate launch scripts/reward.py --dataset_name a/b", "reward"),
         ("a.sh", "accelerate launch dpo.py --loss_type ipo", "ipo"),
@@ -95,7 +98,8 @@ def test_each_trainer_is_an_objective(tmp_path, name, text, objective):
     if objective is not None:
         is_unpaired = fields["objective"]["type"] == "kto"
         formats = {source["format"] for source in fields["data"]["train"]}
-        assert formats == {"unpaired" if is_unpaired else "preference"}
+        if fields["objective"]["type"] != "sft":
+            assert formats == {"unpaired" if is_unpaired else "preference"}
 
 
 def test_whole_conversations_of_axolotl_need_no_prompt(tmp_path):
