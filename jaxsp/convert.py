@@ -20,8 +20,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "convert",
         "Prints the config for a run of Axolotl (YAML), TRL (YAML, a Python script with\n"
-        "SFTConfig(...), or a shell script) or ms-swift (a shell script, or YAML). Scripts are\n"
-        "parsed and never executed. What cannot be converted is named in comments.\n\n"
+        "SFTConfig(...) or DPOConfig(...), or a shell script) or ms-swift (a shell script, or\n"
+        "YAML). Scripts are parsed and never executed. What cannot be converted is named in\n"
+        "comments.\n\n"
         "  jaxsp convert axolotl.yaml --gpus 8 > my.yaml",
     )
     parser.add_argument(

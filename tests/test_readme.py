@@ -93,7 +93,10 @@ def test_the_index_lists_every_page():
     assert [path.name for path in markdown.guides() if f"/{path.name})" not in index] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "configs/guide/chats_on_eight_gpus.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "configs/guide/chats_on_eight_gpus.md", "configs/guide/preferences.md"],
+)
 def test_whole_configs_are_valid(name):
     (text,) = markdown.code_blocks(read(name), "yaml")
     config = config_file.parse(yaml_io.load(text))

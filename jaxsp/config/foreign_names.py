@@ -91,6 +91,7 @@ _TOP_LEVEL_ONLY = (
     "scheduler",
     "devices",
     "trl",
+    "stage",
     "tokens",
     "system",
 )
@@ -129,6 +130,8 @@ def translate_value(field: str, value: Any) -> Any:
     """
     if field in ("data.train", "data.eval"):
         return _translate_sources(value)
+    if field == "objective.type" and isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, str):
         return value
     return _read_table().values.get((field, normalize(value)), value)

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
-from jaxsp.conversion import data_sources, model_rules, page, scripts, training_rules
+from jaxsp.conversion import (
+    data_sources,
+    model_rules,
+    objective_rules,
+    page,
+    scripts,
+    training_rules,
+)
 from jaxsp.conversion.draft import OTHER, Draft, find_system, is_on, is_set, read_systems
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
@@ -27,14 +34,11 @@ _RULES = (
 )
 """Rules in the order of their use; the table of names is for the options that they leave."""
 
-_OTHER_TRAINING = ("rl", "rlhf_type", "reward_model", "process_reward_model", "diffusion")
-"""Options, or sections, that select another training than supervised."""
+_OTHER_TRAINING = ("process_reward_model", "diffusion")
+"""Options, or sections, that select a training that is not offered."""
 
-_OTHER_TASKS = {
-    "stage": ("rm", "ppo", "dpo", "kto"),
-    "task_type": ("seq_cls", "embedding", "reranker", "generative_reranker"),
-}
-"""Values of LLaMA-Factory and ms-swift that select another training."""
+_OTHER_TASKS = ("seq_cls", "embedding", "reranker", "generative_reranker")
+"""Values of ms-swift's task_type that select a training that is not offered."""
 
 _SECRET = re.compile(r"(hub|hf|access|auth|swanlab)_token$|key$|password|secret|webhook")
 """Names of options whose value is never printed."""
@@ -66,6 +70,8 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int | None) -> str:
     Raises: UserError
     """
     draft = _read_draft(paths, num_gpus)
+    objective_rules.convert(draft)
+    _check_training(draft.options)
     draft.add_defaults("defaults")
     for rule in _RULES:
         rule(draft)
@@ -104,7 +110,6 @@ def _read_draft(paths: Sequence[pathlib.Path], num_gpus: int | None) -> Draft:
         raise UserError(f"{paths[0]}: has no option of a known system: {known}.")
     if num_gpus is None:
         raise UserError("--gpus: missing. The batch depends on the number of GPUs, such as 8.")
-    _check_training(options)
     tasks = [
         f"{name} = {expression}: its value is known when the script runs"
         for name, expression in expressions.items()
@@ -136,13 +141,13 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_training(options: dict[str, Any]) -> None:
-    """Raises: UserError for training with preferences or rewards."""
+    """Raises: UserError for training that is not offered."""
     for name, value in options.items():
         is_other = name.partition(".")[0] in _OTHER_TRAINING and is_on(value)
-        if is_other or value in _OTHER_TASKS.get(name, ()):
+        if is_other or (name == "task_type" and value in _OTHER_TASKS):
             text = yaml_io.format_value(value)
             raise UserError(
-                f"{name} = {text}: jaxsp has supervised training of language models only."
+                f"{name} = {text}: jaxsp trains language models and reward models only."
             )
 
 

@@ -26,10 +26,29 @@ _PROMPT_HINT = (
 )
 
 
+_CONVERSATIONS = (".argilla_chat", ".ultra", "chat_template.argilla")
+"""Ends of types of preferences whose answers are whole conversations; all except the first have a
+prompt beside them."""
+
+_PAIR_HINTS = {
+    "preference": (
+        "write its records as {prompt: [...], chosen: [...], rejected: [...]} with messages in a "
+        ".jsonl file, and name that file"
+    ),
+    "unpaired": (
+        "write its records as {prompt: [...], completion: [...], label: true or false} with "
+        "messages in a .jsonl file, and name that file"
+    ),
+}
+
+
 def convert(draft: Draft) -> None:
     """Converts all data sets, and the fraction that is held out."""
     converters = {"trl": _convert_trl, "ms-swift": _convert_swift}
     sources, eval_sources = converters.get(draft.system, _convert_axolotl)(draft)
+    if not sources and draft.pair_format:
+        sources = [{"source": "FILL-IN.jsonl", "format": draft.pair_format}]
+        draft.add_task("data.train: the input has none")
     if sources:
         draft.set("data.train", sources)
     if eval_sources:
@@ -81,6 +100,8 @@ def _convert_entry(entry: dict[str, Any], draft: Draft, field: str) -> list[dict
 
 def _find_format(kind: Any, entry: dict[str, Any], draft: Draft, field: str) -> dict[str, Any]:
     """Returns format, fields and roles, and removes their options from the entry."""
+    if draft.pair_format:
+        return _find_pair_format(kind, entry, draft, field)
     if kind in _TEXT_TYPES:
         return _text_format(entry.pop("field", None) or entry.pop("text_column", None))
     if kind in _CHAT_TYPES:
@@ -92,6 +113,35 @@ def _find_format(kind: Any, entry: dict[str, Any], draft: Draft, field: str) -> 
     for name in [name for name in entry if name.startswith("field_")]:
         del entry[name]
     return {"format": "prompt_completion"}
+
+
+def _find_pair_format(kind: Any, entry: dict[str, Any], draft: Draft, field: str) -> dict[str, Any]:
+    """Returns format, fields and roles of records with preferences, and removes their options."""
+    assert draft.pair_format is not None
+    name = kind if isinstance(kind, str) else ""
+    has_conversations = draft.pair_format == "preference" and name.endswith(_CONVERSATIONS)
+    if kind is not None and not has_conversations:
+        text = yaml_io.format_value(kind)
+        draft.add_task(
+            f"{field}: type {text} has a prompt of its own; {_PAIR_HINTS[draft.pair_format]}"
+        )
+        for option in [option for option in entry if option.startswith(("field_", "message_"))]:
+            del entry[option]
+        return {"format": draft.pair_format}
+    answers = {
+        ours: str(entry.pop(f"field_{ours}"))
+        for ours in ("chosen", "rejected", "completion", "label")
+        if f"field_{ours}" in entry
+    }
+    source = _find_message_fields(kind, entry)
+    renamed = {ours: theirs for ours, theirs in answers.items() if ours != theirs}
+    fields = source.pop("fields", {}) | renamed
+    # only messages have it
+    fields.pop("messages", None)
+    # the prompt beside whole conversations is their first message
+    ignored = ["prompt"] if name.endswith(_CONVERSATIONS[1:]) else []
+    extra = {"fields": fields, "ignore_fields": ignored}
+    return {"format": draft.pair_format, **source} | {key: x for key, x in extra.items() if x}
 
 
 def _text_format(column: Any) -> dict[str, Any]:
@@ -146,7 +196,9 @@ def _find_files(entry: dict[str, Any], draft: Draft, field: str) -> Iterator[str
 def _convert_trl(draft: Draft) -> _Sources:
     text_column = draft.take("dataset_text_field")
     base: dict[str, Any] = {"format": "messages"}
-    if text_column is not None:
+    if draft.pair_format:
+        base = {"format": draft.pair_format}
+    elif text_column is not None:
         base = _text_format(text_column)
     elif draft.options.get("completion_only_loss") is True:
         base = {"format": "prompt_completion"}
@@ -165,7 +217,8 @@ def _convert_trl(draft: Draft) -> _Sources:
     for entry in filter(lambda entry: isinstance(entry, dict), entries):
         weight = entry.pop("fraction", None)
         weights = {"weight": float(weight)} if weight else {}
-        converted = _convert_entry({**entry, "type": "chat_template"}, draft, "data.train.0")
+        kind = None if draft.pair_format else "chat_template"
+        converted = _convert_entry({**entry, "type": kind}, draft, "data.train.0")
         sources += [{**source, **base, **weights} for source in converted]
     evaluates = is_on(draft.options.get("eval_strategy"))
     if evaluates and name and not draft.options.get("test_split_size"):
@@ -182,7 +235,14 @@ def _convert_swift(draft: Draft) -> _Sources:
         ]
         for option, field in (("dataset", "data.train"), ("val_dataset", "data.eval"))
     )
-    if sources:
+    if draft.pair_format:
+        for source in (*sources, *eval_sources):
+            source["format"] = draft.pair_format
+        draft.add_task(
+            f"data.train: records of {draft.title} have messages, and rejected_response or label; "
+            f"{_PAIR_HINTS[draft.pair_format]}"
+        )
+    elif sources:
         _add_format_task(draft)
     return sources, eval_sources
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxsp.config import config_errors, config_file, fields, foreign_names, yaml_io
+from jaxsp.config.objective_schema import FORMATS
 from jaxsp.core.errors import UserError
 
 OTHER = "other"
@@ -91,6 +92,11 @@ class Draft:
         """Name of the system in messages."""
         entry = read_systems().get(self.system)
         return entry["title"] if entry else "another system"
+
+    @property
+    def pair_format(self) -> str | None:
+        """Format of records that the objective needs; None for supervised training."""
+        return FORMATS.get(self.fields.get("objective.type", "sft"))
 
     def take(self, *names: str) -> Any:
         """Takes all options of these names, and returns the first value that is set.

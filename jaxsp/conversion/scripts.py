@@ -9,13 +9,21 @@ from typing import Any
 import yaml
 
 from jaxsp.config import yaml_io
+from jaxsp.conversion import objective_rules
 from jaxsp.core.errors import UserError
 
 MAX_CHARS = 10_000
 """Maximum length of a text that a script composes: `b = f"{a}{a}"` doubles it with every line."""
 
-_CONFIGS = ("SFTConfig", "TrainingArguments", "ScriptArguments", "ModelConfig", "DatasetConfig")
+_TRAINERS = {"DPO": "dpo", "KTO": "kto", "ORPO": "orpo", "CPO": "cpo", "Reward": "reward"}
+"""Trainers on preferences by the first part of the names of their classes."""
+
+_TRAINER_CONFIGS = ("SFTConfig", "TrainingArguments", *(f"{name}Config" for name in _TRAINERS))
+
+_CONFIGS = (*_TRAINER_CONFIGS, "ScriptArguments", "ModelConfig", "DatasetConfig")
 """Calls whose keywords are options."""
+
+_OFFERED = "jaxsp trains with SFT, DPO, KTO, ORPO, CPO's SimPO and reward models"
 
 _LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Defaults of PEFT's LoraConfig; TRL's own options have others."""
@@ -44,10 +52,11 @@ def read_python(text: str, *, path: str) -> tuple[dict[str, Any], dict[str, str]
         raise UserError(f"{path}: cannot be read as Python: {error}.") from None
     calls = [(_name_of(node.func), node) for node in nodes if isinstance(node, ast.Call)]
     for name, _ in calls:
-        if name.endswith("Trainer") and name not in ("SFTTrainer", "Trainer"):
-            raise UserError(f"{path}: uses {name}. jaxsp has supervised training only.")
+        is_known = name.removesuffix("Trainer") in ("SFT", "", *_TRAINERS)
+        if name.endswith("Trainer") and not is_known:
+            raise UserError(f"{path}: uses {name}. {_OFFERED}.")
     constants = _find_constants(nodes)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = _find_trainer(name for name, _ in calls)
     expressions: dict[str, str] = {}
     remarks = []
     for name, call in calls:
@@ -63,15 +72,30 @@ def read_python(text: str, *, path: str) -> tuple[dict[str, Any], dict[str, str]
                 f"data.train: {name}() changes records; write the changed records to a file, and "
                 "name it"
             )
-        if name == "SFTTrainer" and any(word.arg == "eval_dataset" for word in call.keywords):
-            remarks.append("data.eval: the script has an eval_dataset; name it")
-    config_names = ("SFTConfig", "TrainingArguments")
-    if not any(name in config_names and call.keywords for name, call in calls):
+        if name.endswith("Trainer"):
+            keywords = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            if "eval_dataset" in keywords:
+                remarks.append("data.eval: the script has an eval_dataset; name it")
+            if keywords.get("ref_model", "None") != "None":
+                remarks.append(
+                    "model.source: is the reference too; the script has a ref_model, which must be "
+                    "the same model"
+                )
+    if not any(name in _TRAINER_CONFIGS and call.keywords for name, call in calls):
         raise UserError(
             f"{path}: has no SFTConfig(...) with options; they may come from its command line. "
             "Write the command into a file that ends with .sh, and convert that."
         )
     return options, expressions, list(dict.fromkeys(remarks))
+
+
+def _find_trainer(names: Iterable[str]) -> dict[str, Any]:
+    """Option of the trainer on preferences, if one of the called names belongs to it."""
+    for name in names:
+        if match := re.fullmatch(r"(\w+?)(Config|Trainer)", name):
+            if match[1] in _TRAINERS:
+                return {objective_rules.TRAINER: _TRAINERS[match[1]]}
+    return {}
 
 
 def _name_of(function: ast.expr) -> str:
@@ -101,7 +125,7 @@ def _list_arguments(name: str, call: ast.Call) -> Iterator[tuple[str, ast.expr]]
         yield from (("model_name_or_path", node) for node in call.args[:1])
         if "Tokenizer" not in ast.unparse(call.func):
             yield from ((key, node) for key, node in keywords.items() if key[:5] != "quant")
-    elif name == "SFTTrainer" and isinstance(keywords.get("model"), ast.Constant):
+    elif name.endswith("Trainer") and isinstance(keywords.get("model"), ast.Constant):
         yield "model_name_or_path", keywords["model"]
 
 
@@ -163,8 +187,7 @@ def read_shell(text: str, *, path: str) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as a shell script: {error}.") from None
     if not command:
         raise UserError(f"{path}: has no training command, such as `swift sft` or `trl sft`.")
-    _check_command(command, path=path)
-    options = dict(_parse_options(command))
+    options = _find_command_trainer(command, path=path) | dict(_parse_options(command))
     devices = variables.get("CUDA_VISIBLE_DEVICES", "").split(",")
     counts = [variables.get("NPROC_PER_NODE"), *(options.pop(name, None) for name in _NUM_GPUS)]
     counts.append(len(devices) if devices != [""] else None)
@@ -195,17 +218,28 @@ def _expand(word: str, variables: dict[str, str]) -> str:
     return expanded
 
 
-def _check_command(words: list[str], *, path: str) -> None:
-    """Raises: UserError for a command that does not train, or not supervised."""
+def _find_command_trainer(words: list[str], *, path: str) -> dict[str, Any]:
+    """Option of the trainer on preferences that a command runs, if it does.
+
+    Raises: UserError for a command that does not train, or not with what is offered.
+    """
     if words[0] == "axolotl":
         raise UserError(f"{path}: runs Axolotl. Convert the YAML file that it names.")
-    if words[0] in ("swift", "trl") and words[1:2] not in (["sft"], ["pt"]):
-        raise UserError(
-            f"{path}: runs {' '.join(words[:2])}. jaxsp has supervised training only: sft or pt."
-        )
+    command = " ".join(words[:2])
+    if words[0] in ("swift", "trl"):
+        if command == "swift rlhf":
+            return {objective_rules.SWIFT_TRAINER: "dpo"}  # the default
+        if command in ("swift sft", "swift pt", "trl sft"):
+            return {}
+        if words[0] == "trl" and words[1:2] and words[1] in _TRAINERS.values():
+            return {objective_rules.TRAINER: words[1]}
+        raise UserError(f"{path}: runs {command}. {_OFFERED}.")
     for word in words:
-        if re.search(r"\b(dpo|grpo|kto|ppo|orpo|cpo|rloo|reward)\w*\.py$", word):
-            raise UserError(f"{path}: runs {word}. jaxsp has supervised training only.")
+        if match := re.search(r"\b(dpo|grpo|kto|ppo|orpo|cpo|rloo|reward)\w*\.py$", word):
+            if match[1] not in _TRAINERS.values():
+                raise UserError(f"{path}: runs {word}. {_OFFERED}.")
+            return {objective_rules.TRAINER: match[1]}
+    return {}
 
 
 def _parse_options(words: list[str]) -> Iterator[tuple[str, Any]]:

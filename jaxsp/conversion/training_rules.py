@@ -81,7 +81,7 @@ def convert_batch(draft: Draft) -> None:
         draft.set("mesh.replica", replicas, *replica_names)
     # rows hold several documents; here, a row of the input has one
     packing = "sample_packing" if draft.system == "axolotl" else "packing"
-    if not is_on(draft.skip(packing)):
+    if not is_on(draft.skip(packing)) and draft.pair_format is None:
         draft.add_task(
             f"batch.rows_per_step: without {packing}, a row of {draft.title} is one document, and "
             "here it is full of them, so a step has more tokens. Use fewer rows for the same number"
@@ -220,7 +220,7 @@ def convert_text(draft: Draft) -> None:
     trains_all = trains_on_inputs or loss_scale == "all"
     if draft.system == "trl":
         trains_all = has_prompts and not any(restricts)
-    if trains_all:
+    if trains_all and draft.pair_format is None:
         draft.set("data.train_on", "all", f"as in {draft.title}; assistant: answers only")
     if loss_scale not in (None, "default", "all"):
         draft.not_converted[f"loss_scale: {loss_scale}"] = "data.train_on is assistant"

@@ -86,10 +86,20 @@ ANSWERS = {
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
+    "objective.type": "rl rlhf_type pref_loss loss_type reward_model",
+    "objective.beta": "rl_beta pref_beta orpo_alpha loss.beta",
+    "objective.label_smoothing": "label_smoothing dpo_label_smoothing",
+    "objective.sft_weight": "cpo_alpha rpo_alpha pref_ftx loss_weights",
+    "objective.gamma": "simpo_gamma",
+    "objective.desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "objective.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
+    "objective.center_rewards_coefficient": "center_rewards_coefficient",
     NOT_NEEDED: "packing sample_packing padding_free deepspeed fsdp zero_optimization.stage "
+    "precompute_ref_log_probs "
     "mlflow_tracking_uri wandb_entity "
     "lora_qkv_kernel liger_rope liger_rms_norm",
-    NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel",
+    NOT_OFFERED: "use_comet lora_bias rank_pattern push_to_hub tensor_parallel ref_model ld_alpha "
+    "sync_ref_model f_divergence_type use_weighting discopop_tau max_prompt_length num_generations",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
 
@@ -182,6 +192,11 @@ def test_no_name_with_a_group_is_a_field():
         ("ring_attn_func=varlen_llama3", "attention.strategy=all_gather"),
         ("cp_comm_type=p2p", "attention.strategy=ring"),
         ("train_type=full", "adapter.type=none"),
+        ("rl=ipo", "objective.type=ipo"),
+        ("loss_type=[sigmoid]", "objective.type=dpo"),
+        ("stage=rm", "objective.type=reward"),
+        ("loss._component_=torchtune.rlhf.loss.DPOLoss", "objective.type=dpo"),
+        ("cpo_alpha=1.0", "objective.sft_weight=1.0"),
     ],
 )
 def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
@@ -220,6 +235,9 @@ def test_an_answer_with_values_works_when_it_is_pasted(word, settings):
         ("tiled_mlp_num_shards=8", "memory.mlp_tile_tokens"),
         ("ddp_timeout=1800", "run.step_timeout"),
         ("chat_template=chatml", "data.chat_template"),
+        ("rl=grpo", "objective.type"),
+        ("loss_type=apo_zero", "objective.type"),
+        ("loss_weights=[0.8, 0.2]", "objective.sft_weight"),
     ],
 )
 def test_a_value_of_another_meaning_is_not_kept(word, field):
