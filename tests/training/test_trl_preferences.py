@@ -71,7 +71,7 @@ E2E = {
 REWARDS = ("chosen_reward", "rejected_reward", "reward_margin")
 PAIRED = set(trl_runs.METRICS) - {"kl"}
 COMPARED = dict.fromkeys(CASES, PAIRED) | {
-    "kto": PAIRED - {"reward_accuracy"},
+    "kto": set(trl_runs.METRICS) - {"reward_accuracy"},
     # TRL's logps are means over tokens here, and so are the rewards
     "simpo": PAIRED - {"chosen_logp", "rejected_logp"},
     "orpo": PAIRED - {"chosen_logp", "rejected_logp"},
