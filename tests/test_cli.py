@@ -87,7 +87,7 @@ def test_help_of_a_section_has_its_fields_only(capsys):
     assert printed.out.startswith("optimizer: ")
     assert "  optimizer.learning_rate  " in printed.out
     assert "mesh.seq" not in printed.out
-    assert "batch, optimizer, adapter" in printed.err
+    assert "batch, objective, optimizer, adapter" in printed.err
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     assert "mesh.seq" in capsys.readouterr().out

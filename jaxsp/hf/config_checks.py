@@ -13,6 +13,7 @@ from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.hf.families import (
+    FAMILIES,
     QWEN_WINDOW_FIELDS,
     TYPED_WINDOW_FIELDS,
     Family,
@@ -302,7 +303,7 @@ def reward_architecture(model_type: Any) -> str | None:
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
     )
 
-    return NAMES.get(model_type)
+    return NAMES.get(model_type) if model_type in FAMILIES else None
 
 
 def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:

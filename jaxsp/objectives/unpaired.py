@@ -17,7 +17,7 @@ def find_reference_point(pairs: PairSums) -> Float32[Array, ""]:
 
 def sum_reference_points(pairs: PairSums) -> dict[str, Array]:
     """The reference point, once for each pair, for metrics."""
-    return {"kl_sum": find_reference_point(pairs) * pairs.is_real_P.sum()}
+    return {"kl_sum": find_reference_point(pairs) * pairs.is_real_P.sum(dtype=jnp.float32)}
 
 
 def compute_kto(config: ObjectiveConfig, pairs: PairSums) -> Float32[Array, "P"]:

@@ -4,13 +4,14 @@
 
 Runs jaxsp's own commands: a byte model is trained on the source of Python's standard library,
 exported, and tuned on pairs by several objectives. The prompt of a pair is a part of a file; the
-chosen answer is how the file goes on, and the rejected one is from another place. Held-out pairs
-are from other files. Needs matplotlib; about 20 minutes on 2 CPU cores. Finished parts in the
+chosen answer is how the file goes on, and the rejected one has its words in reverse order. Held-out
+pairs are from other files. Needs matplotlib; about 20 minutes on 2 CPU cores. Finished parts in the
 folder of --work are used again.
 """
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ from scripts.bench import context_extension, machine, results
 MODULE = "scripts.bench.preferences"
 
 PROMPT_CHARS = 160
-ANSWER_CHARS = 48
+ANSWER_CHARS = 64
 NUM_PAIRS = 2400
 NUM_EVAL_PAIRS = 300
 
@@ -98,20 +99,17 @@ def write_jsonl(path: pathlib.Path, records: list[dict[str, Any]]) -> None:
 
 def draw_pairs(texts: list[str], count: int, rng: np.random.Generator) -> list[dict[str, str]]:
     """Draws pairs of answers to random parts of texts."""
-
-    def draw_place(num_chars: int) -> tuple[str, int]:
-        text = texts[rng.integers(len(texts))]
-        return text, int(rng.integers(len(text) - num_chars))
-
     records = []
     while len(records) < count:
-        text, start = draw_place(PROMPT_CHARS + ANSWER_CHARS)
+        text = texts[rng.integers(len(texts))]
+        start = int(rng.integers(len(text) - PROMPT_CHARS - ANSWER_CHARS))
         end = start + PROMPT_CHARS
-        other, place = draw_place(ANSWER_CHARS)
-        answers = (text[end : end + ANSWER_CHARS], other[place : place + ANSWER_CHARS])
-        if answers[0] != answers[1]:
-            names = ("prompt", "chosen", "rejected")
-            records.append(dict(zip(names, (text[start:end], *answers), strict=True)))
+        chosen = text[end : end + ANSWER_CHARS]
+        # white space stays where it is
+        words = iter(re.findall(r"\S+", chosen)[::-1])
+        rejected = re.sub(r"\S+", lambda _: next(words), chosen)  # noqa: B023 - called at once
+        if chosen != rejected:
+            records.append({"prompt": text[start:end], "chosen": chosen, "rejected": rejected})
     return records
 
 

@@ -72,6 +72,8 @@ def make_plan(**changes):
         "time_bottleneck": roofline.MATMULS,
         "jax_version": "0.12.0",
         "plan_s": 8.0,
+        "objective": "",
+        "reference_s_estimate": None,
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(Plan)}
     return Plan(**fields | changes)

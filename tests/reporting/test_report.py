@@ -51,9 +51,10 @@ def make_page(folder, *directories):
 
 
 def test_the_page_shows_the_numbers_of_the_files(tmp_path):
-    of_routers = [name for name in charts.CHARTS if name.startswith("router_")]
+    kinds = ("router_", "reward_", "chosen_", "rejected_")
+    of_few_runs = [name for name in charts.CHARTS if name.startswith(kinds)]
     lines = [
-        line | {name: line["step"] / (2 + i) for i, name in enumerate(of_routers)}
+        line | {name: line["step"] / (2 + i) for i, name in enumerate(of_few_runs)}
         for line in synthetic_runs.metrics_lines(50)
     ]
     lines[9] |= {"loss": None, "token_accuracy": None, "checkpoint_wait_s": 2.5}
