@@ -142,7 +142,7 @@ def tune(
             f"data.train=[{json.dumps(source)}]",
             f"data.eval=[{json.dumps(held_out)}]",
             f"objective={json.dumps(objective)}",
-            "optimizer.learning_rate=0.001",
+            "optimizer.learning_rate=0.0003",
             "run.eval_at_start=true",
             "run.eval_every=15",
         ]

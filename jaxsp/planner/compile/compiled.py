@@ -215,7 +215,7 @@ def _write_stub_ptxas(folder: pathlib.Path) -> None:
 def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
     """Marks the arguments in host memory, because shardings on absent devices lose their memory
     kind."""
-    state, batch = train_state.abstract_inputs(spec)
+    state, _ = train_state.abstract_inputs(spec)
 
     def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
         on_host = spec.is_on_host(param)
@@ -227,9 +227,8 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
     weights, moments = optimizer.map_weights_and_state(
         spec.table, is_param_on_host, state.master, state.opt_state
     )
-    # in the order of the arguments: master, opt_state, step, batch
-    on_host = [*jax.tree.leaves((weights, moments)), False]
-    on_host += [False for _ in jax.tree.leaves(batch)]
+    # The arguments after these are the step and the arrays of the batch that the objective uses
+    on_host = jax.tree.leaves((weights, moments))
     module: Any = lowered.compiler_ir()
     with module.context:
         (main,) = (
@@ -239,7 +238,8 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
             {attribute.name: attribute.attr for attribute in attributes}
             for attributes in main.arg_attrs
         ]
-        for argument, is_on_host in zip(arguments, on_host, strict=True):
+        assert len(arguments) > len(on_host), "every weight is an argument"
+        for argument, is_on_host in zip(arguments, on_host, strict=False):
             if is_on_host:
                 argument["mhlo.memory_kind"] = ir.StringAttr.get(host_memory.MEMORY_KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
