@@ -90,8 +90,14 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(("offloaded", "microbatches"), [("state", 1), ("state_and_gradients", 2)])
-def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
+PAIRS = ("objective.type=dpo", "data.train.0.format=preference", "data.max_segments_per_row=2")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "microbatches", "objective"),
+    [("state", 1, ()), ("state_and_gradients", 2, PAIRS)],
+)
+def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches, objective):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     if jax.__version_info__ < host_offload.MIN_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
@@ -101,6 +107,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
         "memory.offload_activations=layer_inputs",
         "optimizer.name=adamw",
         f"batch.rows_per_step={microbatches}",
+        *objective,
         **SIZES,
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 2))
