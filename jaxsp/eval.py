@@ -19,6 +19,7 @@ from jaxsp.blocks import rope
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
+from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -35,9 +36,11 @@ from jaxsp.storage import copies
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
 
+_UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
+
 _PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
     "run": {"directory": "unused", "steps": 1},
-    "data": {"train": [{"source": "unused", "format": "tokens"}]},
+    "data": {"train": _UNUSED_TRAINING_DATA},
     "batch": {"rows_per_step": 1},
     "optimizer": {"learning_rate": 0.0},
 }
@@ -184,12 +187,14 @@ def _prepare_references(
             "model before training. Evaluate the run, or data with ref_chosen_logps and "
             "ref_rejected_logps."
         )
-    reference = initial_weights.Reference(spec, resolved.model_folder)
+    reference = initial_weights.Reference(spec)
+    folders = [] if run is None else [run / references.FOLDER]
+    known = references.read_identity(folders[0]) if folders else None
     references.prepare(
         spec,
         missing,
-        folders=[] if run is None else [run / references.FOLDER],
-        weights_identity=reference.identify(),
+        folders=folders,
+        weights_identity=known or reference.identify(),
         make_weights=reference.make,
         print_line=print_line,
     )
@@ -240,7 +245,7 @@ def _load_config(
     if meta is not None and file is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine
         fields = fields | {
-            "data": fields["data"] | {"eval_fraction": None},
+            "data": fields["data"] | {"eval_fraction": None, "train": _UNUSED_TRAINING_DATA},
             "checkpoint": fields["checkpoint"] | {"best_eval": None},
             "run": fields["run"] | _NO_EARLY_STOPPING,
         }
@@ -265,6 +270,13 @@ def _load_config(
             raise UserError(
                 f"model.{name}: must be the model of {what}. To evaluate another model, use its "
                 f"name instead of {what}."
+            )
+    if meta is not None:
+        trained = config_file.parse(meta.config).objective.type
+        if "reward" in (trained, config.objective.type) and trained != config.objective.type:
+            raise UserError(
+                f"objective.type = {config.objective.type}: {what} was trained with {trained}, and "
+                f"a reward model has another head. Use objective.type={trained}."
             )
     if meta is not None and config.adapter != config_file.parse(meta.config).adapter:
         raise UserError(

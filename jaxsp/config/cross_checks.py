@@ -110,7 +110,9 @@ def _check_objective(sections: Sections) -> Iterator[str]:
         for name in ("train", "eval")
         for number, source in enumerate(_list_sources(sections, name))
     }
-    yield from objective_checks.check(sections["objective"], sections["data"], sources)
+    yield from objective_checks.check(
+        sections["objective"], sections["data"], sources, sections["adapter"]
+    )
 
 
 def _check_chat_template(sections: Sections) -> Iterator[str]:
@@ -317,10 +319,16 @@ def _check_early_stopping(sections: Sections) -> Iterator[str]:
                 )
         return
     metric = str(run.get("early_stopping_metric", "loss"))
-    if metric.startswith("reward_") and sections["objective"].get("type", "sft") in ("sft", "kto"):
+    objective = sections["objective"].get("type", "sft")
+    without = {
+        "reward_accuracy": ("sft", "kto"),
+        "reward_margin": ("sft",),
+        "token_accuracy": ("reward",),
+    }
+    if objective in without.get(metric, ()):
         yield (
-            f"run.early_stopping_metric = {metric}: only objectives for pairs have it. Use "
-            "run.early_stopping_metric=loss."
+            f"run.early_stopping_metric = {metric}: objective.type = {objective} does not have it. "
+            "Use run.early_stopping_metric=loss."
         )
     setting = f"run.early_stopping_patience = {yaml_io.format_value(patience)}"
     if not _list_eval_names(sections):

@@ -17,6 +17,9 @@ from jaxsp.config.fields import (
     with_examples,
 )
 
+PLACEHOLDER_SOURCE = "unused"
+"""Source in configs of commands that read no training data."""
+
 PAIR_FORMATS = ("preference", "unpaired")
 """Formats of records with two completions, of which only completions have a loss."""
 

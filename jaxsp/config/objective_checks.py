@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxsp.config import owner_checks, yaml_io
+from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.objective_schema import DEFAULTS, FORMATS
 from jaxsp.core import errors
 
@@ -13,14 +14,17 @@ _SFT_SUGGESTION = (
 
 
 def check(
-    objective: Mapping[str, Any], data: Mapping[str, Any], sources: Mapping[str, dict[str, Any]]
+    objective: Mapping[str, Any],
+    data: Mapping[str, Any],
+    sources: Mapping[str, dict[str, Any]],
+    adapter: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yields a message for each rule that is broken.
 
     The fields are raw: pydantic reports values of the wrong type.
 
     Args:
-        data: fields of the section data.
+        data, adapter: fields of these sections.
         sources: entries of data.train and data.eval, by field.
     """
     yield from owner_checks.check_owners("objective", dict(objective), "type", "sft", DEFAULTS)
@@ -30,6 +34,8 @@ def check(
     needed = FORMATS.get(kind)
     for field, source in sources.items():
         given = source.get("format")
+        if source.get("source") == PLACEHOLDER_SOURCE:
+            continue
         if needed is None and given in FORMATS.values():
             fitting = [name for name, format in FORMATS.items() if format == given]
             yield (
@@ -44,6 +50,12 @@ def check(
             )
     if needed is None:
         return
+    saved = adapter.get("modules_to_save")
+    if kind == "reward" and isinstance(saved, list | tuple) and "lm_head" in saved:
+        yield (
+            f"adapter.modules_to_save = {yaml_io.format_value(list(saved))}: a reward model has no "
+            "lm_head; its head, score, is always trained. Leave lm_head out."
+        )
     max_segments = data.get("max_segments_per_row")
     if isinstance(max_segments, int) and max_segments < 2:
         yield (

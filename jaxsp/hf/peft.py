@@ -50,8 +50,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_saved_module(value: Any) -> bool:
-    return _is_text(value) and value.rpartition(".")[2] in SAVED_MODULES
+    return _is_text(value) and value.rpartition(".")[2] in _READ_MODULES
 
+
+_READ_MODULES = SAVED_MODULES | {decoder.SCORE_NAME.rpartition(".")[0]: decoder.SCORE_NAME}
+"""Modules that an adapter may train as a whole, and their tensors; reward models have a score."""
 
 _MODULES = Rule(
     lambda x: _is_text(x) or _is_list(x, _is_text), "a list of names, a regular expression or null"
@@ -188,6 +191,8 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
         if name not in _RULES.keys() | _OTHER_FIELDS and value and value != "none"
     ]
     saved = {name.rpartition(".")[2] for name in fields.get("modules_to_save") or ()}
+    if any(_READ_MODULES[name] == decoder.SCORE_NAME for name in saved) and not model.has_scores:
+        problems.append("is the adapter of a reward model: use objective.type=reward.")
     is_tied = model.tie_embeddings and not fields.get("ensure_weight_tying")
     if is_tied and len(saved) == 1:
         problems.append(
@@ -325,7 +330,7 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         raise UserError(f"{asked}: {path} {error}. Copy or download it again.") from None
     stored = {_remove_prefixes(name): tensor for name, tensor in header.items()}
     declared = source.config_fields.get("modules_to_save") or ()
-    saved = {SAVED_MODULES[name.rpartition(".")[2]] for name in declared}
+    saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
     params = jax.tree.leaves(table)
     shapes = weights.tensor_shapes(
         [param for param in params if param.is_adapter or param.hf_name in saved]

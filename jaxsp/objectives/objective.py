@@ -105,9 +105,9 @@ def measure(
         is_rejected_P &= ~pairs.is_desirable_P
         second_P = first_P
     else:
-        scale = config.value("beta") if "beta" in config.defaults else 1
-        # before the first update all margins are rounding errors
-        tolerance_P = 1e-6 * jnp.abs(pairs.logps_P2).sum(1) * scale
+        # relative to a reference, all margins are rounding errors before the first update
+        scale = 1e-6 * config.value("beta") if objective.needs_reference else 0.0
+        tolerance_P = scale * jnp.abs(pairs.logps_P2).sum(1)
         is_right_P = pairs.is_real_P & (rewards_P2[:, 0] - rewards_P2[:, 1] > tolerance_P)
         sums["num_pairs_right"] = is_right_P.sum(dtype=jnp.int32)
     sums["num_both"] = jnp.minimum(is_chosen_P.sum(), is_rejected_P.sum()).astype(jnp.int32)

@@ -54,6 +54,7 @@ def compute_orpo(config: ObjectiveConfig, pairs: PairSums) -> Losses:
         of prompts.
     """
     logps_P2 = jnp.where(pairs.is_real_P[:, None], pairs.mean_logps_P2, -1)
+    logps_P2 = jnp.minimum(logps_P2, -1e-6)  # the odds of probability 1 are infinite
     log_odds_P2 = logps_P2 - _log_complement(logps_P2)
     log_ratio_P = log_odds_P2[:, 0] - log_odds_P2[:, 1]
     return -config.value("beta") * jax.nn.log_sigmoid(log_ratio_P)

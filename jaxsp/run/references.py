@@ -1,7 +1,7 @@
 """Log-probabilities of the reference model: computed once before training, and kept in files.
 
-They are in the run's directory, which a resumed run reads, and in the cache of `datasets` under the
-fingerprints of weights and data, which other runs read, also those on other meshes.
+They are in the run's directory, which a resumed run reads, and in the cache of `datasets`, which
+other runs read, also those on other meshes. Files are named by fingerprints of data and model.
 """
 
 import hashlib
@@ -24,6 +24,9 @@ from jaxsp.training.specs import StepSpec
 
 FOLDER = "references"
 """Folder in a run's directory."""
+
+_IDENTITY_FILE = "model.txt"
+"""File in the folder with the fingerprint of the reference model, whose files may be gone later."""
 
 _VERSION = 1
 """Part of the names of files. Increase it when the same documents would get other numbers."""
@@ -59,8 +62,8 @@ def prepare(
     weights = None
     for data in missing:
         num_documents = len(data.documents.lengths)
-        paths = [folder / f"{_hash_data(spec, data)}.npy" for folder in folders]
-        paths.append(_find_cached(spec, data, weights_identity))
+        name = _make_name(spec, data, weights_identity)
+        paths = [folder / name for folder in (*folders, _find_cache())]
         references = _read_on_first(paths, num_documents)
         if references is None:
             print_line(
@@ -74,14 +77,34 @@ def prepare(
         data.documents.references = references
 
 
-def keep(spec: StepSpec, data_sets: Sequence[PackedDataset], folder: pathlib.Path) -> None:
-    """Writes the log-probabilities into a run's directory. Args: folder: see `FOLDER`."""
+def keep(
+    spec: StepSpec,
+    data_sets: Sequence[PackedDataset],
+    folder: pathlib.Path,
+    *,
+    weights_identity: Callable[[], str],
+) -> None:
+    """Writes the log-probabilities that jaxsp computed into a run's directory.
+
+    Args: folder: see `FOLDER`. weights_identity: see `prepare`.
+    """
     if spec.objective is None or not spec.objective.needs_reference or jax.process_index() > 0:
         return
-    for data in data_sets:
+    computed = [data for data in data_sets if not data.documents.has_given_references]
+    if not computed:
+        return
+    identity = read_identity(folder) or weights_identity()
+    for data in computed:
         references = data.documents.references
         assert references is not None, "prepared before"
-        _write(folder / f"{_hash_data(spec, data)}.npy", references.astype(np.float32))
+        _write(folder / _make_name(spec, data, identity), references.astype(np.float32))
+    files.write_atomic(folder / _IDENTITY_FILE, identity)
+
+
+def read_identity(folder: pathlib.Path) -> str | None:
+    """Fingerprint of the reference model of the run that has this folder; None if it has none."""
+    path = folder / _IDENTITY_FILE
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def _compute(
@@ -92,29 +115,28 @@ def _compute(
     return Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch).astype(np.float32)
 
 
-def _hash_data(spec: StepSpec, data: PackedDataset) -> str:
-    """Fingerprint of a data set's documents, independent of the model."""
-    identity = evaluator.identify_eval_set(data, spec.config)["digest"]
-    return hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()[:32]
+def _find_cache() -> pathlib.Path:
+    """Folder in the cache of `datasets`."""
+    import datasets
+
+    return pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
 
 
-def _find_cached(spec: StepSpec, data: PackedDataset, weights_identity: str) -> pathlib.Path:
-    """File in the cache of `datasets` for a data set and a model.
+def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> str:
+    """Name of the file for a data set and a model.
 
     Rounding counts as part of the model: compute dtype, 8-bit products and quantization.
     """
-    import datasets
-
     config = spec.config
     names = (
-        _hash_data(spec, data),
+        _VERSION,
+        evaluator.identify_eval_set(data, config)["digest"],
         weights_identity,
         repr(spec.model),
         config.model.compute_dtype,
         config.adapter.quantization,
     )
-    name = hashlib.sha256(repr(names).encode()).hexdigest()[:32]
-    return pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER / f"{name}.npy"
+    return f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.npy"
 
 
 def _read_on_first(paths: Sequence[pathlib.Path], num_documents: int) -> np.ndarray | None:

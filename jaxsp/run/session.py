@@ -106,6 +106,8 @@ class Session:
     def _read_batch(self) -> None:
         with self.log.measure_batch_wait():
             self.next_batch = next(self.rows, None)
+        if self.next_batch is not None:
+            assert (self.next_batch[1].documents_P2 >= 0).all(), "a step has whole pairs"
 
     def should_dispatch(self, step: int) -> bool:
         """True if the step may be dispatched; must be called for every step, in order."""
@@ -320,7 +322,12 @@ def open_session(
         )
         starts.record_start(directory, start_line)
         data_sets = [inputs.train_set, *inputs.eval_sets]
-        references.keep(run_spec.longest, data_sets, directory / references.FOLDER)
+        references.keep(
+            run_spec.longest,
+            data_sets,
+            directory / references.FOLDER,
+            weights_identity=inputs.reference_identity,
+        )
         trackers, files = _open_files(stack, run_spec, inputs, progress, status)
         session = Session(
             run_spec=run_spec,

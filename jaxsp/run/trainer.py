@@ -93,11 +93,14 @@ def _prepare_references(
     if not references.list_missing(run_spec.longest, data_sets):
         return
     preemption.status.begin("the reference pass")
+    directory = run_paths.local_dir(run_spec.config.run)
+    folder = directory / references.FOLDER
+    known = references.read_identity(folder) if inputs.start.is_resume_in(directory) else None
     references.prepare(
         run_spec.longest,
         data_sets,
-        folders=[run_paths.local_dir(run_spec.config.run) / references.FOLDER],
-        weights_identity=inputs.reference_identity(),
+        folders=[folder],
+        weights_identity=known or inputs.reference_identity(),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),
         on_batch=preemption.status.heartbeat,

@@ -99,7 +99,7 @@ def build_training(
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     # A checkpoint has all weights except the frozen ones, which come from the model again
-    reference = initial_weights.Reference(run_spec.longest, resolved.model_folder)
+    reference = initial_weights.Reference(run_spec.longest)
     weights = initial_weights.open_sources(
         run_spec.longest,
         resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,

@@ -6,7 +6,7 @@ from typing import Any
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.data.ingest import source_files
-from jaxsp.hf import peft, weights
+from jaxsp.hf import folder, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
@@ -77,18 +77,22 @@ class Reference:
     """
 
     spec: StepSpec
-    source: ModelFolder | None
-    """Folder of model.source; None for random weights."""
+
+    def _find_source(self) -> ModelFolder | None:
+        """Folder of model.source, also of a resumed run; None for random weights."""
+        source = self.spec.config.model.source
+        return None if source is None else folder.find(source)
 
     def make(self) -> layers.Weights:
         """All weights, on the step's mesh. Raises: UserError as `open_sources`."""
-        return open_sources(self.spec, self.source, None).make()
+        return open_sources(self.spec, self._find_source(), None).make()
 
     def identify(self) -> str:
         """Fingerprint of the weights, which changes when a file does."""
-        if self.source is None:
+        source = self._find_source()
+        if source is None:
             return f"random weights, seed {self.spec.config.run.seed}"
-        reader = open_sources(self.spec, self.source, None).reader
+        reader = open_sources(self.spec, source, None).reader
         assert reader is not None
         return repr(source_files.file_identities(reader.list_files()))
 

@@ -59,8 +59,7 @@ class StepSpec:
     def describe_objective(self) -> str:
         """Describes the objective of preference training; empty for sft.
 
-        Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is the model before
-        training`.
+        Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is Qwen/Qwen3-8B`.
         """
         config = self.config.objective
         if self.objective is None:
@@ -68,7 +67,8 @@ class StepSpec:
         values = [f"{name} {config.value(name):g}" for name in config.defaults]
         text = f"{config.type}: {', '.join(values)}"
         if self.objective.needs_reference:
-            text += "; the reference is the model before training"
+            source = self.config.model.source
+            text += f"; the reference is {source or 'the random model of step 0'}"
             if self.config.adapter.type != "none":
                 text += ", without the adapter"
         if self.scores_pairs_first:

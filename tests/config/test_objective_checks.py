@@ -8,7 +8,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 
 
-def parse(objective, *, formats=("preference",), **data):
+def parse(objective, *, formats=("preference",), adapter=(), **data):
     sources = [{"source": f"{number}.jsonl", "format": name} for number, name in enumerate(formats)]
     return config_file.parse(
         {
@@ -18,6 +18,7 @@ def parse(objective, *, formats=("preference",), **data):
             "batch": {"rows_per_step": 2},
             "optimizer": {"learning_rate": 0.1},
             "objective": objective,
+            "adapter": {"type": "lora", "modules_to_save": [*adapter]} if adapter else {},
         }
     )
 
@@ -31,6 +32,7 @@ CASES = [
     ({"type": "dpo", "label_smoothing": 0.5}, {}, "label_smoothing = 0.5: .*less than 0.5"),
     ({"type": "dpo", "beta": 0.0}, {}, "beta = 0.0: .*greater than 0"),
     ({"type": "dpo"}, {"train_on": "all"}, "data.train_on = all: .*preference"),
+    ({"type": "reward"}, {"adapter": ["lm_head"]}, "score, is always trained. Leave lm_head out"),
     ({"type": "dpo"}, {"max_segments_per_row": 1}, "max_segments_per_row = 1: must be at least 2"),
 ]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import rich.console
 
+from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import references, trainer
@@ -148,6 +149,30 @@ def test_a_damaged_file_of_references_is_computed_again(folder):
     again, text = run(settings(folder, "damaged again", "run.steps=1"), quiet=False)
     assert "by the reference model" in text
     assert again[0]["loss"] == first[0]["loss"]
+
+
+def test_another_model_has_other_references(folder):
+    """Also in a directory in which a run was stopped before its first checkpoint."""
+    config = settings(folder, "seeds", "run.steps=1")
+    run(config)
+    shutil.rmtree(folder / "seeds/checkpoints")
+    (folder / "seeds/last_checkpoint.json").unlink()
+    (line,), text = run(settings(folder, "seeds", "run.steps=1", "run.seed=1"), quiet=False)
+    assert "by the reference model" in text
+    assert line["loss"] == pytest.approx(np.log(2), rel=1e-5)
+
+
+def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder):
+    run(settings(folder, "base", "run.steps=1"))
+    export.main([str(folder / "base"), str(folder / "base hf")])
+    model = {"source": str(folder / "base hf"), "config": None, "tokenizer": None}
+    first, _ = run(settings(folder, "tuned", "run.steps=1", "run.save_every=1", model=model))
+    shutil.rmtree(folder / "tuned" / references.FOLDER)
+    shutil.rmtree(folder / "cache/jaxsp/references")
+    resumed, text = run(settings(folder, "tuned", model=model), quiet=False)
+    assert "by the reference model" in text
+    straight, _ = run(settings(folder, "tuned straight", model=model))
+    assert_equal(resumed, straight)
 
 
 def test_with_adapters_the_reference_is_the_base(folder):

@@ -126,6 +126,40 @@ def strategy(exchange, degree):
     return attention.combine(1, exchange(degree=degree, chunks_per_device=2))
 
 
+def make_pairs(logps, counts=1.0):
+    """Real pairs without references."""
+    logps_P2 = jnp.float32(logps)
+    return PairSums(
+        logps_P2=logps_P2,
+        references_P2=jnp.zeros_like(logps_P2),
+        counts_P2=jnp.full_like(logps_P2, counts),
+        is_real_P=jnp.ones(len(logps), bool),
+        is_desirable_P=jnp.ones(len(logps), bool),
+        num_pairs=jnp.float32(len(logps)),
+        num_first_tokens=jnp.float32(len(logps)),
+    )
+
+
+def test_orpo_is_finite_for_answers_of_probability_1():
+    pairs = make_pairs([[0, -5], [-5, 0], [0, 0]])
+    table = OBJECTIVE_TABLE["orpo"]
+    losses_P, derivatives_P2 = objective.differentiate(table, OBJECTIVES["orpo"], pairs)
+    assert np.isfinite(losses_P).all()
+    assert np.isfinite(derivatives_P2).all()
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal_and_means_of_long_answers_are_not():
+    config = OBJECTIVES["simpo"]
+    pairs = make_pairs([[-100000, -105000]], counts=100000.0)
+    table = OBJECTIVE_TABLE["simpo"]
+    sums = objective.measure(table, config, pairs, jnp.zeros(1))
+    assert sums["num_pairs_right"] == 1
+    config = OBJECTIVES["dpo"]
+    pairs = make_pairs([[-100, -100.00003], [-100, -101]])
+    sums = objective.measure(OBJECTIVE_TABLE["dpo"], config, pairs, jnp.zeros(2))
+    assert sums["num_pairs_right"] == 1
+
+
 MESHES = {
     "one device, 8 microbatches": {"sizes": (1, 1, 1)},
     "data 4, replica 2": {"sizes": (2, 4, 1)},

@@ -55,7 +55,11 @@ class PackedDataset:
             consumed: number of rows consumed before, by row length.
         """
         consumed = consumed or {}
-        begin_rows = [consumed.get(stream.row_tokens, 0) for stream in self.streams]
+        begin_rows = [
+            # after a change of the data: the rows of a pair stay together
+            -(-consumed.get(stream.row_tokens, 0) // stream.block_rows) * stream.block_rows
+            for stream in self.streams
+        ]
         row_configs = config.row_configs
         end_rows = None
         if epochs is not None:

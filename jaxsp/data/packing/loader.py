@@ -61,11 +61,19 @@ class _SortedRows(NamedTuple):
     def number_documents(self) -> np.ndarray:
         """Number in the step of each segment's document, for documents in pairs.
 
-        A pair that occurs twice, in two epochs, is two pairs of the step.
+        A pair that occurs twice, in two epochs, is two pairs of the step: one that lies in a row is
+        told apart by the row, and one in two rows by their block.
         """
         document = self.rows.document.astype(np.int64)
-        block = self.rows.row_of_segment // self.block_rows
-        keys = block * (document.max(initial=0) // 2 + 1) + document // 2
+        num_pairs = document.max(initial=0) // 2 + 1
+        row = self.rows.row_of_segment
+        keys = row * num_pairs + document // 2
+        _, indices, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        is_split = counts[indices] == 1
+        first_free = (len(self.rows) + 1) * num_pairs
+        keys = np.where(
+            is_split, first_free + row // self.block_rows * num_pairs + document // 2, keys
+        )
         return 2 * np.unique(keys, return_inverse=True)[1] + document % 2
 
 
@@ -232,14 +240,15 @@ class BatchLoader:
         stream = self._streams[stream_index]
         places = self._places[stream_index]
         rows = stream.rows(first_row, first_row + num_rows)
-        block_rows = stream.block_rows
+        # an evaluation scores documents one by one, and may have an odd number of rows
+        block_rows = stream.block_rows if places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
         work = count_attention_work(rows).reshape(-1, block_rows).sum(1)
         blocks = np.argsort(-work, kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
         return _SortedRows(
             stream.row_tokens,
-            rows.append_empty(max(places.size, len(rows))),
+            rows.append_empty(places.size),
             places,
             self._placements[stream_index],
             block_rows,

@@ -139,6 +139,11 @@ class Documents:
         self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
 
+    @functools.cached_property
+    def has_given_references(self) -> bool:
+        """True if the records have the log-probabilities of the reference model."""
+        return self._read_references("") is not None
+
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
         if not all(name in dataset.column_names for dataset in self._tokenized):
@@ -185,10 +190,11 @@ class Documents:
         longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
         is_cut = longest_row is not None and longest > longest_row and long_documents != "split"
         if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
+            split = "data.long_documents=split, or " if self.per_record == 1 else ""
             raise UserError(
                 f"{field}: data.long_documents = {long_documents} leaves no token with a loss: "
                 f"rows have {longest_row:,} tokens, and documents up to {longest:,}. Use "
-                f"data.long_documents=split, or a data.row_tokens of at least {longest:,}."
+                f"{split}a data.row_tokens of at least {longest:,}."
             )
         raise UserError(
             f"{field}: at least one token must have a label. Give documents of two tokens or more, "

@@ -190,3 +190,49 @@ def test_references_are_given_to_all_records_or_to_none():
     columns["second_reference"][1] = np.nan
     with pytest.raises(UserError, match="1 of 2 records have ref_chosen_logps"):
         Documents([add(records, columns)])
+
+
+def read_counts(data, settings):
+    """Counts of each step of an epoch."""
+    loader = data.make_loader(
+        settings, data.make_schedule(settings, epochs=1), test_loader.rows_on(settings, 1, 1, 1)
+    )
+    return [loader.read_step(step).counts for step in range(loader.num_steps)]
+
+
+def test_an_evaluation_with_an_odd_number_of_rows_reads_all_of_them():
+    settings = test_loader.settings_of(rows_per_step=3)
+    lengths = [[31, 31], [17, 18], [18, 16], [31, 30], [3, 4]] * 3
+    documents = Documents([make_records(lengths)], longest_row=ROW)
+    data = dataset.pack_documents("pairs", documents, settings, digests=["x"])
+    seen = np.concatenate([counts.documents_P2.ravel() for counts in read_counts(data, settings)])
+    assert np.sort(seen[seen >= 0]).tolist() == list(range(len(documents.lengths)))
+
+
+def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
+    """A source with a single row repeats its pair in both rows of a block."""
+    settings = test_loader.settings_of(rows_per_step=8)
+    sources = [make_records([[3, 4]]), make_records([[20, 20]] * 12)]
+    documents = Documents(sources, source_names=["a", "b"], longest_row=ROW)
+    data = dataset.pack_documents(
+        "pairs", documents, settings, digests=["x", "y"], source_weights=[1.0, 1.0]
+    )
+    loader = data.make_loader(
+        settings,
+        data.make_schedule(settings, num_steps=4),
+        test_loader.rows_on(settings, 1, 1, 1),
+    )
+    for step in range(4):
+        counts = loader.read_step(step).counts
+        assert (counts.documents_P2 >= 0).all()
+        assert counts.documents_P2.size == len(counts.segment_lengths)
+
+
+def test_after_a_change_of_the_data_steps_have_whole_pairs():
+    settings = test_loader.settings_of(rows_per_step=4)
+    documents = Documents([make_records([[20, 20]] * 12)], longest_row=ROW)
+    data = dataset.pack_documents("pairs", documents, settings, digests=["x"])
+    schedule = data.make_schedule(settings, consumed={ROW: 3}, num_steps=3)
+    loader = data.make_loader(settings, schedule, test_loader.rows_on(settings, 1, 1, 1))
+    for step in range(3):
+        assert (loader.read_step(step).counts.documents_P2 >= 0).all()
