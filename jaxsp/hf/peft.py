@@ -192,7 +192,11 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
     ]
     saved = {name.rpartition(".")[2] for name in fields.get("modules_to_save") or ()}
     if any(_READ_MODULES[name] == decoder.SCORE_NAME for name in saved) and not model.has_scores:
-        problems.append("is the adapter of a reward model: use objective.type=reward.")
+        modules = format_value(fields["modules_to_save"])
+        problems.append(
+            f"modules_to_save = {modules}: it is the adapter of a reward model. Use "
+            "objective.type=reward."
+        )
     is_tied = model.tie_embeddings and not fields.get("ensure_weight_tying")
     if is_tied and len(saved) == 1:
         problems.append(

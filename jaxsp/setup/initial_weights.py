@@ -56,7 +56,7 @@ class InitialWeights:
 
         def is_new(param: Parameter) -> bool:
             """True for the head of a reward model that is made from a language model."""
-            is_score = param.hf_name == decoder.SCORE_NAME
+            is_score = param.hf_name == decoder.SCORE_NAME and not is_in_adapter(param)
             return is_score and self.reader is not None and param.hf_name not in self.reader.tensors
 
         base = select(lambda param: not is_in_adapter(param) and not is_new(param))

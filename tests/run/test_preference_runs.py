@@ -166,7 +166,7 @@ def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder
     run(settings(folder, "base", "run.steps=1"))
     export.main([str(folder / "base"), str(folder / "base hf")])
     model = {"source": str(folder / "base hf"), "config": None, "tokenizer": None}
-    first, _ = run(settings(folder, "tuned", "run.steps=1", "run.save_every=1", model=model))
+    run(settings(folder, "tuned", "run.steps=1", "run.save_every=1", model=model))
     shutil.rmtree(folder / "tuned" / references.FOLDER)
     shutil.rmtree(folder / "cache/jaxsp/references")
     resumed, text = run(settings(folder, "tuned", model=model), quiet=False)
