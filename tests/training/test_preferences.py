@@ -164,6 +164,8 @@ MESHES = {
     "one device, 8 microbatches": {"sizes": (1, 1, 1)},
     "data 4, replica 2": {"sizes": (2, 4, 1)},
     "ulysses 4, 2 microbatches of 2 rows": {"sizes": (1, 2, 4), "rows_per_microbatch": 2},
+    "data 8": {"sizes": (1, 8, 1)},
+    "ulysses 8": {"sizes": (1, 1, 8)},
     "ring 3": {"sizes": (1, 2, 3), "strategy": strategy(Ring, 3)},
     "all-gather 4": {"sizes": (1, 1, 4), "strategy": strategy(AllGather, 4)},
 }
