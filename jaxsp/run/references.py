@@ -6,6 +6,7 @@ other runs read, also those on other meshes. Files are named by fingerprints of 
 
 import hashlib
 import io
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -72,7 +73,7 @@ def prepare(
             )
             weights = make_weights() if weights is None else weights
             references = _compute(spec, data, weights, on_batch)
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and _is_writable(paths[-1].parent):
             _write(paths[-1], references)
         data.documents.references = references
 
@@ -82,23 +83,34 @@ def keep(
     data_sets: Sequence[PackedDataset],
     folder: pathlib.Path,
     *,
-    weights_identity: Callable[[], str],
+    find_identity: Callable[[pathlib.Path], str],
 ) -> None:
     """Writes the log-probabilities that jaxsp computed into a run's directory.
 
-    Args: folder: see `FOLDER`. weights_identity: see `prepare`.
+    Args:
+        folder: see `FOLDER`.
+        find_identity: returns the fingerprint of the reference model: see `choose_identity`.
     """
     if spec.objective is None or not spec.objective.needs_reference or jax.process_index() > 0:
         return
     computed = [data for data in data_sets if not data.documents.has_given_references]
     if not computed:
         return
-    identity = read_identity(folder) or weights_identity()
+    identity = find_identity(folder)
     for data in computed:
         references = data.documents.references
         assert references is not None, "prepared before"
         _write(folder / _make_name(spec, data, identity), references.astype(np.float32))
     files.write_atomic(folder / _IDENTITY_FILE, identity)
+
+
+def choose_identity(folder: pathlib.Path, *, is_resume: bool, compute: Callable[[], str]) -> str:
+    """Fingerprint of the reference model of a run.
+
+    A resumed run has kept it. A run that starts in the directory of another one, which has no
+    checkpoint, may have another model.
+    """
+    return (read_identity(folder) if is_resume else None) or compute()
 
 
 def read_identity(folder: pathlib.Path) -> str | None:
@@ -159,6 +171,12 @@ def _read(path: pathlib.Path, num_documents: int) -> np.ndarray | None:
         return None
     values = np.load(path)
     return values if values.shape == (num_documents,) else None
+
+
+def _is_writable(folder: pathlib.Path) -> bool:
+    """True unless a cache is read-only, which is allowed."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return os.access(existing, os.W_OK)
 
 
 def _write(path: pathlib.Path, values: np.ndarray) -> None:

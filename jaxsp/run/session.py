@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import pathlib
 import time
 from collections.abc import Iterator
 
@@ -321,13 +323,7 @@ def open_session(
             )
         )
         starts.record_start(directory, start_line)
-        data_sets = [inputs.train_set, *inputs.eval_sets]
-        references.keep(
-            run_spec.longest,
-            data_sets,
-            directory / references.FOLDER,
-            weights_identity=inputs.reference_identity,
-        )
+        _keep_references(run_spec, inputs, directory)
         trackers, files = _open_files(stack, run_spec, inputs, progress, status)
         session = Session(
             run_spec=run_spec,
@@ -348,6 +344,20 @@ def open_session(
         yield session
         trackers.outcome = session.outcome
     session.print_outcome(console)
+
+
+def _keep_references(run_spec: RunSpec, inputs: RunInputs, directory: pathlib.Path) -> None:
+    """Writes what the objective needs of the reference model into the run's directory."""
+    references.keep(
+        run_spec.longest,
+        [inputs.train_set, *inputs.eval_sets],
+        directory / references.FOLDER,
+        find_identity=functools.partial(
+            references.choose_identity,
+            is_resume=inputs.start.is_resume_in(directory),
+            compute=inputs.reference_identity,
+        ),
+    )
 
 
 def _open_files(

@@ -95,12 +95,15 @@ def _prepare_references(
     preemption.status.begin("the reference pass")
     directory = run_paths.local_dir(run_spec.config.run)
     folder = directory / references.FOLDER
-    known = references.read_identity(folder) if inputs.start.is_resume_in(directory) else None
     references.prepare(
         run_spec.longest,
         data_sets,
         folders=[folder],
-        weights_identity=known or inputs.reference_identity(),
+        weights_identity=references.choose_identity(
+            folder,
+            is_resume=inputs.start.is_resume_in(directory),
+            compute=inputs.reference_identity,
+        ),
         make_weights=make_weights,
         print_line=functools.partial(output.print_line, console),
         on_batch=preemption.status.heartbeat,

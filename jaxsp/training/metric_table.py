@@ -51,6 +51,21 @@ def divide(numerator: Any, denominator: Any) -> Any:
     return numerator / make_divisor(denominator)
 
 
+def _mean_of(name: str, sums: Sums) -> Any:
+    """Mean over the answers of one kind, such as `chosen_reward`."""
+    return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
+
+
+def _mean_metric(name: str, meaning: str) -> Metric:
+    """Metric that is a mean over the answers of one kind."""
+    return Metric(
+        meaning,
+        lambda sums: _mean_of(name, sums),
+        needs="num_chosen",
+        counted=f"num_{name.split('_')[0]}",
+    )
+
+
 METRICS = {
     "loss": Metric(
         "Mean loss over all loss tokens (not a mean of means over rows or devices); with an "
@@ -97,30 +112,19 @@ METRICS = {
         needs="num_chosen",
         counted="num_both",
     ),
-    "chosen_reward": Metric(
-        "Mean reward of chosen answers, or of desirable ones.",
-        lambda sums: _mean_of("chosen_reward", sums),
-        needs="num_chosen",
-        counted="num_chosen",
+    "chosen_reward": _mean_metric(
+        "chosen_reward", "Mean reward of chosen answers, or of desirable ones."
     ),
-    "rejected_reward": Metric(
-        "Mean reward of rejected answers, or of undesirable ones.",
-        lambda sums: _mean_of("rejected_reward", sums),
-        needs="num_chosen",
-        counted="num_rejected",
+    "rejected_reward": _mean_metric(
+        "rejected_reward", "Mean reward of rejected answers, or of undesirable ones."
     ),
-    "chosen_logp": Metric(
+    "chosen_logp": _mean_metric(
+        "chosen_logp",
         "Mean log-probability of chosen answers, or of desirable ones: the sum over an answer's "
         "tokens. For reward the score.",
-        lambda sums: _mean_of("chosen_logp", sums),
-        needs="num_chosen",
-        counted="num_chosen",
     ),
-    "rejected_logp": Metric(
-        "Mean log-probability of rejected answers, or of undesirable ones.",
-        lambda sums: _mean_of("rejected_logp", sums),
-        needs="num_chosen",
-        counted="num_rejected",
+    "rejected_logp": _mean_metric(
+        "rejected_logp", "Mean log-probability of rejected answers, or of undesirable ones."
     ),
     "kl": Metric(
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",
@@ -155,11 +159,6 @@ METRICS = {
 }
 """Metrics by name. Each is a field of every line of metrics.jsonl and eval.jsonl, if the model has
 its sums."""
-
-
-def _mean_of(name: str, sums: Sums) -> Any:
-    """Mean over the answers of one kind, such as `chosen_reward`."""
-    return divide(sums[f"{name}_sum"], sums[f"num_{name.split('_')[0]}"])
 
 
 def _max_load(counts_NE: Any) -> Any:

@@ -160,6 +160,10 @@ def test_another_model_has_other_references(folder):
     (line,), text = run(settings(folder, "seeds", "run.steps=1", "run.seed=1"), quiet=False)
     assert "by the reference model" in text
     assert line["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    resumed, text = run(settings(folder, "seeds", "run.steps=2", "run.seed=1"), quiet=False)
+    assert "by the reference model" not in text
+    straight, _ = run(settings(folder, "other seed", "run.steps=2", "run.seed=1"))
+    assert_equal(resumed, straight)
 
 
 def test_a_lost_reference_of_a_resumed_run_is_model_source_and_not_random(folder):
