@@ -9,91 +9,54 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import rich.console
 
 from jaxsp import cli
 from jaxsp.blocks import rope
-from jaxsp.checkpoint import base, reader
-from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
-from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
-from jaxsp.hf import folder
-from jaxsp.hf.folder import HubError
 from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.reporting import metrics
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, jsonl, run_paths
-from jaxsp.setup import build, initial_weights, resume
-from jaxsp.storage import copies
-from jaxsp.training import train_state
+from jaxsp.setup import build, given_model, initial_weights
+from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.evaluator import Evaluator
-
-_UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
-
-_PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
-    "run": {"directory": "unused", "steps": 1},
-    "data": {"train": _UNUSED_TRAINING_DATA},
-    "batch": {"rows_per_step": 1},
-    "optimizer": {"learning_rate": 0.0},
-}
-"""Fields that a config requires for training; an evaluation does not use them."""
 
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
-    what = copies.make_local(args.what, field="WHAT")
-    checkpoint = run_paths.find_latest(what)
-    if checkpoint is None and (pathlib.Path(what) / run_paths.CONFIG_FILE).is_file():
-        raise UserError(
-            f"{args.what}: holds no checkpoint yet. A run writes one when it ends and when "
-            "run.save_every requests it."
-        )
-    meta = None if checkpoint is None else reader.read_meta(checkpoint)
-    if meta is None:
-        _check_model(args.what)  # before missing fields are reported
-    config = _load_config(args.what, args.config, args.changes, meta)
+    given = given_model.find(args.what)
+    checkpoint = given.checkpoint
+    config = _load_config(given, args.config, args.changes)
     # a run may be writing to the store, so results are only printed
     out = _find_output(args.out, None if urls.is_url(args.what) else checkpoint)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
-    if checkpoint is not None:
-        copies.fetch(checkpoint)
-    resolved = _resolve_config(config, checkpoint, meta)
+    given.fetch()
+    resolved = given.resolve(config)
     spec = resolved.run_spec.longest
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
     _prepare_references(resolved, checkpoint, print_line)
-    if checkpoint is not None:
-        like = train_state.abstract_weights(spec)
-        frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
-        master = reader.restore_weights(checkpoint, like, table=spec.table, frozen=frozen)
-        base.check(checkpoint, base.compute_checksums(spec.table, master))
-    else:
-        assert resolved.model_folder is not None, "WHAT is a model's source"
-        master = initial_weights.open_sources(
-            spec, resolved.model_folder, resolved.adapter_folder
-        ).make()
-    step = 0 if meta is None else meta.step
-    name = args.what if meta is None else f"{args.what}, step {step}"
+    master = given.load_weights(resolved)
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
-    print_line(f"{name}; {config.model.compute_dtype} compute on {mesh}")
+    print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
-    for line in Evaluator(spec, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_evaluation(line, with_step=meta is not None))
+    for line in Evaluator(spec, resolved.evals).run(master, num_steps=given.step):
+        print_line(output.format_evaluation(line, with_step=given.meta is not None))
         if out is not None and jax.process_index() == 0:
             jsonl.append_record(out, line)
     if out is not None:
@@ -143,30 +106,6 @@ def _find_output(path: str | None, checkpoint: pathlib.Path | None) -> pathlib.P
     return out
 
 
-def _resolve_config(
-    config: Config, checkpoint: pathlib.Path | None, meta: CheckpointMeta | None
-) -> build.ResolvedConfig:
-    """Resolves the config for evaluation: without an optimizer or offloaded activations."""
-    model_dir = None
-    if checkpoint is not None and meta is not None:
-        if config.model.tokenizer == meta.config["model"]["tokenizer"]:
-            model_dir = resume.find_model_dir(checkpoint)
-    on_device: dict[str, Any] = {"offload_activations": "none", "offload_optimizer": "none"}
-    on_device |= {"offload_every": 1, "offload_during_attention": "auto"}
-    memory = config.memory.model_copy(update=on_device)
-    adapter = config.adapter
-    if checkpoint is not None:  # it contains the adapters, whose source may be gone
-        adapter = adapter.model_copy(update={"source": None})
-    return build.resolve_config(
-        config.model_copy(update={"memory": memory, "adapter": adapter}),
-        devices=jax.devices(),
-        problems=ProblemCollector(),
-        for_training=False,
-        hf_config=None if meta is None else meta.model,
-        run_model_dir=model_dir,
-    )
-
-
 def _prepare_references(
     resolved: build.ResolvedConfig,
     checkpoint: pathlib.Path | None,
@@ -200,59 +139,25 @@ def _prepare_references(
     )
 
 
-def _check_model(what: str) -> None:
-    """Checks that WHAT, which is not a run, is a model. Raises: UserError."""
-    path = pathlib.Path(what)
-    try:
-        folder.find(what, field="WHAT")
-    except UserError as error:
-        if (path / "config.json").is_file():
-            raise
-        reason = str(error).removeprefix(f"WHAT = {what}: ")
-        if isinstance(error, HubError) and not path.exists():
-            reason = f"there is no folder {path.absolute()}, and for a model {error.reason}."
-        raise UserError(
-            f"{what}: must be a run's directory, a checkpoint, a folder with a model's "
-            f"config.json, or the name of a model on the hub; {reason}"
-        ) from None
-
-
-_NO_EARLY_STOPPING = {
-    "early_stopping_patience": None,
-    "early_stopping_metric": "loss",
-    "early_stopping_min_delta": 0,
-}
-
-
-def _load_config(
-    what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None
-) -> Config:
+def _load_config(given: GivenModel, file: str | None, changes: list[str]) -> Config:
     """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
 
-    The model, and the adapter of a run, are always those of WHAT.
+    The model, and the adapter of a run, are always those that are given.
     """
-    if file is not None:
-        fields = config_file.read(file)
-    elif meta is not None:
-        fields = meta.config
-    else:
-        fields = _PLACEHOLDER_FIELDS
-    model = {"source": what, "config": None}
-    if meta is not None:
-        model = {name: meta.config["model"][name] for name in model}
-        fields = fields | {"adapter": meta.config["adapter"]}
+    fields = given.fields if file is None else config_file.read(file)
     replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
-    if meta is not None and file is None and replaces_eval_sets:
+    if given.meta is not None and file is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine
+        unused = {"eval_fraction": None, "train": given_model.UNUSED_TRAINING_DATA}
         fields = fields | {
-            "data": fields["data"] | {"eval_fraction": None, "train": _UNUSED_TRAINING_DATA},
+            "data": fields["data"] | unused,
             "checkpoint": fields["checkpoint"] | {"best_eval": None},
-            "run": fields["run"] | _NO_EARLY_STOPPING,
+            "run": fields["run"] | given_model.NO_EARLY_STOPPING,
         }
     problems = ProblemCollector()
     config = None
     with problems.collect():
-        config = config_file.parse(fields | {"model": fields.get("model", {}) | model}, changes)
+        config = config_file.parse(given.add_model(fields), changes)
     if config is not None:
         has_eval_sets = bool(config.data.eval or config.data.eval_fraction)
     else:
@@ -265,24 +170,7 @@ def _load_config(
         )
     problems.raise_if_any()
     assert config is not None
-    for name, value in model.items():
-        if getattr(config.model, name) != value:
-            raise UserError(
-                f"model.{name}: must be the model of {what}. To evaluate another model, use its "
-                f"name instead of {what}."
-            )
-    if meta is not None:
-        trained = config_file.parse(meta.config).objective.type
-        if "reward" in (trained, config.objective.type) and trained != config.objective.type:
-            raise UserError(
-                f"objective.type = {config.objective.type}: {what} was trained with {trained}, and "
-                f"a reward model has another head. Use objective.type={trained}."
-            )
-    if meta is not None and config.adapter != config_file.parse(meta.config).adapter:
-        raise UserError(
-            f"adapter: must be that of {what}. To evaluate another one, export it, and use the "
-            "name of its base with adapter.type=lora adapter.source=FOLDER."
-        )
+    given.check_config(config)
     return config
 
 

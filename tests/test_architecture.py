@@ -27,6 +27,7 @@ LAYERS = (
     "optimizers",
     "training",
     "memory",
+    "generation",
     "checkpoint reporting planner",
     "setup",
     "run",

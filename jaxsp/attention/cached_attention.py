@@ -87,8 +87,6 @@ def _compute_scores(
     return jnp.where(is_visible_Bl[:, None, None], scores, -jnp.inf)
 
 
-def _find_visible(
-    key_positions_Bl: Array, positions_B: Array, window: Array
-) -> Bool[Array, "B l"]:
+def _find_visible(key_positions_Bl: Array, positions_B: Array, window: Array) -> Bool[Array, "B l"]:
     distance_Bl = positions_B[:, None] - key_positions_Bl
     return (key_positions_Bl >= 0) & (distance_Bl >= 0) & (distance_Bl < window)

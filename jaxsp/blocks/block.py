@@ -75,7 +75,7 @@ class NextToken(NamedTuple):
     """Positions of the next tokens."""
     is_own: Bool[Array, ""]
     """True on the device of a group that will hold the next tokens."""
-    window: Int32[Array, ""] | int
+    window: Int32[Array, ""]
     """Number of tokens that a token of this layer sees, including itself."""
 
 

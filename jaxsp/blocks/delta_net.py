@@ -212,9 +212,7 @@ def _split_qkv(sizes: DeltaNetConfig, qkv_BlX: Array) -> list[Array]:
     key_channels = sizes.num_key_heads * sizes.key_size
     parts = jnp.split(qkv_BlX, [key_channels, 2 * key_channels], axis=-1)
     num_heads = (*2 * [sizes.num_key_heads], sizes.num_heads)
-    return [
-        x.reshape(*x.shape[:2], heads, -1) for x, heads in zip(parts, num_heads, strict=True)
-    ]
+    return [x.reshape(*x.shape[:2], heads, -1) for x, heads in zip(parts, num_heads, strict=True)]
 
 
 class DeltaNet(Mixer):
@@ -239,11 +237,10 @@ class DeltaNet(Mixer):
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
     ) -> Float[Array, "B l H V"]:
         with jax.named_scope(SCOPE):
-            inputs, segments, spans = self._prepare(inputs, rows)
-            qkv_BlX, *strengths = inputs
+            (qkv_BlX, g_BlH, beta_BlH), segments, spans = self._prepare(inputs, rows)
             filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
-            qkv = _split_qkv(_sizes(config), filtered)
-            out = delta_rule.compute(*qkv, *strengths, segments.is_first_Bl, spans=spans)
+            q, k, v = _split_qkv(_sizes(config), filtered)
+            out = delta_rule.compute(q, k, v, g_BlH, beta_BlH, segments.is_first_Bl, spans=spans)
         return checkpoint_name(out, OUTPUT)
 
     def _prepare(
@@ -264,8 +261,7 @@ class DeltaNet(Mixer):
     ) -> tuple[Float[Array, "B l H V"], LayerCache]:
         sizes = _sizes(config)
         with jax.named_scope(SCOPE):
-            inputs, segments, spans = self._prepare(inputs, rows)
-            qkv_BlX, *strengths = inputs
+            (qkv_BlX, *strengths), segments, spans = self._prepare(inputs, rows)
             filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
             qkv = _split_qkv(sizes, filtered)
             # Padding changes no state, so that the row's last state is that of its last token

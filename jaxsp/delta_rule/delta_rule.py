@@ -320,9 +320,7 @@ class _Rule:
         return jax.lax.fori_loop(0, self.sections.num_groups, run_group, zeros)
 
 
-def _prepare(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array
-) -> Tokens:
+def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
     """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
     num_key_heads, K = q.shape[-2:]
     by_head = lambda x: jnp.moveaxis(_normalize(x), -3, -2)

@@ -3,20 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.blocks.layers import Weights
-from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
-from jaxsp.generation.programs import PER_ROW, PER_TOKEN, Programs
-from jaxsp.model.cached_layers import Prompts
+from jaxsp.generation.programs import Programs
+from jaxsp.model.cached_layers import Answers
 from jaxsp.runtime import device_mesh
 from jaxsp.training.specs import StepSpec
 
@@ -49,6 +47,8 @@ class Sampling:
                 f"top_p = {self.top_p}: must be above 0 and at most 1. Use 1 to sample from all "
                 "tokens."
             )
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed = {self.seed}: must be at least 0 and below 2**31. Use 0.")
 
 
 class Generator:
@@ -88,25 +88,26 @@ class Generator:
         Raises: UserError for prompts that are empty, or too long for the rows of the step.
         """
         sampling.check()
-        self._check(prompts, max_new_tokens)
+        self.check(prompts, max_new_tokens)
         answers: list[list[int]] = [[] for _ in prompts]
         # The longest first, so that memory runs out at the beginning if it does
         left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         while left:
-            row_tokens = self._choose_row_tokens(len(prompts[left[0]]))
-            rows = self._choose_rows(len(left), row_tokens + max_new_tokens)
-            num_rows = rows * device_mesh.num_groups(self._spec.mesh)
-            batch = _Prompts(left[:num_rows], [prompts[number] for number in left[:num_rows]])
-            left = left[num_rows:]
-            programs = self._find_programs(row_tokens, rows)
-            run = _Run(programs, master, batch, sampling, max_new_tokens, num_rows)
-            run.answer(answers, frozenset(stop_ids), on_token or (lambda number, token: None))
+            programs = self.choose_programs(
+                len(left), prompt_tokens=len(prompts[left[0]]), new_tokens=max_new_tokens
+            )
+            numbers = left[: programs.num_rows]
+            left = left[programs.num_rows :]
+            run = _Run(programs, master, numbers, sampling, max_new_tokens)
+            batch = programs.make_batch([prompts[number] for number in numbers])
+            run.answer(batch, answers, frozenset(stop_ids), on_token or _ignore_token)
         return answers
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Checks the lengths of prompts and answers. Raises: UserError."""
         limit = self._spec.config.data.max_row_tokens
         if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1.")
+            raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1. Use 128.")
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise UserError(
@@ -120,6 +121,13 @@ class Generator:
                     f"ones needs {needed:,}, but data.row_tokens is {limit:,}. Use a "
                     f"data.row_tokens of at least {needed:,}, or fewer tokens."
                 )
+
+    def choose_programs(self, num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> Programs:
+        """Programs for the first of several prompts, of which the longest has `prompt_tokens`."""
+        row_tokens = self._choose_row_tokens(prompt_tokens)
+        return self._find_programs(
+            row_tokens, self._choose_rows(num_prompts, row_tokens + new_tokens)
+        )
 
     def _choose_row_tokens(self, prompt_tokens: int) -> int:
         """Length of the rows for prompts of at most this length, one of few.
@@ -165,42 +173,30 @@ class Generator:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prompts:
-    """Prompts that are answered together."""
-
-    numbers: list[int]
-    """Number of each among all prompts."""
-    tokens: list[Sequence[int]]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Run:
     """Answers to prompts that fit into one batch of rows."""
 
     programs: Programs
     master: Weights
-    prompts: _Prompts
+    numbers: list[int]
+    """Number of each prompt among all prompts."""
     sampling: Sampling
     max_new_tokens: int
-    num_rows: int
 
     def answer(
         self,
+        batch: Batch,
         answers: list[list[int]],
         stop_ids: frozenset[int],
         on_token: Callable[[int, int], None],
     ) -> None:
         """Adds the tokens to `answers`, until all have ended."""
         programs = self.programs
-        logits, caches = programs.prefill(self.master, self._make_batch())
-        seq = programs.spec.mesh.shape[axes.SEQ]
-        cache = programs.make_empty_answers(caches, _round_up(self.max_new_tokens, seq))
-        prompts = Prompts(
-            tokens={kind: of_kind.tokens for kind, of_kind in caches.items()},
-            lengths_B=self._put(self._lengths_B, PER_ROW),
-        )
-        del caches  # the states, which decoding replaces
-        unfinished = set(self.prompts.numbers)
+        logits, prompts, states = programs.prefill(self.master, batch)
+        # A power of two, so that few programs are compiled
+        slots = programs.make_slots(prompts, 1 << (self.max_new_tokens - 1).bit_length())
+        cache = Answers(slots, states)
+        unfinished = set(self.numbers)
         tokens = self._choose(logits, 0)
         for number in range(self.max_new_tokens):
             following = None
@@ -210,29 +206,24 @@ class _Run:
                     self.master, tokens, prompts, cache, jnp.int32(number)
                 )
                 following = self._choose(logits, number + 1)
-            for prompt, token in zip(self.prompts.numbers, np.asarray(tokens), strict=False):
+            for prompt, token in zip(self.numbers, np.asarray(tokens).tolist(), strict=False):
                 if prompt in unfinished:
-                    answers[prompt].append(int(token))
-                    on_token(prompt, int(token))
-                    if int(token) in stop_ids:
+                    answers[prompt].append(token)
+                    on_token(prompt, token)
+                    if token in stop_ids:
                         unfinished.remove(prompt)
             if not unfinished or following is None:
                 return
             tokens = following
 
-    @functools.cached_property
-    def _lengths_B(self) -> np.ndarray:
-        """Tokens of each prompt; 1 for rows without a prompt, whose answers nobody reads."""
-        lengths = [len(tokens) for tokens in self.prompts.tokens]
-        return np.array(lengths + [1] * (self.num_rows - len(lengths)), np.int32)
-
     def _choose(self, logits: jax.Array, position: int) -> jax.Array:
+        """The next token of each row."""
         sampling = self.sampling
-        numbers = np.zeros(self.num_rows, np.int32)
-        numbers[: len(self.prompts.numbers)] = self.prompts.numbers
+        numbers = np.zeros(self.programs.num_rows, np.int32)
+        numbers[: len(self.numbers)] = self.numbers
         return self.programs.choose(
             logits,
-            self._put(numbers, PartitionSpec()),
+            self.programs.put(numbers, PartitionSpec()),
             jnp.int32(position),
             seed=jnp.int32(sampling.seed),
             temperature=jnp.float32(sampling.temperature or 1.0),
@@ -240,34 +231,6 @@ class _Run:
             is_greedy=sampling.temperature == 0,
         )
 
-    def _make_batch(self) -> Batch:
-        """Rows of the prompts, each one segment at the beginning of a row."""
-        spec = self.programs.spec
-        row_tokens = spec.config.data.max_row_tokens
-        tokens_BL = np.zeros((self.num_rows, row_tokens), np.int32)
-        for row, prompt in enumerate(self.prompts.tokens):
-            tokens_BL[row, : len(prompt)] = prompt
-        positions_L = np.arange(row_tokens, dtype=np.int32)
-        positions_BL = np.where(positions_L < self._lengths_B[:, None], positions_L, 0)
-        order_L = spec.attend.layout.token_order(row_tokens)
-        tokens = self._put(tokens_BL[:, order_L], PER_TOKEN)
-        return Batch(
-            tokens_BL=tokens,
-            labels_BL=tokens,  # without a loss, any
-            positions_BL=self._put(positions_BL[:, order_L], PER_TOKEN),
-            starts_BM=self._put(np.zeros((self.num_rows, 1), np.int32), PER_ROW),
-            lengths_BM=self._put(self._lengths_B[:, None], PER_ROW),
-        )
 
-    def _put(self, array: np.ndarray, spec: PartitionSpec) -> Any:
-        """Puts an array on the mesh, of which each process has all."""
-        place = NamedSharding(self.programs.spec.mesh, spec)
-        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
-
-
-def _round_up(max_new_tokens: int, seq: int) -> int:
-    """Slots for new tokens on each device, a power of two."""
-    slots = 1
-    while slots * seq < max_new_tokens:
-        slots *= 2
-    return slots
+def _ignore_token(number: int, token: int) -> None:
+    """Does nothing with a new token."""

@@ -2,20 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
-from jaxsp.blocks.block import LayerCache
 from jaxsp.blocks.layers import Weights
 from jaxsp.core import axes
 from jaxsp.core.batch import Batch
 from jaxsp.model import cached_layers, decoder
-from jaxsp.model.cached_layers import Answers, Prompts
+from jaxsp.model.cached_layers import Answers, Arrays, Prompts
 from jaxsp.sharding import sharding
 from jaxsp.sharding.sharding import Shard
 from jaxsp.training.specs import StepSpec
@@ -23,17 +23,13 @@ from jaxsp.training.specs import StepSpec
 PER_TOKEN = PartitionSpec(axes.GROUPS, axes.SEQ)
 PER_ROW = PartitionSpec(axes.GROUPS)
 
-_BATCH = Batch(
-    tokens_BL=PER_TOKEN,
-    labels_BL=PER_TOKEN,
-    positions_BL=PER_TOKEN,
-    starts_BM=PER_ROW,
-    lengths_BM=PER_ROW,
+_BATCH: Any = Batch(
+    **dict.fromkeys(("tokens_BL", "labels_BL", "positions_BL"), cast(Any, PER_TOKEN)),
+    **dict.fromkeys(("starts_BM", "lengths_BM"), cast(Any, PER_ROW)),
 )
-_TOKENS = PartitionSpec(None, axes.GROUPS, axes.SEQ)
-_STATES = PartitionSpec(None, axes.GROUPS)
-_CACHES = LayerCache(tokens=_TOKENS, states=_STATES)
-_PROMPTS = Prompts(tokens=_TOKENS, lengths_B=PER_ROW)
+_TOKENS: Any = PartitionSpec(None, axes.GROUPS, axes.SEQ)
+_STATES: Any = PartitionSpec(None, axes.GROUPS)
+_PROMPTS = Prompts(tokens=_TOKENS, lengths_B=cast(Any, PER_ROW))
 _ANSWERS = Answers(tokens=_TOKENS, states=_STATES)
 
 
@@ -44,17 +40,47 @@ class Programs:
     spec: StepSpec
     """Describes the rows of prompts: their length, the rows of a group, and attention."""
 
-    @functools.cached_property
-    def prefill(self) -> Callable[[Weights, Batch], tuple[Array, Any]]:
-        """(weights, prompts) -> (logits after the last token of each prompt, caches).
+    @property
+    def num_rows(self) -> int:
+        """Number of rows over the mesh."""
+        return self.spec.global_microbatch_rows
 
-        Each row of the batch is one segment, which starts at its first token.
+    def make_batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+        """Puts prompts on the mesh, each as one segment at the beginning of a row.
+
+        Rows without a prompt have one token, and answers that have no meaning.
         """
+        row_tokens = self.spec.config.data.max_row_tokens
+        tokens_BL = np.zeros((self.num_rows, row_tokens), np.int32)
+        lengths_B1 = np.ones((self.num_rows, 1), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_BL[row, : len(prompt)] = prompt
+            lengths_B1[row] = len(prompt)
+        positions_L = np.arange(row_tokens, dtype=np.int32)
+        positions_BL = np.where(positions_L < lengths_B1, positions_L, 0)
+        order_L = self.spec.attend.layout.token_order(row_tokens)
+        tokens = self.put(tokens_BL[:, order_L], PER_TOKEN)
+        return Batch(
+            tokens_BL=tokens,
+            labels_BL=tokens,  # without a loss, any
+            positions_BL=self.put(positions_BL[:, order_L], PER_TOKEN),
+            starts_BM=self.put(np.zeros_like(lengths_B1), PER_ROW),
+            lengths_BM=self.put(lengths_B1, PER_ROW),
+        )
 
-        def run(master: Weights, batch: Batch) -> tuple[Array, dict[Any, LayerCache]]:
+    def put(self, array: np.ndarray, spec: PartitionSpec) -> Any:
+        """Puts an array on the mesh, of which each process has all."""
+        place = NamedSharding(self.spec.mesh, spec)
+        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+
+    @functools.cached_property
+    def prefill(self) -> Callable[[Weights, Batch], tuple[Array, Prompts, Arrays]]:
+        """(weights, prompts) -> (logits after each prompt, cache of prompts, states after them)."""
+
+        def run(master: Weights, batch: Batch) -> tuple[Array, Prompts, Arrays]:
             spec = self.spec
             shards = self._make_shards(master)
-            hidden_BlD, caches = cached_layers.prefill(
+            hidden_BD, prompts, states = cached_layers.prefill(
                 shards,
                 batch,
                 config=spec.model,
@@ -63,24 +89,20 @@ class Programs:
                 dtype=spec.dtype,
                 tile_tokens=spec.mlp_tile,
             )
-            lengths_B = batch.lengths_BM[:, 0]
-            hidden_BD = cached_layers.take_last_tokens(hidden_BlD, lengths_B, spec.attend)
-            return self._compute_logits(shards, hidden_BD), caches
+            return self._compute_logits(shards, hidden_BD), prompts, states
 
-        # A dictionary of the kinds of layers takes one spec for all of them
-        kinds = dict.fromkeys(self.spec.model.kinds, _CACHES)
-        return jax.jit(self._on_mesh(run, (_BATCH,), (PER_ROW, kinds)))
+        return jax.jit(self._on_mesh(run, (_BATCH,), (PER_ROW, _PROMPTS, _STATES)))
 
     @functools.cached_property
-    def make_empty_answers(self) -> Callable[..., Answers]:
-        """(caches, num_slots) -> cache without new tokens. Args: num_slots: on each device."""
+    def make_slots(self) -> Callable[[Prompts, int], Arrays]:
+        """(prompts, number of new tokens) -> slots for them: see `Answers`."""
 
-        def run(caches: Any, num_slots: int) -> Answers:
-            make = functools.partial(cached_layers.make_empty_answers, num_slots=num_slots)
-            kinds = dict.fromkeys(self.spec.model.kinds, _CACHES)
+        def run(prompts: Prompts, num_tokens: int) -> Arrays:
+            seq = self.spec.mesh.shape[axes.SEQ]
+            make = functools.partial(cached_layers.make_slots, num_slots=-(-num_tokens // seq))
             return jax.shard_map(
-                make, mesh=self.spec.mesh, in_specs=(kinds,), out_specs=_ANSWERS, check_vma=False
-            )(caches)
+                make, mesh=self.spec.mesh, in_specs=(_PROMPTS,), out_specs=_TOKENS, check_vma=False
+            )(prompts)
 
         return jax.jit(run, static_argnums=1)
 

@@ -31,24 +31,24 @@ Arrays = dict[LayerKind, dict[str, Array]]
 _ALL_TOKENS = np.iinfo(np.int32).max
 
 
-class Answers(NamedTuple):
-    """Cache of new tokens, which each of them changes."""
-
-    tokens: Arrays
-    """[N, B, n, ...], n slots on each device."""
-    states: Arrays
-
-
 class Prompts(NamedTuple):
-    """Cache of prompts."""
+    """Cache of prompts, which new tokens leave as it is."""
 
     tokens: Arrays
     """[N, B, l, ...]"""
     lengths_B: Int32[Array, "B"]
 
 
+class Answers(NamedTuple):
+    """Cache that each new token changes."""
+
+    tokens: Arrays
+    """[N, B, n, ...], n slots on each device."""
+    states: Arrays
+
+
 class DecodeIndices(NamedTuple):
-    """What differs between layers: see `decoder.LayerIndices`."""
+    """Indices and windows of layers, one per layer; see `decoder.LayerIndices`."""
 
     rope: Int32[Array, "N"] | None
     window: Int32[Array, "N"]
@@ -65,9 +65,12 @@ def prefill(
     gather: Gather,
     dtype: jnp.dtype,
     tile_tokens: int,
-) -> tuple[Float[Array, "B l D"], dict[LayerKind, LayerCache]]:
-    """Input of the head for this device's tokens of the prompts, and the cache of each kind of
-    layer; inside shard_map. Args: see `decoder.hidden_states`."""
+) -> tuple[Float[Array, "B D"], Prompts, Arrays]:
+    """Input of the head for the last token of each prompt, the cache, and the states after it;
+    inside shard_map.
+
+    Args: see `decoder.hidden_states`. Each row of the batch is one segment, a prompt.
+    """
     x_BlD = decoder.compute_first_input(
         shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
     )
@@ -79,7 +82,7 @@ def prefill(
         KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=tile_tokens
     )
 
-    def run(kind: LayerKind, x: Array, shards: Weights, _: None, indices: Any) -> Any:
+    def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any) -> Any:
         layer = make(kind=kind)
         inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
         mixed, cache = layer.mixer.prefill(
@@ -93,7 +96,13 @@ def prefill(
 
     indices = decoder.find_layer_indices(config, attend, has_dropout=False)
     x_BlD, caches = _run_layers(run, config, x_BlD, shards, indices)
-    return decoder.apply_last_norm(shards, x_BlD, config=config, gather=gather), caches
+    x_BlD = decoder.apply_last_norm(shards, x_BlD, config=config, gather=gather)
+    lengths_B = batch.lengths_BM[:, 0]
+    spans = _find_spans(attend, x_BlD.shape[1])
+    x_BD = spans.take_tokens(x_BlD, lengths_B[:, None] - 1)[:, 0]
+    tokens = {kind: cache.tokens for kind, cache in caches.items()}
+    states = {kind: cache.states for kind, cache in caches.items()}
+    return x_BD, Prompts(tokens, lengths_B), states
 
 
 def decode(
@@ -132,9 +141,7 @@ def decode(
         layer = make(kind=kind)
         inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
         prompt, answer, states = cache
-        token = place._replace(
-            prompts=prompt, answers=answer, states=states, window=indices.window
-        )
+        token = place._replace(prompts=prompt, answers=answer, states=states, window=indices.window)
         weights = layer.gather_mixer_weights(shards.get("mix"))
         mixed, cache = layer.mixer.decode(config, weights, inputs, token)
         x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
@@ -158,23 +165,10 @@ def decode(
     return x_B1D[:, 0], answers
 
 
-def make_empty_answers(
-    caches: dict[LayerKind, LayerCache], num_slots: int
-) -> Answers:
-    """Cache before the first new token. Args: num_slots: slots for new tokens on each device."""
+def make_slots(prompts: Prompts, num_slots: int) -> Arrays:
+    """Empty slots for new tokens on each device: `Answers.tokens`."""
     empty = lambda x: jnp.zeros((*x.shape[:2], num_slots, *x.shape[3:]), x.dtype)
-    return Answers(
-        tokens={kind: jax.tree.map(empty, cache.tokens) for kind, cache in caches.items()},
-        states={kind: cache.states for kind, cache in caches.items()},
-    )
-
-
-def take_last_tokens(
-    x_BlD: Float[Array, "B l D"], lengths_B: Int32[Array, "B"], attend: Attend
-) -> Float[Array, "B D"]:
-    """Entries of the last token of each prompt, on every device of a group."""
-    spans = _find_spans(attend, x_BlD.shape[1])
-    return spans.take_tokens(x_BlD, lengths_B[:, None] - 1)[:, 0]
+    return jax.tree.map(empty, prompts.tokens)
 
 
 def _find_spans(attend: Attend, tokens_per_device: int) -> RowSpans:
@@ -200,7 +194,7 @@ def _find_place(
         answer_positions_Bn=jnp.where(numbers_n < number, lengths_B1 + numbers_n, -1),
         positions_B=prompts.lengths_B + number,
         is_own=number % seq == device,
-        window=_ALL_TOKENS,
+        window=jnp.int32(_ALL_TOKENS),
     )
 
 
