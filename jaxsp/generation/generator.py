@@ -197,9 +197,7 @@ class _Run:
         """Adds the tokens to `answers`, until all have ended."""
         programs = self.programs
         logits, prompts, states = programs.prefill(self.master, batch)
-        # A power of two, so that few programs are compiled
-        slots = programs.make_slots(prompts, 1 << (self.max_new_tokens - 1).bit_length())
-        cache = Answers(slots, states)
+        cache = Answers(programs.make_slots(prompts, self.max_new_tokens), states)
         unfinished = set(self.numbers)
         tokens = self._choose(logits, 0)
         for number in range(self.max_new_tokens):

@@ -36,7 +36,7 @@ def make_spec(
 
 
 def compute_logits(
-    spec: StepSpec,
+    generator: Generator,
     master: Weights,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
@@ -44,7 +44,7 @@ def compute_logits(
     """Logits after each prompt and after each token of its answer except the last, in the programs
     that `Generator` runs. Shapes: [tokens of the answers, V] for each prompt."""
     num_tokens = len(answers[0])
-    programs = Generator(spec).choose_programs(
+    programs = generator.choose_programs(
         len(prompts), prompt_tokens=max(map(len, prompts)), new_tokens=num_tokens
     )
     assert programs.num_rows >= len(prompts), "they are answered together"

@@ -71,7 +71,7 @@ def check_logits(model, mesh):
     sizes, fields = MESHES[mesh]
     spec = models.make_spec(model, sizes, **fields)
     master = runs.put_weights(spec.table, runs.draw_weights(model), spec.mesh)
-    actual = models.compute_logits(spec, master, PROMPTS, ANSWERS)
+    actual = models.compute_logits(Generator(spec), master, PROMPTS, ANSWERS)
     errors = [
         batches.relative_error(a, b) for a, b in zip(actual, expect_logits(model), strict=True)
     ]
