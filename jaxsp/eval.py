@@ -24,6 +24,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.processes import distributed
@@ -34,7 +35,6 @@ from jaxsp.runtime import compilation_cache, jsonl, run_paths
 from jaxsp.setup import build, initial_weights, resume
 from jaxsp.storage import copies
 from jaxsp.training import train_state
-from jaxsp.training.evaluator import Evaluator
 
 _UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
 

@@ -26,6 +26,7 @@ LAYERS = (
     "hf sharding",
     "optimizers",
     "training",
+    "evaluation",
     "memory",
     "checkpoint reporting planner",
     "setup",

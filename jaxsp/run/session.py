@@ -17,6 +17,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.reporting import console as output
 from jaxsp.reporting import run_summary, starts
 from jaxsp.reporting.metrics import MetricsWriter
@@ -32,7 +33,6 @@ from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_state import TrainState

@@ -15,7 +15,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import references, trainer
 from jaxsp.setup import build
-from jaxsp.training.evaluator import Evaluator
+from jaxsp.evaluation.evaluator import Evaluator
 from tests import batches, commands
 
 pytestmark = pytest.mark.e2e
