@@ -289,7 +289,8 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
             f"{name} = held_out: is also the name of the documents that data.eval_fraction holds "
             f"out. Use another name: {name}=held_out-{names.index('held_out')}."
         )
-    if not names and sections["run"].get("eval_at_start") is True:
+    has_any = names or sections["eval"].get("tasks")
+    if not has_any and sections["run"].get("eval_at_start") is True:
         yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
 
 

@@ -22,7 +22,7 @@ class RunConfig(ConfigSection):
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
-    tensorboard/, model/, checkpoints/, last_checkpoint.json, heartbeat.json and lock. It may also
+    tasks.jsonl, needle.png, tensorboard/, model/, checkpoints/, last_checkpoint.json, heartbeat.json and lock. It may also
     contain wandb/, mlflow.db, trackers.json, nonfinite_steps.jsonl, damaged/ and files that end in
     .damaged, which are safe to delete. Or a URL: s3://bucket/path or gs://bucket/path. The run then
     works in a local copy, which is uploaded while training continues."""

@@ -19,9 +19,10 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.packing.step_records import StepCounts
-from jaxsp.evaluation import token_losses
+from jaxsp.evaluation import long_ppl, token_losses
+from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
-from jaxsp.evaluation.token_losses import AddTokens, DocumentSums
+from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
 from jaxsp.objectives import objective
 from jaxsp.objectives.objective import PairSums
 from jaxsp.runtime import device_mesh
@@ -46,6 +47,11 @@ class EvalFields(PositionFields):
     """exp(loss). null if it is not finite."""
     num_documents: int
     """Number of documents."""
+    long_ppl: float | None
+    """LongPPL, the perplexity of tokens that depend on far context. null if there are none, and
+    unless eval.long_ppl is true."""
+    num_key_tokens: int | None
+    """Number of these tokens. null unless eval.long_ppl is true."""
     seconds: float
     """Duration in seconds, without compilation."""
 
@@ -78,9 +84,8 @@ class Evaluator:
         self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)
         self._eval_sets = eval_sets
 
-    def is_due(self, number: int) -> bool:
-        """True if an evaluation is due after a step."""
-        return bool(self._eval_sets) and is_due(self._config.run.eval_every, number)
+    def __bool__(self) -> bool:
+        return bool(self._eval_sets)
 
     @functools.cached_property
     def _compute_losses(self) -> jax.stages.Compiled:
@@ -117,6 +122,10 @@ class Evaluator:
         positions = PositionSums(data.documents.lengths)
         is_sft = self._spec.objective is None
         takers = [documents.add, positions.add] if is_sft else [documents.add]
+        all_losses = None
+        if is_sft and self._config.eval.long_ppl:
+            all_losses = DocumentLosses(data.documents.lengths)
+            takers.append(all_losses.add)
         sums = self._run_batches(data, master, on_batch, takers)
         if not self._spec.model.has_scores:  # a score predicts no token
             sums["num_correct"] = documents.num_correct_D.sum()
@@ -127,12 +136,16 @@ class Evaluator:
         )
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
+        long_ppl_result = LongPPL(None, None)
+        if all_losses is not None:
+            long_ppl_result = self._measure_long_ppl(data, all_losses, master, on_batch)
         fields = EvalFields(
             step=num_steps,
             data=data.name,
             perplexity=math.exp(values["loss"]) if has_perplexity else None,
             num_documents=len(data.documents.lengths),
             seconds=time.perf_counter() - began,
+            **long_ppl_result._asdict(),
             **vars(positions.make_fields()),
         )
         return metric_table.make_line(fields, sums | values)
@@ -148,6 +161,21 @@ class Evaluator:
         documents = DocumentSums(len(data.documents.lengths))
         self._run_batches(data, master, on_batch, [documents.add])
         return documents
+
+    def _measure_long_ppl(
+        self,
+        data: PackedDataset,
+        all_losses: DocumentLosses,
+        master: layers.Weights,
+        on_batch: Callable[[], None],
+    ) -> LongPPL:
+        """Evaluates the short texts of a data set. Args: all_losses: of the data set's tokens."""
+        texts = long_ppl.cut(data)
+        short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
+        if texts:
+            short_data = long_ppl.pack(texts, self._config)
+            self._run_batches(short_data, master, on_batch, [short_losses.add])
+        return long_ppl.compute(texts, all_losses, short_losses)
 
     def _run_batches(
         self,

@@ -44,35 +44,31 @@ class ShortText(NamedTuple):
         return len(self.tokens) - CONTEXT_TOKENS
 
 
-class ShortTexts(NamedTuple):
-    """Short texts of a data set, as documents of another one."""
-
-    texts: Sequence[ShortText]
-    data: PackedDataset
-
-
 class LongPPL(NamedTuple):
     """Result for a data set."""
 
     long_ppl: float | None
     """exp(mean loss) of the key tokens; None if there are none."""
-    num_key_tokens: int
+    num_key_tokens: int | None
 
 
-def make_short_texts(data: PackedDataset, config: Config) -> ShortTexts | None:
-    """Cuts the segments of a data set into short texts; None if all are short.
+def cut(data: PackedDataset) -> list[ShortText]:
+    """Cuts the segments of a data set into short texts; empty if all segments are short.
 
-    Memory: up to five times the tokens of the data set, as two int32 numbers each.
+    Memory: up to five times the tokens of the data set, as an int32 label each, and as much again
+        in `pack`.
     """
     segments = data.documents.segments
     texts: list[ShortText] = []
     for number in np.flatnonzero(segments.length > CONTEXT_TOKENS + BLOCK_TOKENS):
         texts += _cut_segment(data.documents, segments.select(slice(number, number + 1)))
-    if not texts:
-        return None
+    return texts
+
+
+def pack(texts: Sequence[ShortText], config: Config) -> PackedDataset:
+    """Packs short texts as documents, in their order."""
     documents = [text.tokens for text in texts]
-    labels = [text.labels for text in texts]
-    return ShortTexts(texts, in_memory.pack_arrays(data.name, documents, labels, config))
+    return in_memory.pack_arrays("short texts", documents, [text.labels for text in texts], config)
 
 
 def _cut_segment(documents: Documents, segment: Segments) -> list[ShortText]:
