@@ -20,7 +20,7 @@ LAYERS = (
     "processes conversion",
     "runtime",
     "storage",
-    "attention data delta_rule experts objectives",
+    "attention data delta_rule experts objectives tasks",
     "blocks",
     "model",
     "hf sharding",

@@ -8,6 +8,7 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
+from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
     ConfigSection,
@@ -226,6 +227,7 @@ class Config(ConfigSection):
     data: DataConfig
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()
+    eval: EvalConfig = EvalConfig()
     optimizer: OptimizerConfig
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
