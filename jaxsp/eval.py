@@ -1,15 +1,16 @@
-"""jaxsp eval WHAT [key.path=value ...]: loss, perplexity and accuracy on eval sets.
+"""jaxsp eval WHAT [key.path=value ...]: loss and accuracy on eval sets, and retrieval tasks.
 
-Results of a run's checkpoint are appended to the run's eval.jsonl. No field distinguishes them from
-the lines that training wrote; use --out to keep them apart.
+Results of a run's checkpoint are appended to the run's eval.jsonl and tasks.jsonl. No field
+distinguishes them from the lines that training wrote; use --out to keep them apart.
 """
 
 import argparse
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -25,11 +26,12 @@ from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
 from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.processes import distributed
+from jaxsp.reporting import comparison, metrics, task_plots
 from jaxsp.reporting import console as output
-from jaxsp.reporting import metrics
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, jsonl, run_paths
 from jaxsp.setup import build, initial_weights, resume
@@ -62,7 +64,8 @@ def main(arguments: list[str]) -> None:
         _check_model(args.what)  # before missing fields are reported
     config = _load_config(args.what, args.config, args.changes, meta)
     # a run may be writing to the store, so results are only printed
-    out = _find_output(args.out, None if urls.is_url(args.what) else checkpoint)
+    baseline = None if args.baseline is None else comparison.read(args.baseline)
+    out = _find_outputs(args.out, None if urls.is_url(args.what) else checkpoint)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
@@ -92,12 +95,22 @@ def main(arguments: list[str]) -> None:
         print_line(f"rope: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
-    for line in Evaluator(spec, resolved.evals).run(master, num_steps=step):
-        print_line(output.format_evaluation(line, with_step=meta is not None))
+    lines = []
+    evaluators = (Evaluator(spec, resolved.evals), RetrievalEvaluator(spec, resolved.task_samples))
+    for line in itertools.chain.from_iterable(
+        each.run(master, num_steps=step) for each in evaluators
+    ):
+        lines.append(line)
+        print_line(output.format_result(line, with_step=meta is not None))
         if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out, line)
+            jsonl.append_record(out.tasks if "task" in line else out.evals, line)
     if out is not None:
-        print_line(f"-> {out}")
+        paths = [out.evals] * bool(resolved.evals) + [out.tasks] * bool(resolved.task_samples)
+        if jax.process_index() == 0:
+            paths += task_plots.draw_if_possible(out.plot, lines)
+        print_line(f"-> {', '.join(map(str, dict.fromkeys(paths)))}")
+    if baseline is not None:
+        comparison.print_table(console, baseline, lines)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -114,6 +127,11 @@ def _make_parser() -> argparse.ArgumentParser:
         help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
     )
     parser.add_argument(
+        "--baseline",
+        metavar="FILE",
+        help="file of --out of another model: also print a table of differences",
+    )
+    parser.add_argument(
         "--config",
         metavar="CONFIG.yaml",
         help="config to use; default: that of the run",
@@ -121,18 +139,29 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file that the results are appended to; default: eval.jsonl of a local run",
+        help="file that the results are appended to, with a plot of needles beside it; default: "
+        "eval.jsonl, tasks.jsonl and needle.png of a local run",
     )
     return parser
 
 
-def _find_output(path: str | None, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
-    """Returns the file for the results; None to only print them. Raises: UserError."""
+class _Outputs(NamedTuple):
+    """Files for the results."""
+
+    evals: pathlib.Path
+    tasks: pathlib.Path
+    plot: pathlib.Path
+
+
+def _find_outputs(path: str | None, checkpoint: pathlib.Path | None) -> _Outputs | None:
+    """Returns the files for the results; None to only print them. Raises: UserError."""
     run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
     if path:
         out = pathlib.Path(path)
+        outputs = _Outputs(out, out, out.with_suffix(".png"))
     elif run is not None:
         out = run / metrics.EVAL_FILE
+        outputs = _Outputs(out, run / metrics.TASKS_FILE, run / metrics.NEEDLE_PLOT)
     else:
         return None
     if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
@@ -140,7 +169,7 @@ def _find_output(path: str | None, checkpoint: pathlib.Path | None) -> pathlib.P
             f"--out = {out}: {out.parent} must be a folder that can be written. Use --out FILE "
             "with a file in such a folder."
         )
-    return out
+    return outputs
 
 
 def _resolve_config(
@@ -254,14 +283,15 @@ def _load_config(
     with problems.collect():
         config = config_file.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     if config is not None:
-        has_eval_sets = bool(config.data.eval or config.data.eval_fraction)
+        has_eval_sets = bool(config.data.eval or config.data.eval_fraction or config.eval.tasks)
     else:
-        is_changed = any(change.startswith("data.eval") for change in changes)
+        is_changed = any(change.startswith(("data.eval", "eval.tasks")) for change in changes)
         has_eval_sets = is_changed or bool(fields.get("data", {}).get("eval"))
     if not has_eval_sets:
         problems.append(
             "data.eval: missing. Name the data to evaluate on, for example "
-            "data.eval='[{source: held-out/*.txt, format: text}]'."
+            "data.eval='[{source: held-out/*.txt, format: text}]', or a retrieval task: "
+            "eval.tasks='[{task: needle, lengths: [4096]}]'."
         )
     problems.raise_if_any()
     assert config is not None

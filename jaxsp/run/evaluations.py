@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 
+import jax
+
 from jaxsp.blocks import layers
 from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.reporting import console, heatmap
-from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.reporting import console, task_plots
+from jaxsp.reporting.metrics import NEEDLE_PLOT, MetricsWriter
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.inputs import RunInputs
@@ -61,17 +63,18 @@ class Evaluations:
             duration_s=self._status.evaluation_s,
         )
         began = time.perf_counter()
-        options = {"num_steps": step, "on_batch": self._status.heartbeat}
+        heartbeat = self._status.heartbeat
         lines = {}
-        for line in self._eval_sets.run(master, **options):
+        for line in self._eval_sets.run(master, num_steps=step, on_batch=heartbeat):
             lines[line["data"]] = line
             self._metrics.write_eval(line)
             self._print_line(console.format_evaluation(line))
         task_lines = []
-        for line in self._tasks.run(master, **options):
+        for line in self._tasks.run(master, num_steps=step, on_batch=heartbeat):
             task_lines.append(line)
             self._metrics.write_task(line)
             self._print_line(console.format_task(line))
-        heatmap.write(self._directory, task_lines)
+        if jax.process_index() == 0:
+            task_plots.draw_if_possible(self._directory / NEEDLE_PLOT, task_lines)
         self._status.evaluation_s = time.perf_counter() - began
         return lines

@@ -315,9 +315,7 @@ def open_session(
             files=files,
             preemption=preemption,
             early_stopping=early_stopping,
-            evaluations=Evaluations(
-                run_spec, inputs, files.metrics, status, progress.print_line
-            ),
+            evaluations=Evaluations(run_spec, inputs, files.metrics, status, progress.print_line),
             checkpoints=CheckpointSchedule(
                 files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
             ),

@@ -1,5 +1,6 @@
 """Samples of the retrieval tasks of a config."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,19 @@ def make(config: Config, tokenizer: Any) -> Samples:
     for number, task in enumerate(config.eval.tasks):
         for length in task.lengths:
             with problems.collect():
+                of_length = task_samples.make_samples(
+                    task.task,
+                    tokenize,
+                    length=length,
+                    depths=task.num_depths,
+                    samples=task.samples,
+                    seed=task.seed,
+                    reserved_tokens=len(first_ids),
+                    field=f"eval.tasks.{number}.lengths",
+                )
                 made.setdefault(task.task, []).extend(
-                    task_samples.make_samples(
-                        task.task,
-                        tokenize,
-                        length=length,
-                        depths=task.num_depths,
-                        samples=task.samples,
-                        seed=task.seed,
-                        first_ids=first_ids,
-                        field=f"eval.tasks.{number}.lengths",
-                    )
+                    dataclasses.replace(one, prompt_ids=np.append(first_ids, one.prompt_ids))
+                    for one in of_length
                 )
     problems.raise_if_any()
     return made
