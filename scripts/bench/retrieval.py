@@ -78,7 +78,7 @@ def write_data(work: pathlib.Path) -> None:
     rng = np.random.default_rng(0)
     draw = lambda count: [repeat_words(rng) for _ in range(count)]
     needles = []
-    for length in (192, 224, ROW_TOKENS):
+    for length in (210, 232, ROW_TOKENS):
         needles += samples.make_samples(
             "needle",
             lambda text: list(text.encode()),
