@@ -227,10 +227,10 @@ class Config(ConfigSection):
     data: DataConfig
     batch: BatchConfig
     objective: ObjectiveConfig = ObjectiveConfig()
-    eval: EvalConfig = EvalConfig()
     optimizer: OptimizerConfig
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

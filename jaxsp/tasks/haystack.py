@@ -2,7 +2,7 @@
 
 RULER has a noise of five sentences that repeat, or essays. These are 8,192 different sentences,
 made of the templates and words of words.yaml, one a line. A sample has them in random order, and
-again in another order when all are used, which is after about 75,000 words.
+again in another order when all are used, which is after about 64,000 words.
 """
 
 import functools
