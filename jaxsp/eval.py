@@ -6,6 +6,7 @@ distinguishes them from the lines that training wrote; use --out to keep them ap
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import os
 import pathlib
@@ -17,6 +18,7 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.blocks import rope
+from jaxsp.blocks.layers import Weights
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
@@ -34,9 +36,11 @@ from jaxsp.reporting import comparison, metrics, task_plots
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, jsonl, run_paths
-from jaxsp.setup import build, initial_weights, resume
+from jaxsp.setup import build, initial_weights, model_files, resume
 from jaxsp.storage import copies
 from jaxsp.training import train_state
+from jaxsp.training.metric_table import Line
+from jaxsp.training.specs import StepSpec
 
 _UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
 
@@ -62,7 +66,10 @@ def main(arguments: list[str]) -> None:
     meta = None if checkpoint is None else reader.read_meta(checkpoint)
     if meta is None:
         _check_model(args.what)  # before missing fields are reported
-    config = _load_config(args.what, args.config, args.changes, meta)
+    _check_harness(args)
+    config = _load_config(
+        args.what, args.config, args.changes, meta, needs_data=args.lm_eval is None
+    )
     # a run may be writing to the store, so results are only printed
     baseline = None if args.baseline is None else comparison.read(args.baseline)
     out = _find_outputs(args.out, None if urls.is_url(args.what) else checkpoint)
@@ -102,13 +109,21 @@ def main(arguments: list[str]) -> None:
     ):
         lines.append(line)
         print_line(output.format_result(line, with_step=meta is not None))
-        if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out.tasks if "task" in line else out.evals, line)
+        _append(out, line)
+    if args.lm_eval:
+        tokenizer = model_files.load_tokenizer(
+            spec.config, resolved.model_folder, _find_model_dir(config, checkpoint, meta)
+        )
+        found, table = _run_harness(args, spec, master, tokenizer, num_steps=step)
+        print_line(table)
+        for line in found:
+            _append(out, line)
+        lines += found
     if out is not None:
-        paths = [out.evals] * bool(resolved.evals) + [out.tasks] * bool(resolved.task_samples)
+        paths = list(dict.fromkeys(out.find(line) for line in lines))
         if jax.process_index() == 0:
             paths += task_plots.draw_if_possible(out.plot, lines)
-        print_line(f"-> {', '.join(map(str, dict.fromkeys(paths)))}")
+        print_line(f"-> {', '.join(map(str, paths))}")
     if baseline is not None:
         comparison.print_table(console, baseline, lines)
 
@@ -142,6 +157,17 @@ def _make_parser() -> argparse.ArgumentParser:
         help="file that the results are appended to, with a plot of needles beside it; default: "
         "eval.jsonl, tasks.jsonl and needle.png of a local run",
     )
+    group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
+    group.add_argument(
+        "--lm-eval", metavar="TASKS", help="its tasks to evaluate too, with commas between them"
+    )
+    group.add_argument("--lm-eval-tasks", metavar="FOLDER", help="folder of more tasks")
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="records of each of its tasks; default: all"
+    )
+    group.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
+    )
     return parser
 
 
@@ -150,7 +176,20 @@ class _Outputs(NamedTuple):
 
     evals: pathlib.Path
     tasks: pathlib.Path
+    harness: pathlib.Path
     plot: pathlib.Path
+
+    def find(self, line: Line) -> pathlib.Path:
+        """File for a line."""
+        if "lm_eval" in line:
+            return self.harness
+        return self.tasks if "task" in line else self.evals
+
+
+def _append(outputs: _Outputs | None, line: Line) -> None:
+    """Appends a line to its file."""
+    if outputs is not None and jax.process_index() == 0:
+        jsonl.append_record(outputs.find(line), line)
 
 
 def _find_outputs(path: str | None, checkpoint: pathlib.Path | None) -> _Outputs | None:
@@ -158,10 +197,15 @@ def _find_outputs(path: str | None, checkpoint: pathlib.Path | None) -> _Outputs
     run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
     if path:
         out = pathlib.Path(path)
-        outputs = _Outputs(out, out, out.with_suffix(".png"))
+        outputs = _Outputs(out, out, out, out.with_suffix(".png"))
     elif run is not None:
         out = run / metrics.EVAL_FILE
-        outputs = _Outputs(out, run / metrics.TASKS_FILE, run / metrics.NEEDLE_PLOT)
+        outputs = _Outputs(
+            out,
+            run / metrics.TASKS_FILE,
+            run / metrics.HARNESS_FILE,
+            run / metrics.NEEDLE_PLOT,
+        )
     else:
         return None
     if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
@@ -176,10 +220,6 @@ def _resolve_config(
     config: Config, checkpoint: pathlib.Path | None, meta: CheckpointMeta | None
 ) -> build.ResolvedConfig:
     """Resolves the config for evaluation: without an optimizer or offloaded activations."""
-    model_dir = None
-    if checkpoint is not None and meta is not None:
-        if config.model.tokenizer == meta.config["model"]["tokenizer"]:
-            model_dir = resume.find_model_dir(checkpoint)
     on_device: dict[str, Any] = {"offload_activations": "none", "offload_optimizer": "none"}
     on_device |= {"offload_every": 1, "offload_during_attention": "auto"}
     memory = config.memory.model_copy(update=on_device)
@@ -192,7 +232,33 @@ def _resolve_config(
         problems=ProblemCollector(),
         for_training=False,
         hf_config=None if meta is None else meta.model,
-        run_model_dir=model_dir,
+        run_model_dir=_find_model_dir(config, checkpoint, meta),
+    )
+
+
+def _find_model_dir(
+    config: Config, checkpoint: pathlib.Path | None, meta: CheckpointMeta | None
+) -> pathlib.Path | None:
+    """Folder of a run's own copy of the tokenizer; None without one, or with another tokenizer."""
+    if checkpoint is None or meta is None:
+        return None
+    has_own = config.model.tokenizer == meta.config["model"]["tokenizer"]
+    return resume.find_model_dir(checkpoint) if has_own else None
+
+
+def _run_harness(
+    args: argparse.Namespace, spec: StepSpec, master: Weights, tokenizer: Any, *, num_steps: int
+) -> tuple[list[Line], str]:
+    """Runs tasks of lm-evaluation-harness; returns its lines, and its table."""
+    from jaxsp.evaluation import harness
+
+    return harness.evaluate(
+        harness.HarnessModel(spec, master, tokenizer),
+        args.lm_eval.split(","),
+        num_steps=num_steps,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+        include_path=args.lm_eval_tasks,
     )
 
 
@@ -253,8 +319,29 @@ _NO_EARLY_STOPPING = {
 }
 
 
+def _check_harness(args: argparse.Namespace) -> None:
+    """Checks the options of the harness before the model is read. Raises: UserError."""
+    if args.lm_eval is None:
+        for name in ("lm_eval_tasks", "limit", "num_fewshot"):
+            if getattr(args, name) is not None:
+                raise UserError(
+                    f"--{name.replace('_', '-')}: is for lm-evaluation-harness. Use it with "
+                    "--lm-eval TASK."
+                )
+    elif importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--lm-eval = {args.lm_eval}: needs lm-evaluation-harness, which is not installed. "
+            "Use pip install 'jaxsp[lm-eval]'."
+        )
+
+
 def _load_config(
-    what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None
+    what: str,
+    file: str | None,
+    changes: list[str],
+    meta: CheckpointMeta | None,
+    *,
+    needs_data: bool,
 ) -> Config:
     """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
 
@@ -287,7 +374,7 @@ def _load_config(
     else:
         is_changed = any(change.startswith(("data.eval", "eval.tasks")) for change in changes)
         has_eval_sets = is_changed or bool(fields.get("data", {}).get("eval"))
-    if not has_eval_sets:
+    if needs_data and not has_eval_sets:
         problems.append(
             "data.eval: missing. Name the data to evaluate on, for example "
             "data.eval='[{source: held-out/*.txt, format: text}]', or a retrieval task: "

@@ -256,9 +256,14 @@ def _fetch_one_behind(
         yield jax.device_get(running[0]), running[1]
 
 
-def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: bool) -> str:
-    """Describes the eval sets of a run, and when they are evaluated; empty without eval sets."""
-    if not eval_sets:
+def describe(
+    eval_sets: Sequence[PackedDataset], run: RunConfig, *, tasks: str, is_resume: bool
+) -> str:
+    """Describes what is evaluated in a run, and when; empty without eval sets and tasks.
+
+    Args: tasks: description of the retrieval tasks.
+    """
+    if not (eval_sets or tasks):
         return ""
     times = []
     if run.eval_at_start and not is_resume:
@@ -269,7 +274,7 @@ def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: b
         times.append(f"every {format_count(run.eval_every, 'step')}")
     text = " and ".join(filter(None, (", ".join(times), "after the last step")))
     names = [f"{data.name} ({summary.describe_documents(data)})" for data in eval_sets]
-    text += f": {', '.join(names)}"
+    text += f": {', '.join(filter(None, (*names, tasks)))}"
     if run.early_stopping_patience is not None:
         patience = format_count(run.early_stopping_patience, "evaluation")
         text += f"; the run stops after {patience} without improvement"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxsp import attention
 from jaxsp.blocks import rope
 from jaxsp.data.packing import summary
-from jaxsp.evaluation import evaluator
+from jaxsp.evaluation import evaluator, retrieval
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
@@ -110,6 +110,7 @@ def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntr
             evaluator.describe(
                 inputs.eval_sets,
                 run,
+                tasks=retrieval.describe(inputs.task_samples),
                 is_resume=inputs.start.is_resume_in(run_paths.local_dir(run)),
             ),
         ),

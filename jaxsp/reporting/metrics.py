@@ -16,6 +16,7 @@ from jaxsp.training.metric_table import Line
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
 TASKS_FILE = "tasks.jsonl"
+HARNESS_FILE = "lm_eval.jsonl"
 NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 

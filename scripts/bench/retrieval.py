@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for all files")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--learning-rate", type=float, default=0.002)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.set_defaults(out=pathlib.Path("scripts/bench/results/retrieval.json"))
     args = parser.parse_args(arguments)
     work = args.work.resolve()

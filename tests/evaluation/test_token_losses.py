@@ -3,26 +3,23 @@
 import functools
 
 import datasets
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.config.schema import MeshConfig
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums
 from jaxsp.evaluation.token_losses import TokenLosses
-from jaxsp.model import decoder
-from jaxsp.model.remat import RematPolicy
 from jaxsp.training.specs import StepSpec
-from tests import batches, unsharded
+from tests import batches
 from tests.attention.strategies import make_strategy
+from tests.evaluation import plain
 from tests.training import runs
 
-WEIGHTS = runs.draw_weights(runs.MODEL)
 ROW_TOKENS = 192
 RANDOM = np.random.default_rng(3)
 LENGTHS = [5, 192, 40, 300, 64, 17, 33, 150, 191, 2, 100, 128]
@@ -48,8 +45,9 @@ def make_spec(sizes=(1, 1, 1), **how):
     base = batches.make_config()
     data = base.data.model_copy(update={"row_tokens": ROW_TOKENS})
     batch = base.batch.model_copy(update={"rows_per_step": 8, "rows_per_microbatch": 2})
+    mesh = MeshConfig(replica=sizes[0], data=sizes[1], seq=sizes[2])
     return StepSpec(
-        config=base.model_copy(update={"data": data, "batch": batch}),
+        config=base.model_copy(update={"data": data, "batch": batch, "mesh": mesh}),
         model=runs.MODEL,
         mesh=batches.mesh(*sizes),
         attention=batches.attention_choice(seq=sizes[2], **how),
@@ -65,39 +63,13 @@ def pack(config):
 
 @functools.cache
 def compute_reference():
-    """Document, position, loss and correctness of each loss token, without packing or a mesh."""
-    attend = runs.make_oracle_attend(runs.MODEL)
-
-    @jax.jit
-    def compute(tokens_BL, positions_BL):
-        zeros_B1 = jnp.zeros((1, 1), jnp.int32)
-        hidden_BLD, _ = decoder.hidden_states(
-            WEIGHTS,
-            Batch(
-                tokens_BL=tokens_BL,
-                labels_BL=tokens_BL,
-                positions_BL=positions_BL,
-                starts_BM=zeros_B1,
-                lengths_BM=zeros_B1 + ROW_TOKENS,
-            ),
-            config=runs.MODEL,
-            attend=attend,
-            gather=unsharded.UnshardedGather(),
-            dtype=jnp.dtype("float32"),
-            policy=RematPolicy(),
-            tile_tokens=4096,
-        )
-        return jnp.einsum("BLD,VD->BLV", hidden_BLD, decoder.lm_head(WEIGHTS))[0]
-
+    """Document, position, loss and correctness of each loss token."""
     tokens = []
     for document, (ids, labels) in enumerate(zip(TOKENS, LABELS, strict=True)):
         for begin in range(0, len(ids), ROW_TOKENS):
-            part = np.zeros((1, ROW_TOKENS), np.int32)
-            given = ids[begin : begin + ROW_TOKENS]
-            part[0, : len(given)] = given
-            positions = np.arange(begin, begin + ROW_TOKENS, dtype=np.int32)[None]
-            log_probs_LV = np.asarray(jax.nn.log_softmax(compute(part, positions)), np.float64)
-            for index in range(len(given)):
+            part = ids[begin : begin + ROW_TOKENS]
+            log_probs_LV = plain.compute_log_probs(part, first_position=begin)
+            for index in range(len(part)):
                 target = begin + index + 1
                 if target < len(ids) and labels[target] != NO_LABEL:
                     loss = -log_probs_LV[index, labels[target]]
@@ -111,7 +83,7 @@ def test_sums_by_document_and_position_are_those_of_a_plain_program(case):
     sizes, how = CASES[case]
     spec = make_spec(sizes, **how)
     data = pack(spec.config)
-    master = runs.put_weights(spec.table, WEIGHTS, spec.mesh)
+    master = runs.put_weights(spec.table, plain.WEIGHTS, spec.mesh)
     evaluator = Evaluator(spec, [data])
     sums = evaluator.score(data, master)
     tokens = compute_reference()
