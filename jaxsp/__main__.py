@@ -9,6 +9,7 @@ _COMMANDS = {
     "train": "trains a model and writes a run directory",
     "plan": "plans memory, time and traffic of a run, without a GPU",
     "eval": "computes loss and perplexity of a run or a model",
+    "generate": "continues a text or answers a question with a run or a model",
     "export": "writes a run's weights as a Hugging Face folder",
     "report": "writes one HTML page about one run or several",
     "benchmark": "times steps of a config on this machine",

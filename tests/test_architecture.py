@@ -28,6 +28,7 @@ LAYERS = (
     "training",
     "evaluation",
     "memory",
+    "generation",
     "checkpoint reporting planner",
     "setup",
     "run",

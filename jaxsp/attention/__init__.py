@@ -20,6 +20,8 @@ from jaxsp.attention.attend import (
     make_attend,
     make_chosen_attend,
 )
+from jaxsp.attention.cached_attention import CachedKeys
+from jaxsp.attention.cached_attention import attend as attend_to_cache
 from jaxsp.attention.choice import AttentionChoice, describe
 from jaxsp.attention.chunks.ring_hops import SCOPE as RING_HOPS_SCOPE
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
@@ -40,6 +42,7 @@ __all__ = [
     "SCOPE",
     "Attend",
     "AttentionChoice",
+    "CachedKeys",
     "HasHeads",
     "Kernel",
     "KernelSettings",
@@ -48,6 +51,7 @@ __all__ = [
     "Strategy",
     "StrategyOption",
     "as_kernel",
+    "attend_to_cache",
     "choose",
     "choose_strategy",
     "combine",

@@ -4,13 +4,23 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxsp import attention
+from jaxsp.attention import CachedKeys
 from jaxsp.blocks import rope
-from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
+from jaxsp.blocks.block import (
+    LayerCache,
+    Mixer,
+    MixerInput,
+    NextToken,
+    RowInputs,
+    TokenInputs,
+    Workload,
+)
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import (
@@ -80,7 +90,7 @@ class AttentionInput(MixerInput):
         if config.attention_gate == "q_proj":
             # Each head's rows are those of its query, then those of its gate
             q_BlHX = q.reshape(*q.shape[:2], config.num_heads, 2 * config.head_dim)
-            q, gate = jax.numpy.split(q_BlHX, 2, axis=-1)
+            q, gate = jnp.split(q_BlHX, 2, axis=-1)
             carried = (gate,)
         elif self.gate is not None:
             gate = self.gate(x_BlD, keys)
@@ -156,6 +166,33 @@ class Attention(Mixer):
             kind=rows.attention_kind,
             sinks_H=weights.get("sinks"),
         )
+
+    def prefill(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> tuple[Float[Array, "B l H K"], LayerCache]:
+        _, k_BlGK, v_BlGK = inputs
+        cache = LayerCache(tokens={"k": k_BlGK, "v": v_BlGK}, states={})
+        return self.mix(config, weights, inputs, rows), cache
+
+    def decode(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], token: NextToken
+    ) -> tuple[Float[Array, "B 1 H K"], LayerCache]:
+        q_B1HK, k_B1GK, v_B1GK = inputs
+        own_positions_B1 = jnp.where(token.is_own, token.positions_B, -1)[:, None]
+        keys = [
+            CachedKeys(token.prompts["k"], token.prompts["v"], token.prompt_positions_Bl),
+            CachedKeys(token.answers["k"], token.answers["v"], token.answer_positions_Bn),
+            CachedKeys(k_B1GK, v_B1GK, own_positions_B1),
+        ]
+        out_BHK = attention.attend_to_cache(
+            q_B1HK[:, 0],
+            keys,
+            positions_B=token.positions_B,
+            window=token.window,
+            score=config.layer_scores[0],  # layers differ in their windows only
+            sinks_H=weights.get("sinks"),
+        )
+        return out_BHK[:, None], LayerCache(tokens={"k": k_B1GK, "v": v_B1GK}, states={})
 
     def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxsp.attention import Attend, AttentionChoice
 from jaxsp.blocks.block_config import NormNames
@@ -47,6 +47,36 @@ class RowInputs(NamedTuple):
     """Result of `Attend.make_segment_tables`."""
     attention_kind: Int32[Array, ""] | int
     """Index of the layer's scores into `Attend.kinds`."""
+
+
+class LayerCache(NamedTuple):
+    """Arrays of a mixer that later tokens of the rows need, by names of the mixer's choice."""
+
+    tokens: dict[str, Array]
+    """Arrays [B, l, ...] of tokens, which stay on the device where the tokens are."""
+    states: dict[str, Array]
+    """Arrays [B, ...] of rows, the same on all devices of a group. Each token replaces them."""
+
+
+class NextToken(NamedTuple):
+    """Inputs of `Mixer.decode` besides the arrays that it mixes: the cache of the tokens before."""
+
+    prompts: dict[str, Array]
+    """`LayerCache.tokens` of the prompts, [B, l, ...]."""
+    answers: dict[str, Array]
+    """The same of the new tokens so far, [B, n, ...], with empty slots at the end."""
+    states: dict[str, Array]
+    """`LayerCache.states`."""
+    prompt_positions_Bl: Int32[Array, "B l"]
+    """Positions of the tokens in `prompts`; -1 at padding."""
+    answer_positions_Bn: Int32[Array, "B n"]
+    """Positions of the tokens in `answers`; -1 at empty slots."""
+    positions_B: Int32[Array, "B"]
+    """Positions of the next tokens."""
+    is_own: Bool[Array, ""]
+    """True on the device of a group that will hold the next tokens."""
+    window: Int32[Array, ""]
+    """Number of tokens that a token of this layer sees, including itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +206,23 @@ class Mixer(abc.ABC):
         """Mixes this device's tokens with the other tokens of their rows. Shapes: [B, l, ...].
 
         Args: weights: whole weights of `declare_weights`.
+        """
+
+    @abc.abstractmethod
+    def prefill(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> tuple[Array, LayerCache]:
+        """Computes `mix`, and the cache. Each row is one segment, which starts at its first token;
+        no gradients."""
+
+    @abc.abstractmethod
+    def decode(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], token: NextToken
+    ) -> tuple[Array, LayerCache]:
+        """Computes `mix` for the next token of each row, on every device of a group.
+
+        Shapes: inputs and result are [B, 1, ...].
+        Returns: the result; and the cache of the next token only, with the new states.
         """
 
     @abc.abstractmethod

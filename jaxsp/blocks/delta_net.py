@@ -17,7 +17,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxsp.blocks.block import Mixer, MixerInput, RowInputs, TokenInputs, Workload
+from jaxsp.blocks.block import (
+    LayerCache,
+    Mixer,
+    MixerInput,
+    NextToken,
+    RowInputs,
+    TokenInputs,
+    Workload,
+)
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
@@ -25,7 +33,7 @@ from jaxsp.blocks.layers import Parameter, RowGroups, Weights, declare_param, sc
 from jaxsp.blocks.linear import Linear
 from jaxsp.delta_rule import convolution, delta_rule
 from jaxsp.delta_rule.delta_rule import CHUNK_TOKENS, Sections
-from jaxsp.delta_rule.spans import RowSpans, find_segments
+from jaxsp.delta_rule.spans import OwnSegments, RowSpans, find_segments
 
 OUTPUT = "delta_net_out"
 
@@ -194,6 +202,19 @@ class DeltaNetOutput(nnx.Module):
         return self.out(x_BlX, keys)
 
 
+def _join_filters(weights: Weights) -> Float[Array, "X W"]:
+    """Filters of all channels."""
+    return _join([weights[name][:, 0] for name in _FILTERS.values() if name in weights], axis=0)
+
+
+def _split_qkv(sizes: DeltaNetConfig, qkv_BlX: Array) -> list[Array]:
+    """Queries, keys and values, [B, l, heads, size]."""
+    key_channels = sizes.num_key_heads * sizes.key_size
+    parts = jnp.split(qkv_BlX, [key_channels, 2 * key_channels], axis=-1)
+    num_heads = (*2 * [sizes.num_key_heads], sizes.num_heads)
+    return [x.reshape(*x.shape[:2], heads, -1) for x, heads in zip(parts, num_heads, strict=True)]
+
+
 class DeltaNet(Mixer):
     """The gated delta rule within each segment, after a convolution."""
 
@@ -215,30 +236,55 @@ class DeltaNet(Mixer):
     def mix(
         self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
     ) -> Float[Array, "B l H V"]:
-        sizes = _sizes(config)
-        qkv_BlX, g_BlH, beta_BlH = inputs
-        B, l, _ = qkv_BlX.shape
+        with jax.named_scope(SCOPE):
+            (qkv_BlX, g_BlH, beta_BlH), segments, spans = self._prepare(inputs, rows)
+            filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
+            q, k, v = _split_qkv(_sizes(config), filtered)
+            out = delta_rule.compute(q, k, v, g_BlH, beta_BlH, segments.is_first_Bl, spans=spans)
+        return checkpoint_name(out, OUTPUT)
+
+    def _prepare(
+        self, inputs: Sequence[Array], rows: RowInputs
+    ) -> tuple[list[Array], OwnSegments, RowSpans]:
+        """The inputs with 0 at padding, and the places of this device's tokens."""
         spans = RowSpans(
-            seq=rows.attend.strategy.seq, layout=rows.attend.layout, tokens_per_device=l
+            seq=rows.attend.strategy.seq,
+            layout=rows.attend.layout,
+            tokens_per_device=inputs[0].shape[1],
         )
         segments = find_segments(rows.batch.starts_BM, rows.batch.lengths_BM, spans.own_tokens())
         clear = lambda x: jnp.where(segments.inside_Bl[..., None], x, jnp.zeros((), x.dtype))
+        return [clear(x) for x in inputs], segments, spans
+
+    def prefill(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], rows: RowInputs
+    ) -> tuple[Float[Array, "B l H V"], LayerCache]:
+        sizes = _sizes(config)
         with jax.named_scope(SCOPE):
-            qkv_BlX = clear(qkv_BlX)
-            filters = [weights[name][:, 0] for name in _FILTERS.values() if name in weights]
-            qkv_BlX = convolution.convolve(qkv_BlX, _join(filters, axis=0), segments, spans)
-            key_channels = sizes.num_key_heads * sizes.key_size
-            parts = jnp.split(qkv_BlX, [key_channels, 2 * key_channels], axis=-1)
-            q, k, v = (
-                x.reshape(B, l, heads, -1)
-                for x, heads in zip(
-                    parts, (*2 * [sizes.num_key_heads], sizes.num_heads), strict=True
-                )
+            (qkv_BlX, *strengths), segments, spans = self._prepare(inputs, rows)
+            filtered = convolution.convolve(qkv_BlX, _join_filters(weights), segments, spans)
+            qkv = _split_qkv(sizes, filtered)
+            # Padding changes no state, so that the row's last state is that of its last token
+            out, state = delta_rule.compute_with_state(
+                *qkv, *strengths, segments.is_first_Bl, spans=spans
             )
-            out = delta_rule.compute(
-                q, k, v, clear(g_BlH), clear(beta_BlH), segments.is_first_Bl, spans=spans
+            # Numbers of the last tokens of each prompt; negative ones do not exist
+            back_t = jnp.arange(1 - sizes.filter_size, 0, dtype=jnp.int32)
+            last_Bt = rows.batch.lengths_BM[:, :1] + back_t[None]
+            before = spans.take_tokens(qkv_BlX, last_Bt)
+        return out, LayerCache(tokens={}, states={"before": before, "state": state})
+
+    def decode(
+        self, config: ModelConfig, weights: Weights, inputs: Sequence[Array], token: NextToken
+    ) -> tuple[Float[Array, "B 1 H V"], LayerCache]:
+        qkv_B1X, *strengths = inputs
+        with jax.named_scope(SCOPE):
+            filtered, before = convolution.convolve_token(
+                token.states["before"], qkv_B1X, _join_filters(weights)
             )
-        return checkpoint_name(out, OUTPUT)
+            qkv = _split_qkv(_sizes(config), filtered)
+            out, state = delta_rule.compute_token(token.states["state"], *qkv, *strengths)
+        return out, LayerCache(tokens={}, states={"before": before, "state": state})
 
     def product_widths(self, config: ModelConfig, workload: Workload) -> list[int]:
         sizes = _sizes(config)

@@ -27,6 +27,18 @@ def convolve(
     return filtered.reshape(B, l, X)
 
 
+def convolve_token(
+    before_BtX: Float[Array, "B t X"], x_B1X: Float[Array, "B 1 X"], filters_XW: Float[Array, "X W"]
+) -> tuple[Float[Array, "B 1 X"], Float[Array, "B t X"]]:
+    """Convolution of the next token of each row, and the tokens before the one after it.
+
+    Args: before_BtX: the W - 1 tokens before; 0 before the row.
+    """
+    padded = jnp.concatenate([before_BtX, x_B1X], axis=1)
+    age = jnp.full((len(x_B1X), 1, 1), filters_XW.shape[1], jnp.int32)
+    return _filter(padded[:, None], filters_XW, age)[:, 0], padded[:, 1:]
+
+
 def _filter(
     padded: Float[Array, "B n t X"], filters_XW: Float[Array, "X W"], age: Int32[Array, "B n s"]
 ) -> Float[Array, "B n s X"]:

@@ -116,11 +116,33 @@ def compute(
         is_first: True at the first token of a segment.
     Precision: products in the dtype of v, summed in float32; states are float32.
     """
-    sections = Sections.divide(spans, num_heads=v.shape[2])
-    rule = _Rule(sections, num_key_heads=q.shape[2], dtype=v.dtype)
+    rule = _Rule.make(q, v, spans)
     run = jax.custom_vjp(lambda *inputs: rule.run_forward(*inputs)[0])
     run.defvjp(rule.run_forward, rule.run_backward)
     return jax.vmap(run)(q, k, v, g, beta, is_first)
+
+
+def compute_with_state(
+    *inputs: Array, spans: RowSpans
+) -> tuple[Float[Array, "B l H V"], Float32[Array, "B G R K V"]]:
+    """The same without gradients; and the state after each row's last token, on every device."""
+    rule = _Rule.make(inputs[0], inputs[2], spans)
+    return jax.vmap(rule.run_with_state)(*inputs)
+
+
+def compute_token(
+    state: Float32[Array, "B G R K V"],
+    q: Float[Array, "B 1 G K"],
+    k: Float[Array, "B 1 G K"],
+    v: Float[Array, "B 1 H V"],
+    g: Float32[Array, "B 1 H"],
+    beta: Float32[Array, "B 1 H"],
+) -> tuple[Float[Array, "B 1 H V"], Float32[Array, "B G R K V"]]:
+    """Output of the next token of each row, and the state after it. Args: see `compute`."""
+    tokens = _prepare(q, k, v, g, beta, jnp.zeros(q.shape[:2], bool))
+    inverse = jnp.ones((*tokens.g.shape, 1), v.dtype)
+    out, state = chunk.run(tokens, state, inverse, v.dtype)
+    return out.reshape(v.shape).astype(v.dtype), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +153,31 @@ class _Rule:
     num_key_heads: int
     dtype: Any
 
+    @classmethod
+    def make(cls, q: Array, v: Array, spans: RowSpans) -> "_Rule":
+        """Makes the passes over rows of these queries and values, [B, l, heads, ...]."""
+        sections = Sections.divide(spans, num_heads=v.shape[2])
+        return cls(sections, num_key_heads=q.shape[2], dtype=v.dtype)
+
     def run_forward(self, *inputs: Array) -> tuple[Array, tuple[Any, ...]]:
         """Outputs, and what the backward pass needs."""
+        out, maps, states, inverses = self._run(inputs)
+        return out, (inputs, maps.m, states, inverses)
+
+    def run_with_state(self, *inputs: Array) -> tuple[Array, Array]:
+        """Outputs, and the state after the row's last token."""
+        out, maps, states, _ = self._run(inputs)
+        spans = self.sections.spans
+        after_spans = maps(states).reshape(spans.count, -1, *states.shape[1:])[:, -1]
+        return out, spans.take_last(after_spans)
+
+    def _run(self, inputs: Sequence[Array]) -> tuple[Array, AffineMap, Array, Array]:
+        """Outputs, the map of each section, the states that enter them, and inverses."""
         arrays = [self.sections.split(x) for x in inputs]
         maps, inverses = self._map_sections(arrays)
         states = stitching.stitch(maps, self.sections.spans)
         out = self._compute_outputs(arrays, self._group(states), inverses)
-        return self.sections.join(out), (inputs, maps.m, states, inverses)
+        return self.sections.join(out), maps, states, inverses
 
     def run_backward(self, residuals: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
         inputs, m, states, inverses = residuals
@@ -156,32 +196,7 @@ class _Rule:
 
     def _tokens(self, arrays: Sequence[Array], group: Array, index: Array) -> Tokens:
         """Chunk `index` of each section of a group."""
-        return self._prepare(*(x[group, :, index] for x in arrays))
-
-    def _prepare(
-        self, q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array
-    ) -> Tokens:
-        """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
-        K = q.shape[-1]
-        by_head = lambda x: jnp.moveaxis(_normalize(x), -3, -2)
-        return Tokens(
-            q=by_head(q) * K**-0.5,
-            k=by_head(k),
-            v=self._split_values(v),
-            g=self._split_heads(g),
-            beta=self._split_heads(beta),
-            is_first=is_first,
-        )
-
-    def _split_heads(self, x: Array) -> Array:
-        """[T, C, H] -> [T, G, R, C]."""
-        return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_key_heads, -1), 1, -1)
-
-    def _split_values(self, x: Array) -> Array:
-        """[T, C, H, V] -> [T, G, R, C, V], float32."""
-        T, C, _, V = x.shape
-        heads = x.astype(jnp.float32).reshape(T, C, self.num_key_heads, -1, V)
-        return jnp.moveaxis(heads, 1, -2)
+        return _prepare(*(x[group, :, index] for x in arrays))
 
     def _map_sections(self, arrays: Sequence[Array]) -> tuple[AffineMap, Array]:
         """Pass 1: the map of each section, [P, ...], and the inverse of each chunk."""
@@ -250,7 +265,7 @@ class _Rule:
                 decays = chunk.compute_decays(tokens)
                 update = chunk.compute_update(tokens, decays, inverses[group, index], self.dtype)
                 readout = chunk.compute_readout(tokens, decays, self.dtype)
-                chunk_dout = self._split_values(dout[group, :, index])
+                chunk_dout = _split_values(dout[group, :, index], self.num_key_heads)
                 return chunk.pull_state(dx, chunk_dout, update, readout, self.dtype)
 
             state = (arrays[0].shape[-1], dout.shape[-1])
@@ -287,11 +302,11 @@ class _Rule:
                 def run(
                     x: Array, q: Array, k: Array, v: Array, g: Array, beta: Array
                 ) -> tuple[Array, Array]:
-                    tokens = self._prepare(q, k, v, g, beta, is_first[group, :, index])
+                    tokens = _prepare(q, k, v, g, beta, is_first[group, :, index])
                     return chunk.run(tokens, x, inverses[group, index], self.dtype)
 
                 _, pull = jax.vjp(run, kept[index], *(x[group, :, index] for x in floats))
-                dx, *new = pull((self._split_values(dout[group, :, index]), dx))
+                dx, *new = pull((_split_values(dout[group, :, index], self.num_key_heads), dx))
                 write: Callable[[Array, Array], Array] = functools.partial(
                     _write_chunk, group=group, index=index
                 )
@@ -303,6 +318,32 @@ class _Rule:
 
         zeros = [jnp.zeros_like(x) for x in floats]
         return jax.lax.fori_loop(0, self.sections.num_groups, run_group, zeros)
+
+
+def _prepare(q: Array, k: Array, v: Array, g: Array, beta: Array, is_first: Array) -> Tokens:
+    """Tokens [T, C, heads, ...] as heads [T, heads, C, ...], q and k normalized."""
+    num_key_heads, K = q.shape[-2:]
+    by_head = lambda x: jnp.moveaxis(_normalize(x), -3, -2)
+    return Tokens(
+        q=by_head(q) * K**-0.5,
+        k=by_head(k),
+        v=_split_values(v, num_key_heads),
+        g=_split_heads(g, num_key_heads),
+        beta=_split_heads(beta, num_key_heads),
+        is_first=is_first,
+    )
+
+
+def _split_heads(x: Array, num_key_heads: int) -> Array:
+    """[T, C, H] -> [T, G, R, C]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, -1), 1, -1)
+
+
+def _split_values(x: Array, num_key_heads: int) -> Array:
+    """[T, C, H, V] -> [T, G, R, C, V], float32."""
+    T, C, _, V = x.shape
+    heads = x.astype(jnp.float32).reshape(T, C, num_key_heads, -1, V)
+    return jnp.moveaxis(heads, 1, -2)
 
 
 def _normalize(x: Array) -> Array:

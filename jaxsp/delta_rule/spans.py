@@ -91,6 +91,25 @@ class RowSpans:
         before = jnp.concatenate([jnp.zeros_like(in_order[:1]), in_order[:-1]])
         return jnp.moveaxis(before[self.own_ranks()], 0, 1)
 
+    def take_tokens(self, x_BlX: Array, tokens_Bt: Int32[Array, "B t"]) -> Array:
+        """Entries of some tokens of each row, [B, t, X], on every device; 0 for tokens that are
+        not in the row. Args: tokens_Bt: numbers within the row."""
+        is_own_Btl = tokens_Bt[:, :, None] == self.own_tokens()
+        places_Bt = jnp.argmax(is_own_Btl, axis=-1)
+        own_BtX = jnp.take_along_axis(x_BlX, places_Bt[..., None], axis=1)
+        is_own_Bt1 = is_own_Btl.any(-1, keepdims=True)
+        return self.sum_devices(jnp.where(is_own_Bt1, own_BtX, jnp.zeros((), x_BlX.dtype)))
+
+    def take_last(self, x: Array) -> Array:
+        """Entry of the row's last span, on every device. Shapes: [count, ...] -> [...]."""
+        is_last = self.own_ranks() == self.seq * self.count - 1
+        is_last = jnp.expand_dims(is_last, range(1, x.ndim))
+        return self.sum_devices(jnp.where(is_last, x, jnp.zeros((), x.dtype)).sum(0))
+
+    def sum_devices(self, x: Array) -> Array:
+        """Sum over the devices that share the row."""
+        return jax.lax.psum(x, axes.SEQ) if self.seq > 1 else x
+
 
 @dataclasses.dataclass(frozen=True)
 class OwnSegments:

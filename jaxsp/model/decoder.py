@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention import Attend
 from jaxsp.blocks import dropout, layers, registry
-from jaxsp.blocks.block import LayerOutput, RowInputs, Statistics, TokenInputs
+from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs, Statistics, TokenInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Gather, Norm, Parameter, declare_param
@@ -167,24 +167,12 @@ def hidden_states(
     Returns: hidden states, and the statistics of layers that have some, summed over this device's
         tokens of each row, [layers, B, ...].
     """
-    params = param_table(config)
-    x_BlD = embed_tokens(
-        gather,
-        params["embedding"],
-        shards["embedding"],
-        batch.tokens_BL,
-        dtype=dtype,
-        padding_id=config.padding_id,
-    )
-    if config.has_embedding_norm:
-        # Recomputed: its backward pass would keep the embeddings in float32 for the whole step
-        x_BlD = jax.checkpoint(layers.NormWithoutWeight(config))(x_BlD)
-    x_BlD = layers.scale(x_BlD, config.embedding_scale)
+    x_BlD = compute_first_input(shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
     kinds = [
-        _KindOfLayers(
+        KindOfLayers(
             config=config, kind=kind, attend=attend, gather=gather, tile_tokens=tile_tokens
         )
         for kind in config.kinds
@@ -193,14 +181,44 @@ def hidden_states(
         {of_kind.kind: of_kind.make_parts() for of_kind in kinds},
         x_BlD,
         split_kinds(config, shards["layers"]),
-        _layer_indices(config, attend, has_dropout=token_keys is not None),
+        find_layer_indices(config, attend, has_dropout=token_keys is not None),
         LayerArrays(batch, tables, token_keys, _find_tokens(config, attend, batch)),
         segments=config.segments,
         policy=policy,
         gather=gather,
     )
-    last_norm = _graphdef_of_norm(config)
-    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD), sums
+    return apply_last_norm(shards, x_BlD, config=config, gather=gather), sums
+
+
+def compute_first_input(
+    shards: layers.Weights,
+    tokens_Bl: Int32[Array, "B l"],
+    *,
+    config: ModelConfig,
+    gather: Gather,
+    dtype: jnp.dtype,
+) -> Float[Array, "B l D"]:
+    """Input of the first layer: the embeddings of tokens."""
+    x_BlD = embed_tokens(
+        gather,
+        param_table(config)["embedding"],
+        shards["embedding"],
+        tokens_Bl,
+        dtype=dtype,
+        padding_id=config.padding_id,
+    )
+    if config.has_embedding_norm:
+        # Recomputed: its backward pass would keep the embeddings in float32 for the whole step
+        x_BlD = jax.checkpoint(layers.NormWithoutWeight(config))(x_BlD)
+    return layers.scale(x_BlD, config.embedding_scale)
+
+
+def apply_last_norm(
+    shards: layers.Weights, x_BlD: Float[Array, "B l D"], *, config: ModelConfig, gather: Gather
+) -> Float[Array, "B l D"]:
+    """Input of the head, from the output of the last layer."""
+    norm = gather(param_table(config)["norm"], shards["norm"])
+    return nnx.merge(_graphdef_of_norm(config), norm)(x_BlD)
 
 
 class LayerArrays(NamedTuple):
@@ -226,7 +244,7 @@ class LayerIndices(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _KindOfLayers:
+class KindOfLayers:
     """The functions of `LayerParts` for the layers of a kind."""
 
     config: ModelConfig
@@ -236,7 +254,11 @@ class _KindOfLayers:
     tile_tokens: int
 
     def make_parts(self) -> LayerParts:
-        return LayerParts(pre=self._run_input, mix=self._mix, post=self._run_output)
+        return LayerParts(pre=self.run_input, mix=self._mix, post=self.run_output)
+
+    @property
+    def mixer(self) -> Mixer:
+        return registry.MIXERS[self.kind.mixer]
 
     @property
     def _params(self) -> layers.Weights:
@@ -253,7 +275,7 @@ class _KindOfLayers:
             **shared,
         )
 
-    def _run_input(
+    def run_input(
         self, shards: layers.Weights, x_BlD: Array, indices: LayerIndices, arrays: LayerArrays
     ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
         graphdef, _ = _graphdefs(self.config, self.kind)
@@ -284,13 +306,19 @@ class _KindOfLayers:
         indices: LayerIndices,
         arrays: LayerArrays,
     ) -> Array:
-        params = self._params
-        weights = self.gather(params["mix"], shards) if "mix" in params else {}
-        kind = 0 if indices.attention is None else indices.attention
-        rows = RowInputs(arrays.batch, self.attend, arrays.tables, kind)
-        return registry.MIXERS[self.kind.mixer].mix(self.config, weights, inputs, rows)
+        rows = self.make_row_inputs(indices, arrays)
+        return self.mixer.mix(self.config, self.gather_mixer_weights(shards), inputs, rows)
 
-    def _run_output(
+    def gather_mixer_weights(self, shards: layers.Weights | None) -> layers.Weights:
+        """Whole weights of `Mixer.mix` in a layer."""
+        return self.gather(self._params["mix"], shards) if "mix" in self._params else {}
+
+    def make_row_inputs(self, indices: LayerIndices, arrays: LayerArrays) -> RowInputs:
+        """Inputs of `Mixer.mix` in a layer."""
+        kind = 0 if indices.attention is None else indices.attention
+        return RowInputs(arrays.batch, self.attend, arrays.tables, kind)
+
+    def run_output(
         self,
         shards: layers.Weights,
         x_BlD: Array,
@@ -341,7 +369,8 @@ def _sum_rows(
     return jnp.sum(jnp.where(is_token, statistic, 0), axis=1)
 
 
-def _layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
+def find_layer_indices(config: ModelConfig, attend: Attend, *, has_dropout: bool) -> LayerIndices:
+    """Indices of the layers of a model."""
     ropes = [0 if layer.rope is None else config.ropes.index(layer.rope) for layer in config.layers]
     indices = LayerIndices(
         rope=jnp.asarray(ropes, jnp.int32) if len(config.ropes) > 1 else None,

@@ -87,6 +87,20 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     )
 
 
+def list_stop_ids(
+    hf_config: dict[str, Any], directory: pathlib.Path | None, tokenizer: Any
+) -> list[int]:
+    """Lists the tokens at which generation stops: those of config.json, of the generation config of
+    the model's folder if it has one, and the tokenizer's end token."""
+    ids = _list_ids(hf_config.get("eos_token_id"))
+    path = None if directory is None else directory / GENERATION_CONFIG
+    if path is not None and path.is_file():
+        ids += _list_ids(folder.read_json(path, error_prefix="WHAT").get("eos_token_id"))
+    if tokenizer is not None:
+        ids += _list_ids(tokenizer.eos_token_id)
+    return list(dict.fromkeys(ids))
+
+
 def describe(eos_ids: Any, tokenizer: Any) -> str:
     """Returns an eos_token_id as text, with the tokens themselves if there is a tokenizer."""
     text = f"eos_token_id={json.dumps(eos_ids)}"
@@ -105,4 +119,4 @@ def _has_messages(records: Any) -> bool:
 def _list_ids(eos_ids: Any) -> list[int]:
     if eos_ids is None:
         return []
-    return eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    return list(eos_ids) if isinstance(eos_ids, list) else [eos_ids]

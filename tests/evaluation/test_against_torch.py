@@ -105,7 +105,7 @@ def harness_models(folder):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
     from lm_eval.models.huggingface import HFLM
 
-    from jaxsp.evaluation import harness
+    from jaxsp.run import harness
 
     own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
     changes = [f"model.source={folder}", "mesh.data=2", "mesh.seq=2"]

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxsp.core import errors, limits
 from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 
@@ -52,6 +53,27 @@ def encode_texts(
         for index, result in zip(indices, results, strict=True):
             encoded[index] = result
     return encoded
+
+
+def encode_prompt(
+    text: str, tokenizer: "transformers.PreTrainedTokenizerBase", *, is_plain: bool
+) -> list[int]:
+    """Returns the tokens of a text that a model continues, without an end token.
+
+    Args: is_plain: False for a rendered chat, which has its special tokens.
+    Raises: UserError if the tokenizer fails.
+    """
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    (ids,) = _encode_each(encode, [text])
+    if isinstance(ids, RecordError):
+        raise UserError(f"prompt: {ids}. Use another text.")
+    if not is_plain:
+        return ids
+    before, _ = _surrounding_tokens(tokenizer)
+    return ids if ids[: len(before)] == before else [*before, *ids]
 
 
 def _encode_without_labels(

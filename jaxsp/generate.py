@@ -1,0 +1,264 @@
+"""jaxsp generate WHAT --prompt TEXT [key.path=value ...]: continues a text or answers a chat."""
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import rich.console
+
+from jaxsp import cli
+from jaxsp.config import config_file
+from jaxsp.config.schema import Config
+from jaxsp.core import errors, files
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat_template
+from jaxsp.data.chat.chat_template import TemplateRenderer
+from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.tokenization import encoding
+from jaxsp.generation.generator import Generator, Sampling
+from jaxsp.generation.text_stream import TextStream
+from jaxsp.hf import folder, model_config
+from jaxsp.processes import distributed
+from jaxsp.reporting import console as output
+from jaxsp.run import jax_limits
+from jaxsp.runtime import compilation_cache
+from jaxsp.setup import given_model, model_files, stop_tokens
+from jaxsp.setup.given_model import GivenModel
+
+_MIN_ROW_TOKENS = 512
+"""Minimum row length of a model without a run."""
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the command. Raises: UserError with the problems of the input."""
+    args = _make_parser().parse_intermixed_args(arguments)
+    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    sampling.check()
+    given = given_model.find(args.what)
+    _check_head(given)
+    config = _load_config(given, args.changes)
+    process = cli.detect_process(args)
+    jax_limits.choose_platform(config, process)
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    distributed.initialize(process)
+    given.fetch()
+    tokenizer = _load_tokenizer(given, config)
+    prompt = _encode(args, config, tokenizer)
+    if given.meta is None and not _sets_row_tokens(args.changes):
+        config = _set_row_tokens(config, len(prompt) + args.max_new_tokens)
+    resolved = given.resolve(config)
+    spec = resolved.run_spec.longest
+    generator = Generator(spec)
+    generator.check([prompt], args.max_new_tokens)  # before the weights are read
+    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
+    output.print_line(
+        console, f"{given.description}; {config.model.compute_dtype} compute on {mesh}"
+    )
+    master = given.load_weights(resolved)
+    answer = _Answer(TextStream(tokenizer), is_printed=jax.process_index() == 0)
+    generator.generate(
+        master,
+        [prompt],
+        max_new_tokens=args.max_new_tokens,
+        stop_ids=stop_tokens.list_stop_ids(
+            resolved.hf_config, _find_model_folder(given, config), tokenizer
+        ),
+        sampling=sampling,
+        on_token=answer.add,
+    )
+    answer.finish()
+    output.print_line(console, answer.describe_speed(len(prompt)))
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = cli.make_parser(
+        "generate",
+        "Continues a text, or answers a question of a chat, and prints the tokens as they come.",
+        documents_fields=True,
+        is_multi_process=True,
+    )
+    cli.add_config_arguments(
+        parser,
+        "what",
+        metavar="WHAT",
+        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
+    )
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    group.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
+    group.add_argument(
+        "--chat", metavar="TEXT", help="message of a user to answer, in the chat template"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        default=128,
+        help="maximum number of tokens of the answer; default: 128",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.0,
+        help="divisor of the logits of samples; default: 0, the likeliest tokens",
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="samples come from the likeliest tokens with at least this probability; default: 1",
+    )
+    parser.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="seed of samples; default: 0"
+    )
+    return parser
+
+
+def _check_head(given: GivenModel) -> None:
+    """Raises: UserError for a reward model."""
+    if given.meta is None:
+        fields = folder.find(given.name, field="WHAT").config_fields
+        is_reward_model = model_config.is_reward_model(fields)
+    else:
+        is_reward_model = config_file.parse(given.meta.config).objective.type == "reward"
+    if is_reward_model:
+        raise UserError(
+            f"{given.name}: is a reward model, which scores texts and generates none. Use the "
+            "model that it was made from, or one that was trained with another objective."
+        )
+
+
+def _load_config(given: GivenModel, changes: list[str]) -> Config:
+    """Loads the config of a run, or placeholders for a model, without data. Raises: UserError."""
+    fields = given.fields
+    data: dict[str, Any] = fields["data"] | {"train": given_model.UNUSED_TRAINING_DATA}
+    if given.meta is None:
+        data |= {"row_tokens": _MIN_ROW_TOKENS}
+    else:
+        data |= {"eval": [], "eval_fraction": None}
+        run = {"eval_every": None, "eval_at_start": False, **given_model.NO_EARLY_STOPPING}
+        fields = fields | {
+            "checkpoint": fields["checkpoint"] | {"best_eval": None, "keep_best": 0},
+            "run": fields["run"] | run,
+            "objective": {},
+        }
+    config = config_file.parse(given.add_model(fields | {"data": data}), changes)
+    given.check_config(config)
+    return config
+
+
+def _sets_row_tokens(changes: list[str]) -> bool:
+    return any(change.startswith("data.row_tokens") for change in changes)
+
+
+def _set_row_tokens(config: Config, num_tokens: int) -> Config:
+    """The config with rows that hold as many tokens, a power of two for each device of a group."""
+    seq = config.mesh.seq
+    degree = seq if isinstance(seq, int) else 1
+    row_tokens = degree
+    while row_tokens < max(num_tokens, _MIN_ROW_TOKENS):
+        row_tokens *= 2
+    data = config.data.model_copy(update={"row_tokens": row_tokens})
+    return config.model_copy(update={"data": data})
+
+
+def _load_tokenizer(given: GivenModel, config: Config) -> Any:
+    model_dir = given.find_model_dir(config)
+    source = None
+    if model_dir is None and config.model.source is not None:
+        source = folder.find(config.model.source)
+    return model_files.load_tokenizer(config, source, model_dir)
+
+
+def _find_model_folder(given: GivenModel, config: Config) -> pathlib.Path | None:
+    """Folder with the model's generation config; None if there is none."""
+    model_dir = given.find_model_dir(config)
+    if given.meta is None:
+        return folder.find(given.name, field="WHAT").path
+    return model_dir
+
+
+def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[int]:
+    """Tokens of the prompt. Raises: UserError if there are none."""
+    if args.chat is not None:
+        text = _render_chat(args.chat, config, tokenizer)
+    elif args.prompt_file is not None:
+        try:
+            text = files.read_text(args.prompt_file)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--prompt-file = {args.prompt_file}: cannot be read: {error}. Name a text file, "
+                "or use --prompt TEXT."
+            ) from None
+    else:
+        text = args.prompt
+    ids = encoding.encode_prompt(text, tokenizer, is_plain=args.chat is None)
+    if not ids:
+        raise UserError("--prompt: has no tokens. Use a text with at least one character.")
+    return ids
+
+
+def _render_chat(message: str, config: Config, tokenizer: Any) -> str:
+    """Text of a chat with one message, up to the answer. Raises: UserError without a template."""
+    if not tokenizer.chat_template and config.data.chat_template is None:
+        raise UserError(
+            "--chat: the tokenizer has no chat template. Use --prompt TEXT, or "
+            "data.chat_template=template.jinja."
+        )
+    template = chat_template.load_template(config.data, tokenizer)
+    try:
+        renderer = TemplateRenderer(
+            {},
+            tokenizer=tokenizer,
+            template=template,
+            with_marks=False,
+            date=config.data.chat_template_date,
+        )
+        return renderer([{"role": "user", "content": message}], prompt=True)[0]
+    except RecordError as problem:
+        raise UserError(f"--chat: {problem}.") from None
+
+
+@dataclasses.dataclass
+class _Answer:
+    """Prints an answer as its tokens come, and measures the time."""
+
+    stream: TextStream
+    is_printed: bool
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    times: list[float] = dataclasses.field(default_factory=list)
+    """Seconds from the beginning to each token."""
+
+    def add(self, _: int, token: int) -> None:
+        self.times.append(time.perf_counter() - self.began)
+        self._print(self.stream.add(token))
+
+    def finish(self) -> None:
+        self._print(self.stream.finish() + "\n")
+
+    def _print(self, text: str) -> None:
+        if self.is_printed:
+            print(errors.escape(text, keep="\n\t"), end="", flush=True)
+
+    def describe_speed(self, prompt_tokens: int) -> str:
+        """Describes the time of the answer.
+
+        The first two tokens count apart, because their programs are compiled.
+        """
+        first = self.times[:2][-1]
+        text = f"{prompt_tokens:,} tokens of the prompt, {len(self.times):,} new ones"
+        text += f"; the first {len(self.times[:2])} in {first:.1f} s with compilation"
+        if len(self.times) > 2:
+            speed = (len(self.times) - 2) / (self.times[-1] - first)
+            text += f", then {speed:,.1f} tokens/s"
+        return text
+
+
+if __name__ == "__main__":
+    cli.run_command(main)

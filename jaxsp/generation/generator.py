@@ -1,0 +1,236 @@
+"""Answers to prompts: see `Generator`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxsp import attention
+from jaxsp.blocks.layers import Weights
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
+from jaxsp.generation.programs import Programs
+from jaxsp.model.cached_layers import Answers
+from jaxsp.runtime import device_mesh
+from jaxsp.training.specs import StepSpec
+
+MAX_ROWS = 64
+"""Maximum number of prompts that a group answers at a time."""
+
+_CHUNK_MULTIPLE = 64
+"""Divisor of the tokens of a chunk of a row of prompts: that of cuDNN's kernels."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Choice of the next token."""
+
+    temperature: float = 0.0
+    """Divisor of the logits; 0: the likeliest token, without sampling."""
+    top_p: float = 1.0
+    """Samples come from the likeliest tokens whose probabilities sum up to at least this."""
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises: UserError for values that make no distribution."""
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature = {self.temperature}: must be a number of at least 0. Use 0 for the "
+                "likeliest tokens, or 1 for samples of the model's distribution."
+            )
+        if not 0 < self.top_p <= 1:
+            raise UserError(
+                f"top_p = {self.top_p}: must be above 0 and at most 1. Use 1 to sample from all "
+                "tokens."
+            )
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"seed = {self.seed}: must be at least 0 and below 2**31. Use 0.")
+
+
+class Generator:
+    """Answers prompts with the weights of a training step, sharded as in training.
+
+    Prompts of similar lengths are answered together, in rows of a few lengths, so that few programs
+    are compiled. A group's rows have at most as many tokens as in a microbatch of the step, if they
+    are several.
+    """
+
+    def __init__(self, spec: StepSpec):
+        """Raises: UserError for a reward model, which has no tokens."""
+        if spec.model.has_scores:
+            raise UserError(
+                "objective.type = reward: a reward model scores texts and generates none. Use a "
+                "model that was trained with another objective."
+            )
+        self._spec = spec
+        self._find_programs = functools.lru_cache(maxsize=None)(self._make_programs)
+
+    def generate(
+        self,
+        master: Weights,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int] = (),
+        sampling: Sampling = Sampling(),
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[list[int]]:
+        """Returns the tokens of the answers, in the order of the prompts.
+
+        An answer ends with one of `stop_ids`, which is part of it, or after `max_new_tokens`. All
+        processes must call it together, and get the same answers.
+
+        Args: on_token: called with the number of the prompt and each new token.
+        Raises: UserError for prompts that are empty, or too long for the rows of the step.
+        """
+        sampling.check()
+        self.check(prompts, max_new_tokens)
+        answers: list[list[int]] = [[] for _ in prompts]
+        # The longest first, so that memory runs out at the beginning if it does
+        left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        while left:
+            programs = self.choose_programs(
+                len(left), prompt_tokens=len(prompts[left[0]]), new_tokens=max_new_tokens
+            )
+            numbers = left[: programs.num_rows]
+            left = left[programs.num_rows :]
+            run = _Run(programs, master, numbers, sampling, max_new_tokens)
+            batch = programs.make_batch([prompts[number] for number in numbers])
+            run.answer(batch, answers, frozenset(stop_ids), on_token or _ignore_token)
+        return answers
+
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Checks the lengths of prompts and answers. Raises: UserError."""
+        limit = self._spec.config.data.max_row_tokens
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1. Use 128.")
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise UserError(
+                    f"prompt {number}: has no tokens. Use a prompt with at least one, for example "
+                    "the token that texts begin with."
+                )
+            needed = len(prompt) + max_new_tokens
+            if needed > limit:
+                raise UserError(
+                    f"prompt {number}: has {len(prompt):,} tokens, and with {max_new_tokens:,} new "
+                    f"ones needs {needed:,}, but data.row_tokens is {limit:,}. Use a "
+                    f"data.row_tokens of at least {needed:,}, or fewer tokens."
+                )
+
+    def choose_programs(self, num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> Programs:
+        """Programs for the first of several prompts, of which the longest has `prompt_tokens`."""
+        row_tokens = self._choose_row_tokens(prompt_tokens)
+        return self._find_programs(
+            row_tokens, self._choose_rows(num_prompts, row_tokens + new_tokens)
+        )
+
+    def _choose_row_tokens(self, prompt_tokens: int) -> int:
+        """Length of the rows for prompts of at most this length, one of few.
+
+        A power of two times what kernels and layouts need, and at most that of the step.
+        """
+        config = self._spec.config
+        chunks = config.attention.chunks_per_device
+        multiple = config.mesh.degree * (2 if chunks == "auto" else chunks) * _CHUNK_MULTIPLE
+        row_tokens = multiple
+        while row_tokens < prompt_tokens:
+            row_tokens *= 2
+        return min(row_tokens, config.data.max_row_tokens)
+
+    def _choose_rows(self, num_prompts: int, tokens_per_row: int) -> int:
+        """Number of rows of a group, a power of two."""
+        config = self._spec.config
+        budget = config.data.max_row_tokens * config.batch.microbatch_rows
+        limit = min(MAX_ROWS, max(1, budget // tokens_per_row))
+        wanted = -(-num_prompts // device_mesh.num_groups(self._spec.mesh))
+        rows = 1
+        while rows < wanted and 2 * rows <= limit:
+            rows *= 2
+        return rows
+
+    def _make_programs(self, row_tokens: int, rows: int) -> Programs:
+        """Makes the programs for rows of one length. Args: rows: rows of a group."""
+        spec = self._spec
+        config = spec.config
+        data = {"row_tokens": row_tokens, "max_segments_per_row": 1}
+        batch = {
+            "rows_per_step": rows * device_mesh.num_groups(spec.mesh),
+            "rows_per_microbatch": rows,
+        }
+        config = config.model_copy(
+            update={
+                "data": config.data.model_copy(update=data),
+                "batch": config.batch.model_copy(update=batch),
+            }
+        )
+        choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
+        return Programs(dataclasses.replace(spec, config=config, attention=choice))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Answers to prompts that fit into one batch of rows."""
+
+    programs: Programs
+    master: Weights
+    numbers: list[int]
+    """Number of each prompt among all prompts."""
+    sampling: Sampling
+    max_new_tokens: int
+
+    def answer(
+        self,
+        batch: Batch,
+        answers: list[list[int]],
+        stop_ids: frozenset[int],
+        on_token: Callable[[int, int], None],
+    ) -> None:
+        """Adds the tokens to `answers`, until all have ended."""
+        programs = self.programs
+        logits, prompts, states = programs.prefill(self.master, batch)
+        # A power of two, so that few programs are compiled
+        slots = programs.make_slots(prompts, 1 << (self.max_new_tokens - 1).bit_length())
+        cache = Answers(slots, states)
+        unfinished = set(self.numbers)
+        tokens = self._choose(logits, 0)
+        for number in range(self.max_new_tokens):
+            following = None
+            if number + 1 < self.max_new_tokens:
+                # Dispatched before this token is known here: devices need not wait
+                logits, cache = programs.decode(
+                    self.master, tokens, prompts, cache, jnp.int32(number)
+                )
+                following = self._choose(logits, number + 1)
+            for prompt, token in zip(self.numbers, np.asarray(tokens).tolist(), strict=False):
+                if prompt in unfinished:
+                    answers[prompt].append(token)
+                    on_token(prompt, token)
+                    if token in stop_ids:
+                        unfinished.remove(prompt)
+            if not unfinished or following is None:
+                return
+            tokens = following
+
+    def _choose(self, logits: jax.Array, position: int) -> jax.Array:
+        """The next token of each row."""
+        sampling = self.sampling
+        numbers = np.zeros(self.programs.num_rows, np.int32)
+        numbers[: len(self.numbers)] = self.numbers
+        return self.programs.choose(
+            logits,
+            self.programs.put(numbers, PartitionSpec()),
+            jnp.int32(position),
+            seed=jnp.int32(sampling.seed),
+            temperature=jnp.float32(sampling.temperature or 1.0),
+            top_p=jnp.float32(sampling.top_p),
+            is_greedy=sampling.temperature == 0,
+        )
+
+
+def _ignore_token(number: int, token: int) -> None:
+    """Does nothing with a new token."""

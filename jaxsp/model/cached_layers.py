@@ -1,0 +1,288 @@
+"""Layers for generation: prefill of prompts, and decoding of one token of each row.
+
+A row is one document, whose prompt starts at the row's first token. The devices of a group keep
+what later tokens need of the prompt's tokens where they are, and deal out the new tokens: token
+number t of an answer is in slot t // seq of device t % seq.
+"""
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jaxsp.attention import Attend
+from jaxsp.blocks.block import LayerCache, NextToken
+from jaxsp.blocks.config import LayerKind, LayerSegment, ModelConfig
+from jaxsp.blocks.layers import Gather, Weights
+from jaxsp.core import axes
+from jaxsp.core.batch import Batch
+from jaxsp.delta_rule.spans import RowSpans
+from jaxsp.model import decoder
+from jaxsp.model.decoder import KindOfLayers, LayerArrays
+
+Arrays = dict[LayerKind, dict[str, Array]]
+"""Arrays of a mixer by the kind of its layers, which are stacked: [N, B, ...]."""
+
+_ALL_TOKENS = np.iinfo(np.int32).max
+
+
+class Prompts(NamedTuple):
+    """Cache of prompts, which new tokens leave as it is."""
+
+    tokens: Arrays
+    """[N, B, l, ...]"""
+    lengths_B: Int32[Array, "B"]
+
+
+class Answers(NamedTuple):
+    """Cache that each new token changes."""
+
+    tokens: Arrays
+    """[N, B, n, ...], n slots on each device."""
+    states: Arrays
+
+
+class DecodeIndices(NamedTuple):
+    """Indices and windows of layers, one per layer; see `decoder.LayerIndices`."""
+
+    rope: Int32[Array, "N"] | None
+    window: Int32[Array, "N"]
+    """Number of tokens that a token sees."""
+    layer: None = None
+
+
+def prefill(
+    shards: Weights,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    attend: Attend,
+    gather: Gather,
+    dtype: jnp.dtype,
+    tile_tokens: int,
+) -> tuple[Float[Array, "B D"], Prompts, Arrays]:
+    """Input of the head for the last token of each prompt, the cache, and the states after it;
+    inside shard_map.
+
+    Args: see `decoder.hidden_states`. Each row of the batch is one segment, a prompt.
+    """
+    x_BlD = decoder.compute_first_input(
+        shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
+    )
+    tables = attend.make_segment_tables(
+        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
+    )
+    arrays = LayerArrays(batch, tables, None, jnp.ones(batch.tokens_BL.shape, bool))
+    make = functools.partial(
+        KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=tile_tokens
+    )
+
+    def run(kind: LayerKind, x: Array, shards: Weights, _: Any, indices: Any) -> Any:
+        layer = make(kind=kind)
+        inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
+        mixed, cache = layer.mixer.prefill(
+            config,
+            layer.gather_mixer_weights(shards.get("mix")),
+            inputs,
+            layer.make_row_inputs(indices, arrays),
+        )
+        x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
+        return x, cache
+
+    indices = decoder.find_layer_indices(config, attend, has_dropout=False)
+    x_BlD, caches = _run_layers(run, config, x_BlD, shards, indices)
+    x_BlD = decoder.apply_last_norm(shards, x_BlD, config=config, gather=gather)
+    lengths_B = batch.lengths_BM[:, 0]
+    spans = _find_spans(attend, x_BlD.shape[1])
+    x_BD = spans.take_tokens(x_BlD, lengths_B[:, None] - 1)[:, 0]
+    tokens = {kind: cache.tokens for kind, cache in caches.items()}
+    states = {kind: cache.states for kind, cache in caches.items()}
+    return x_BD, Prompts(tokens, lengths_B), states
+
+
+def decode(
+    shards: Weights,
+    tokens_B: Int32[Array, "B"],
+    prompts: Prompts,
+    answers: Answers,
+    number: Int32[Array, ""],
+    *,
+    config: ModelConfig,
+    attend: Attend,
+    gather: Gather,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "B D"], Answers]:
+    """Input of the head for one more token of each row, and the cache with it; inside shard_map.
+
+    Args:
+        tokens_B: the tokens, the same on all devices of a group.
+        number: number of tokens of the answers before.
+    """
+    place = _find_place(prompts, answers, number, attend)
+    positions_B1 = place.positions_B[:, None]
+    batch = Batch(
+        tokens_BL=tokens_B[:, None],
+        labels_BL=positions_B1,
+        positions_BL=positions_B1,
+        starts_BM=positions_B1,
+        lengths_BM=positions_B1,
+    )
+    arrays = LayerArrays(batch, None, None, jnp.ones(positions_B1.shape, bool))
+    make = functools.partial(
+        KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=len(tokens_B)
+    )
+
+    def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, indices: Any) -> Any:
+        layer = make(kind=kind)
+        inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
+        prompt, answer, states = cache
+        token = place._replace(prompts=prompt, answers=answer, states=states, window=indices.window)
+        weights = layer.gather_mixer_weights(shards.get("mix"))
+        mixed, cache = layer.mixer.decode(config, weights, inputs, token)
+        x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
+        return x, cache
+
+    x_B1D = decoder.compute_first_input(
+        shards, batch.tokens_BL, config=config, gather=gather, dtype=dtype
+    )
+    caches = {
+        kind: (prompts.tokens[kind], answers.tokens[kind], answers.states[kind])
+        for kind in config.kinds
+    }
+    indices = _find_indices(config, attend)
+    x_B1D, new = _run_layers(run, config, x_B1D, shards, indices, caches)
+    write = functools.partial(_write_token, slot=number // attend.strategy.seq, place=place)
+    answers = Answers(
+        tokens={kind: jax.tree.map(write, answers.tokens[kind], new[kind].tokens) for kind in new},
+        states={kind: new[kind].states for kind in new},
+    )
+    x_B1D = decoder.apply_last_norm(shards, x_B1D, config=config, gather=gather)
+    return x_B1D[:, 0], answers
+
+
+def make_slots(prompts: Prompts, num_slots: int) -> Arrays:
+    """Empty slots for new tokens on each device: `Answers.tokens`."""
+    empty = lambda x: jnp.zeros((*x.shape[:2], num_slots, *x.shape[3:]), x.dtype)
+    return jax.tree.map(empty, prompts.tokens)
+
+
+def _find_spans(attend: Attend, tokens_per_device: int) -> RowSpans:
+    return RowSpans(
+        seq=attend.strategy.seq, layout=attend.layout, tokens_per_device=tokens_per_device
+    )
+
+
+def _find_place(
+    prompts: Prompts, answers: Answers, number: Int32[Array, ""], attend: Attend
+) -> NextToken:
+    """Place of the next token among the cached ones, without the cache of a layer."""
+    seq = attend.strategy.seq
+    device = jax.lax.axis_index(axes.SEQ)
+    lengths_B1 = prompts.lengths_B[:, None]
+    tokens_l = _find_spans(attend, _count_tokens(prompts.tokens)).own_tokens()
+    numbers_n = jnp.arange(_count_tokens(answers.tokens), dtype=jnp.int32) * seq + device
+    return NextToken(
+        prompts={},
+        answers={},
+        states={},
+        prompt_positions_Bl=jnp.where(tokens_l < lengths_B1, tokens_l, -1),
+        answer_positions_Bn=jnp.where(numbers_n < number, lengths_B1 + numbers_n, -1),
+        positions_B=prompts.lengths_B + number,
+        is_own=number % seq == device,
+        window=jnp.int32(_ALL_TOKENS),
+    )
+
+
+def _count_tokens(tokens: Arrays) -> int:
+    """Number of tokens of a row on this device; 0 if no mixer keeps any."""
+    return next((x.shape[2] for x in jax.tree.leaves(tokens)), 0)
+
+
+def _find_indices(config: ModelConfig, attend: Attend) -> DecodeIndices:
+    windows = [_ALL_TOKENS if layer.window is None else layer.window for layer in config.layers]
+    rope = decoder.find_layer_indices(config, attend, has_dropout=False).rope
+    return DecodeIndices(rope=rope, window=jnp.asarray(windows, jnp.int32))
+
+
+def _write_token(
+    tokens: Float[Array, "N B n ..."],
+    new: Float[Array, "N B 1 ..."],
+    *,
+    slot: Int32[Array, ""],
+    place: NextToken,
+) -> Array:
+    """Writes the next token into a slot of the device that holds it."""
+    old = jax.lax.dynamic_slice_in_dim(tokens, slot, 1, axis=2)
+    new = jnp.where(place.is_own, new.astype(old.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(tokens, new, slot, axis=2)
+
+
+def _run_layers(
+    run: Callable[..., tuple[Array, LayerCache]],
+    config: ModelConfig,
+    x: Array,
+    shards: Weights,
+    indices: Any,
+    caches: dict[LayerKind, Any] | None = None,
+) -> tuple[Array, dict[LayerKind, LayerCache]]:
+    """Output of the last layer, and the stacked results of the layers of each kind.
+
+    Args:
+        run: (kind, x, shards, cache, indices) -> (x, result) of one layer.
+        indices: of all layers, stacked.
+        caches: what a layer gets of the cache, stacked; None: nothing.
+    """
+    stacks = decoder.split_kinds(config, shards["layers"])
+    done: collections.Counter[LayerKind] = collections.Counter()
+    results: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in config.kinds}
+    for segment in config.segments:
+        counts = collections.Counter(segment.period)
+        run_period = functools.partial(
+            _run_period, run, segment, done.copy(), (stacks, caches or {}, indices)
+        )
+        x, of_kinds = jax.lax.scan(run_period, x, jnp.arange(segment.repeats, dtype=jnp.int32))
+        for kind, of_kind in of_kinds.items():
+            join = lambda y: y.reshape(-1, *y.shape[2:])
+            results[kind].append(jax.tree.map(join, of_kind))
+            done[kind] += segment.repeats * counts[kind]
+    concatenate: Callable[..., Array] = lambda *parts: jnp.concatenate(parts)
+    return x, {kind: jax.tree.map(concatenate, *parts) for kind, parts in results.items()}
+
+
+def _run_period(
+    run: Callable[..., tuple[Array, LayerCache]],
+    segment: LayerSegment,
+    done: collections.Counter[LayerKind],
+    stacked: tuple[Any, dict[LayerKind, Any], Any],
+    x: Array,
+    period: Int32[Array, ""],
+) -> tuple[Array, dict[LayerKind, LayerCache]]:
+    """Runs the layers of a period one after another.
+
+    Args:
+        done: number of layers of each kind before the segment.
+        stacked: arrays of all layers: shards and caches by kind, and indices.
+    """
+    shards, caches, indices = stacked
+    counts = collections.Counter(segment.period)
+    seen: collections.Counter[LayerKind] = collections.Counter()
+    results: dict[LayerKind, list[LayerCache]] = {kind: [] for kind in counts}
+    for number, kind in enumerate(segment.period):
+        place = done[kind] + period * counts[kind] + seen[kind]
+        layer = segment.first + period * len(segment.period) + number
+        own_shards, cache = _read((shards[kind], caches.get(kind)), place)
+        x, result = run(kind, x, own_shards, cache, _read(indices, layer))
+        results[kind].append(result)
+        seen[kind] += 1
+    stack: Callable[..., Array] = lambda *parts: jnp.stack(parts)
+    return x, {kind: jax.tree.map(stack, *parts) for kind, parts in results.items()}
+
+
+def _read(stacked: Any, index: Int32[Array, ""]) -> Any:
+    """One layer's arrays."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
