@@ -1,33 +1,36 @@
-"""jaxsp eval WHAT [key.path=value ...]: loss, perplexity and accuracy on eval sets.
+"""jaxsp eval WHAT [key.path=value ...]: loss and accuracy on eval sets, and retrieval tasks.
 
-Results of a run's checkpoint are appended to the run's eval.jsonl. No field distinguishes them from
-the lines that training wrote; use --out to keep them apart.
+Results of a run's checkpoint are appended to the run's eval.jsonl, tasks.jsonl and lm_eval.jsonl.
+No field distinguishes them from the lines that training wrote; use --out to keep them apart.
 """
 
 import argparse
 import functools
-import os
+import importlib.util
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import rich.console
 
 from jaxsp import cli
 from jaxsp.blocks import rope
+from jaxsp.blocks.layers import Weights
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
+from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.processes import distributed
+from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
-from jaxsp.reporting import metrics
 from jaxsp.run import jax_limits, references
-from jaxsp.runtime import compilation_cache, jsonl, run_paths
-from jaxsp.setup import build, given_model, initial_weights
+from jaxsp.runtime import compilation_cache, run_paths
+from jaxsp.setup import build, given_model, initial_weights, model_files
 from jaxsp.setup.given_model import GivenModel
-from jaxsp.training.evaluator import Evaluator
+from jaxsp.training.metric_table import Line
 
 
 def main(arguments: list[str]) -> None:
@@ -35,9 +38,12 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(arguments)
     given = given_model.find(args.what)
     checkpoint = given.checkpoint
-    config = _load_config(given, args.config, args.changes)
+    baseline = None if args.baseline is None else comparison.read(args.baseline)
+    _check_harness(args)
+    config = _load_config(given, args.config, args.changes, needs_data=args.lm_eval is None)
     # a run may be writing to the store, so results are only printed
-    out = _find_output(args.out, None if urls.is_url(args.what) else checkpoint)
+    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
+    out = eval_files.choose(args.out, None if urls.is_url(args.what) else run)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
@@ -55,12 +61,50 @@ def main(arguments: list[str]) -> None:
         print_line(f"rope: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
-    for line in Evaluator(spec, resolved.evals).run(master, num_steps=given.step):
-        print_line(output.format_evaluation(line, with_step=given.meta is not None))
-        if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out, line)
+    lines = []
+    for line in _evaluate(args, given, resolved, master, print_line):
+        lines.append(line)
+        if out is not None:
+            out.append(line)
     if out is not None:
-        print_line(f"-> {out}")
+        print_line(f"-> {', '.join(map(str, out.draw(lines)))}")
+    if baseline is not None:
+        comparison.print_table(console, baseline, lines)
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    given: GivenModel,
+    resolved: build.ResolvedConfig,
+    master: Weights,
+    print_line: Callable[[str], None],
+) -> Iterator[Line]:
+    """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
+    spec = resolved.run_spec.longest
+    for evaluator in (
+        Evaluator(spec, resolved.evals),
+        RetrievalEvaluator(spec, resolved.task_samples),
+    ):
+        for line in evaluator.run(master, num_steps=given.step):
+            print_line(output.format_result(line, with_step=given.meta is not None))
+            yield line
+    if args.lm_eval is None:
+        return
+    from jaxsp.run import harness
+
+    tokenizer = model_files.load_tokenizer(
+        spec.config, resolved.model_folder, given.find_model_dir(spec.config)
+    )
+    lines, table = harness.evaluate(
+        harness.HarnessModel(spec, master, tokenizer),
+        args.lm_eval.split(","),
+        num_steps=given.step,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+        include_path=args.lm_eval_tasks,
+    )
+    print_line(table)
+    yield from lines
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -84,26 +128,42 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file that the results are appended to; default: eval.jsonl of a local run",
+        help="file that the results are appended to, with a plot of needles beside it; default: "
+        "eval.jsonl, tasks.jsonl and needle.png of a local run",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="FILE",
+        help="file of --out of another model: also print a table of differences",
+    )
+    group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
+    group.add_argument(
+        "--lm-eval", metavar="TASKS", help="its tasks to evaluate too, with commas between them"
+    )
+    group.add_argument("--lm-eval-tasks", metavar="FOLDER", help="folder of more tasks")
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="records of each of its tasks; default: all"
+    )
+    group.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
     )
     return parser
 
 
-def _find_output(path: str | None, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
-    """Returns the file for the results; None to only print them. Raises: UserError."""
-    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
-    if path:
-        out = pathlib.Path(path)
-    elif run is not None:
-        out = run / metrics.EVAL_FILE
-    else:
-        return None
-    if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
+def _check_harness(args: argparse.Namespace) -> None:
+    """Checks the options of the harness before the model is read. Raises: UserError."""
+    if args.lm_eval is None:
+        for name in ("lm_eval_tasks", "limit", "num_fewshot"):
+            if getattr(args, name) is not None:
+                raise UserError(
+                    f"--{name.replace('_', '-')}: is for lm-evaluation-harness. Use it with "
+                    "--lm-eval TASK."
+                )
+    elif importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"--out = {out}: {out.parent} must be a folder that can be written. Use --out FILE "
-            "with a file in such a folder."
+            f"--lm-eval = {args.lm_eval}: needs lm-evaluation-harness, which is not installed. "
+            "Use pip install 'jaxsp[lm-eval]'."
         )
-    return out
 
 
 def _prepare_references(
@@ -139,7 +199,9 @@ def _prepare_references(
     )
 
 
-def _load_config(given: GivenModel, file: str | None, changes: list[str]) -> Config:
+def _load_config(
+    given: GivenModel, file: str | None, changes: list[str], *, needs_data: bool
+) -> Config:
     """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
 
     The model, and the adapter of a run, are always those that are given.
@@ -159,14 +221,15 @@ def _load_config(given: GivenModel, file: str | None, changes: list[str]) -> Con
     with problems.collect():
         config = config_file.parse(given.add_model(fields), changes)
     if config is not None:
-        has_eval_sets = bool(config.data.eval or config.data.eval_fraction)
+        has_eval_sets = bool(config.data.eval or config.data.eval_fraction or config.eval.tasks)
     else:
-        is_changed = any(change.startswith("data.eval") for change in changes)
+        is_changed = any(change.startswith(("data.eval", "eval.tasks")) for change in changes)
         has_eval_sets = is_changed or bool(fields.get("data", {}).get("eval"))
-    if not has_eval_sets:
+    if needs_data and not has_eval_sets:
         problems.append(
             "data.eval: missing. Name the data to evaluate on, for example "
-            "data.eval='[{source: held-out/*.txt, format: text}]'."
+            "data.eval='[{source: held-out/*.txt, format: text}]', or a retrieval task: "
+            "eval.tasks='[{task: needle, lengths: [4096]}]'."
         )
     problems.raise_if_any()
     assert config is not None

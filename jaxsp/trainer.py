@@ -28,10 +28,10 @@ from typing import Any
 
 from jaxsp import library
 from jaxsp.core.batch import Batch
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.library import NumberLists
 from jaxsp.memory import memory_compile
 from jaxsp.training import train_state
-from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.metric_table import Line
 from jaxsp.training.train_state import TrainState

@@ -18,7 +18,7 @@ from jaxsp.config import config_errors
 from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
-from jaxsp.training.evaluator import EvalFields
+from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"

@@ -11,7 +11,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.training import evaluator
+from jaxsp.evaluation import evaluator
 from jaxsp.training.train_state import TrainState
 
 

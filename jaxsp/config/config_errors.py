@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pydantic
 
 from jaxsp.config import foreign_names, yaml_io
+from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import ConfigSection
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.config.schema import Config
@@ -259,12 +260,15 @@ def _find_section(path: list[str]) -> Section | None:
 def _find_fields(name: str) -> list[str]:
     """Dotted names of all fields of that name; for entries of a list, with the index 0.
 
-    Names of model.rope are too general: the table of foreign names has those that fit.
+    Names of model.rope and eval.tasks are too general: `seed` is run.seed. The table of foreign
+    names has those that fit.
     """
     found = []
     for section_name, section in SECTIONS.items():
         if name in section.model_fields:  # optimizer.weight_decay, and not that of a group
             found.append(f"{section_name}.{name}")
+            continue
+        if section is EvalConfig:
             continue
         for field_name, field in section.model_fields.items():
             entries = _inner_sections(field.annotation) if _is_list(field.annotation) else []

@@ -7,7 +7,7 @@ So one error lists their problems together with those that pydantic finds.
 from collections.abc import Iterator
 from typing import Any
 
-from jaxsp.config import objective_checks, optimizer_checks, yaml_io
+from jaxsp.config import eval_checks, objective_checks, optimizer_checks, yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import PAIR_FORMATS, DataConfig
 from jaxsp.config.schema import Config, MemoryConfig
@@ -48,6 +48,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *optimizer_checks.check(sections["optimizer"]),
         *_check_objective(sections),
         *_check_eval_sets(sections),
+        *eval_checks.check(sections["eval"]),
         *_check_end_of_epoch(sections),
         *_check_early_stopping(sections),
     ]
@@ -289,7 +290,8 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
             f"{name} = held_out: is also the name of the documents that data.eval_fraction holds "
             f"out. Use another name: {name}=held_out-{names.index('held_out')}."
         )
-    if not names and sections["run"].get("eval_at_start") is True:
+    has_any = names or sections["eval"].get("tasks")
+    if not has_any and sections["run"].get("eval_at_start") is True:
         yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
 
 

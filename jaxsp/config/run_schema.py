@@ -22,10 +22,11 @@ class RunConfig(ConfigSection):
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
-    tensorboard/, model/, checkpoints/, last_checkpoint.json, heartbeat.json and lock. It may also
-    contain wandb/, mlflow.db, trackers.json, nonfinite_steps.jsonl, damaged/ and files that end in
-    .damaged, which are safe to delete. Or a URL: s3://bucket/path or gs://bucket/path. The run then
-    works in a local copy, which is uploaded while training continues."""
+    tasks.jsonl, needle.png, tensorboard/, model/, checkpoints/, last_checkpoint.json,
+    heartbeat.json and lock. It may also contain wandb/, mlflow.db, trackers.json,
+    nonfinite_steps.jsonl, damaged/ and files that end in .damaged, which are safe to delete. Or a
+    URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy, which is uploaded
+    while training continues."""
     staging: Annotated[str | None, with_examples("/scratch/jaxsp", min_length=1)] = None
     """Folder of the local copy if directory is a URL. Its disk must hold the checkpoints that the
     run keeps, and two more. null: ~/.cache/jaxsp/runs, or below XDG_CACHE_HOME."""

@@ -8,6 +8,7 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
+from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import (
     MAX_COUNT,
     ConfigSection,
@@ -229,6 +230,7 @@ class Config(ConfigSection):
     optimizer: OptimizerConfig
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

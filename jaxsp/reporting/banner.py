@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxsp import attention
 from jaxsp.blocks import rope
 from jaxsp.data.packing import summary
+from jaxsp.evaluation import evaluator, retrieval
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
@@ -17,7 +18,7 @@ from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_dir, run_paths
 from jaxsp.sharding import sharding
-from jaxsp.training import evaluator, trainable
+from jaxsp.training import trainable
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec, StepSpec
 
@@ -109,6 +110,7 @@ def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntr
             evaluator.describe(
                 inputs.eval_sets,
                 run,
+                tasks=retrieval.describe(inputs.task_samples),
                 is_resume=inputs.start.is_resume_in(run_paths.local_dir(run)),
             ),
         ),

@@ -52,6 +52,12 @@ def _wrap_pairs(pairs: Iterable[tuple[str, str]], columns: int) -> Iterator[tupl
             yield f"{label if number == 0 else '':<{LABEL_COLUMNS}}", line
 
 
+def format_result(line: Line, *, with_step: bool = True) -> str:
+    """Formats a line of eval.jsonl or tasks.jsonl as text."""
+    format_line = format_task if "task" in line else format_evaluation
+    return format_line(line, with_step=with_step)
+
+
 def format_evaluation(line: Line, *, with_step: bool = True) -> str:
     """Formats a line of eval.jsonl as text."""
     parts = [f"loss {_format_number(line['loss'], '.4f')}"]
@@ -66,9 +72,30 @@ def format_evaluation(line: Line, *, with_step: bool = True) -> str:
         accuracy = _format_number(line["token_accuracy"], ".4f")
         loss_tokens = format_count(line["num_loss_tokens"], "loss token")
         parts.append(f"token accuracy {accuracy} over {loss_tokens}")
+    if line["loss_per_doubling"] is not None:
+        parts.append(f"loss {line['loss_per_doubling']:+.4f} per doubling of the position")
+    if line["num_key_tokens"] is not None:
+        value = "undefined" if line["long_ppl"] is None else f"{line['long_ppl']:.4g}"
+        parts.append(f"LongPPL {value} over {format_count(line['num_key_tokens'], 'key token')}")
     step = f"step {line['step']}  " if with_step else ""
     duration = durations.describe(round(line["seconds"], 1))
     return f"{step}{line['data']}: {', '.join(parts)} ({duration})"
+
+
+def format_task(line: Line, *, with_step: bool = True) -> str:
+    """Formats a line of tasks.jsonl as text.
+
+    Example: `step 10  needle, 4,096 tokens: 95.5 % exact answers of 220 (worst depth 0.5: 80.0 %),
+        answer loss 0.0312`.
+    """
+    step = f"step {line['step']}  " if with_step else ""
+    text = f"{step}{line['task']}, {line['length']:,} tokens: {line['exact_rate']:.1%} exact "
+    text += f"{'answer' if line['num_samples'] == 1 else 'answers'} of {line['num_samples']:,}"
+    by_depth = line["exact_rate_by_depth"]
+    if by_depth and min(by_depth.values()) < max(by_depth.values()):
+        worst = min(by_depth, key=by_depth.__getitem__)
+        text += f" (worst depth {worst}: {by_depth[worst]:.1%})"
+    return f"{text}, answer loss {_format_number(line['answer_loss'], '.4f')}"
 
 
 def _format_number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, and the trackers."""
+"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, tasks.jsonl, and the trackers."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,13 @@ from jaxsp.training.metric_table import Line
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
+TASKS_FILE = "tasks.jsonl"
+HARNESS_FILE = "lm_eval.jsonl"
+NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
+
+TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)
+"""Files whose numbers the trackers show."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ class StepFields:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl and eval.jsonl, and gives their numbers to the trackers.
+    """Appends lines to the files of numbers, and gives the numbers to the trackers.
 
     A line can be read as soon as it is written. Existing lines of steps after `from_step` are
     removed: the run repeats those steps. Damaged lines are set aside. Process 0 writes; the others
@@ -85,14 +91,14 @@ class MetricsWriter:
         self._trackers: Trackers | None = None
         if jax.process_index() > 0:
             return
-        for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
+        for name in (*TRACKED_FILES, NONFINITE_FILE):
             jsonl.truncate_after(
                 directory / name, from_step, has_regular_steps=name == METRICS_FILE
             )
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
         if trackers is not None:
-            trackers.start(directory / METRICS_FILE, directory / EVAL_FILE)
+            trackers.start(*(directory / name for name in TRACKED_FILES))
             self._trackers = trackers
 
     def __enter__(self) -> "MetricsWriter":
@@ -111,25 +117,28 @@ class MetricsWriter:
 
     def write_step(self, line: Line) -> None:
         """Writes the line of a training step."""
-        self._write(METRICS_FILE, line, "train")
+        self._write(METRICS_FILE, line)
 
     def write_eval(self, line: Line) -> None:
         """Writes the line of an evaluation of one eval set."""
-        self._write(EVAL_FILE, line, f"eval/{line['data']}")
+        self._write(EVAL_FILE, line)
+
+    def write_task(self, line: Line) -> None:
+        """Writes the line of a length of a retrieval task. The first one creates the file."""
+        self._write(TASKS_FILE, line)
 
     def write_nonfinite_step(self, line: dict[str, Any]) -> None:
         """Writes the line of a non-finite step. The first one creates the file."""
+        self._write(NONFINITE_FILE, line)
+
+    def _write(self, file_name: str, line: Line) -> None:
         if jax.process_index() > 0:
             return
-        if NONFINITE_FILE not in self._files:
-            self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
-        self._files[NONFINITE_FILE].add(jsonl.to_line(line))
-
-    def _write(self, file_name: str, line: Line, group: str) -> None:
-        if file_name in self._files:
-            self._files[file_name].add(jsonl.to_line(line))
-        if self._trackers is not None:
-            self._trackers.log(tracker.make_point(line, group=group))
+        if file_name not in self._files:
+            self._files[file_name] = AppendFile(self._directory / file_name)
+        self._files[file_name].add(jsonl.to_line(line))
+        if self._trackers is not None and file_name in TRACKED_FILES:
+            self._trackers.log(tracker.make_point(line))
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.evaluation import evaluator
 from jaxsp.model import flops
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter, StepFields
 from jaxsp.reporting.nonfinite import NonfiniteTracker
 from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.training import evaluator, metric_table
+from jaxsp.training import metric_table
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import RunSpec

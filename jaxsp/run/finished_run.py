@@ -5,7 +5,7 @@ import jax
 from jaxsp.checkpoint import files, reader
 from jaxsp.config.schema import Config
 from jaxsp.processes import distributed
-from jaxsp.reporting.metrics import EVAL_FILE, METRICS_FILE
+from jaxsp.reporting.metrics import TRACKED_FILES
 from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import run_dir, run_paths
@@ -33,8 +33,5 @@ def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | 
     if jax.process_index() == 0:
         run = TrackedRun(config, from_step=-1, is_resume=True)
         registry.send_missing(
-            run,
-            config.logging.trackers,
-            metrics=directory / METRICS_FILE,
-            evals=directory / EVAL_FILE,
+            run, config.logging.trackers, [directory / name for name in TRACKED_FILES]
         )

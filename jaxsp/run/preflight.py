@@ -16,13 +16,14 @@ from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.evaluation import evaluator
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
 from jaxsp.reporting import console as output
 from jaxsp.run import selfcheck
 from jaxsp.runtime import run_paths
 from jaxsp.setup import resume
-from jaxsp.training import evaluator, train_state
+from jaxsp.training import train_state
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec, StepSpec

@@ -19,8 +19,8 @@ from jaxsp.core import files
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.training import evaluator
-from jaxsp.training.evaluator import Evaluator
+from jaxsp.evaluation import evaluator
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.training.specs import StepSpec
 
 FOLDER = "references"
@@ -124,7 +124,8 @@ def _compute(
 ) -> np.ndarray:
     """Log-probability of each document, in rows of the greatest length as in an evaluation."""
     rows = dataset.pack_documents(data.name, data.documents, spec.config, digests=data.digests)
-    return Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch).astype(np.float32)
+    sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
+    return -sums.losses_D.astype(np.float32)
 
 
 def _find_cache() -> pathlib.Path:

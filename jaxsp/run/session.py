@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import time
 from collections.abc import Iterator
 
 import rich.console
@@ -28,11 +27,11 @@ from jaxsp.reporting.trackers import registry
 from jaxsp.reporting.trackers.registry import Trackers
 from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
 from jaxsp.run import preflight, references
+from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import RunSpec
 from jaxsp.training.train_state import TrainState
@@ -62,7 +61,7 @@ class Session:
     files: RunFiles
     preemption: Preemption
     early_stopping: EarlyStopping
-    evaluator: Evaluator
+    evaluations: Evaluations
     checkpoints: CheckpointSchedule
     log: StepLog
     rows: Iterator[tuple[Batch, StepCounts]]
@@ -85,7 +84,7 @@ class Session:
         is_first = self.run_spec.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()
-        if self.files.eval_set is not None and (is_pending or is_first):
+        if self.evaluations and (is_pending or is_first):
             loss = self._evaluate(self.inputs.start.step, state)
             if is_resume:
                 self.files.checkpoints.record_eval(
@@ -219,23 +218,8 @@ class Session:
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluates, and returns the loss on the eval set that ranks checkpoints."""
-        with self.preemption.status.compiling("the evaluation"):
-            self.evaluator.compile()
         when = f"before step {step + 1}" if step == self.inputs.start.step else f"after step {step}"
-        self.preemption.status.begin(
-            f"the evaluation {when}",
-            expected_s=self.preemption.status.step_s,
-            duration_s=self.preemption.status.evaluation_s,
-        )
-        began = time.perf_counter()
-        lines = {}
-        for line in self.evaluator.run(
-            state.master, num_steps=step, on_batch=self.preemption.status.heartbeat
-        ):
-            lines[line["data"]] = line
-            self.files.metrics.write_eval(line)
-            self.files.progress.print_line(output.format_evaluation(line))
-        self.preemption.status.evaluation_s = time.perf_counter() - began
+        lines = self.evaluations.run(state.master, step=step, when=when)
         self.early_stopping.record(step, lines)
         return lines[self.files.eval_set["name"]]["loss"] if self.files.eval_set else None
 
@@ -251,7 +235,7 @@ class Session:
         is_save_epoch = is_epoch_end and run.save_every == "epoch"
         should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
-        should_evaluate = self.evaluator.is_due(step) or is_last or is_eval_epoch
+        should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
         should_rank = should_save and self.run_spec.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
             self.early_stopping.expect_evaluation()
@@ -331,7 +315,7 @@ def open_session(
             files=files,
             preemption=preemption,
             early_stopping=early_stopping,
-            evaluator=Evaluator(run_spec.longest, inputs.eval_sets),
+            evaluations=Evaluations(run_spec, inputs, files.metrics, status, progress.print_line),
             checkpoints=CheckpointSchedule(
                 files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
             ),

@@ -275,6 +275,8 @@ def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[s
     names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
     if has_eval_sets:
         names.append("eval.jsonl")
+    if config.eval.tasks:
+        names.append("tasks.jsonl")
     if "tensorboard" in config.logging.trackers:
         names.append("tensorboard/")
     profiled = config.logging.profile_steps

@@ -20,13 +20,21 @@ from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_paths
-from jaxsp.setup import data_sets, initial_weights, model_files, resume, stop_tokens
+from jaxsp.setup import (
+    data_sets,
+    initial_weights,
+    model_files,
+    resume,
+    stop_tokens,
+    task_samples,
+)
 from jaxsp.setup.initial_weights import InitialWeights
 from jaxsp.setup.stop_tokens import StopTokens
 from jaxsp.storage import copies
@@ -50,6 +58,7 @@ class ResolvedConfig:
     train: PackedDataset | None
     """None unless it was resolved for training."""
     evals: tuple[PackedDataset, ...]
+    task_samples: Samples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +117,7 @@ def build_training(
     inputs = RunInputs(
         train_set=train_set,
         eval_sets=resolved.evals,
+        task_samples=resolved.task_samples,
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
@@ -269,6 +279,7 @@ def resolve_config(
         stop_tokens=stops,
         train=train,
         evals=evals,
+        task_samples=task_samples.make(config, tokenizer),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsp.blocks import layers
@@ -11,6 +11,7 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
+from jaxsp.tasks.task import Sample
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.specs import RunSpec
 
@@ -47,6 +48,8 @@ class RunInputs:
 
     train_set: PackedDataset
     eval_sets: tuple[PackedDataset, ...]
+    task_samples: Mapping[str, Sequence[Sample]]
+    """Samples of retrieval tasks, by the name of the task."""
     start: StartPoint
     schedule: RowSchedule
     """Rows of the remaining steps."""

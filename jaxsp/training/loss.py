@@ -115,22 +115,23 @@ def compute_token_losses(
     tile: int,
     token_loss: TokenLoss | None = None,
     transform_logits: TransformLogits = lambda logits: logits,
-) -> tuple[Float32[Array, "B l"], Int32[Array, ""]]:
-    """Loss of each of this device's tokens, 0 without a label; and the number of labels that are
-    the likeliest tokens. Without gradients.
+) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"]]:
+    """Loss of each of this device's tokens, 0 without a label; and True where the label is the
+    likeliest token. Without gradients.
 
     Args: see `sum_token_losses`.
     """
     head_VD = gather.all_gather(head, jax.lax.stop_gradient(shard))
 
-    def compute(num_correct: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+    def compute(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         losses = _compute_tile(token_loss, transform_logits, head_VD, *inputs)
-        return num_correct + losses.is_correct_X.sum(dtype=jnp.int32), losses.losses_X
+        return losses.losses_X, losses.is_correct_X
 
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
     tiles = (split(jax.lax.stop_gradient(hidden_BlD)), split(labels_Bl, pad_value=NO_LABEL))
-    num_correct, losses_TX = jax.lax.scan(compute, jnp.int32(0), tiles)
-    return tiling.join_tiles(losses_TX, tile_ndim=1, lead=labels_Bl.shape), num_correct
+    join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=labels_Bl.shape)
+    losses_TX, is_correct_TX = jax.lax.map(compute, tiles)
+    return join(losses_TX), join(is_correct_TX)
 
 
 def _differentiate_tile(

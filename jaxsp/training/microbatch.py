@@ -2,16 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import dropout, layers
 from jaxsp.blocks.dropout import Keys
 from jaxsp.core import axes
-from jaxsp.core.batch import Batch, Pairs, step_row_index
+from jaxsp.core.batch import Batch, step_row_index
 from jaxsp.experts import balance
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
@@ -55,8 +55,11 @@ def prepare_pairs(
     def score(inputs: tuple[Batch, Array]) -> tuple[Sums, None]:
         rows, microbatch = inputs
         keys = make_token_keys(spec, rows, step, microbatch)
-        sums = score_microbatch(spec, values, holders, rows, pairs.inputs, keys)
-        return {"logps_P2": sums["logps_P2"]}, None
+        losses = compute_token_losses(spec, values, holders, rows, keys)
+        losses_Bl = losses.losses_Bl
+        return {
+            "logps_P2": pair_losses.sum_log_probabilities(spec, losses_Bl, rows, pairs.inputs)
+        }, None
 
     indices = jnp.arange(batch.tokens_BL.shape[0], dtype=jnp.int32)
     scores, _ = metric_table.scan_sums(score, (batch, indices))
@@ -106,23 +109,28 @@ def make_zeros(
     return metric_table.make_zeros(compute, batch)
 
 
-def score_microbatch(
+class TokenLosses(NamedTuple):
+    """Losses of this device's tokens in a microbatch."""
+
+    losses_Bl: Float32[Array, "B l"]
+    """0 without a label."""
+    is_correct_Bl: Bool[Array, "B l"]
+    """True where the label is the likeliest token."""
+    statistics: Sums
+    """Sums of routers' statistics."""
+
+
+def compute_token_losses(
     spec: StepSpec,
     values: layers.Weights,
     holders: layers.Weights,
     batch: Batch,
-    pairs: Pairs,
     token_keys: Keys | None = None,
-) -> Sums:
-    """Log-probabilities of documents, as sums over this device's part of a microbatch."""
+) -> TokenLosses:
+    """Losses of this device's tokens in a microbatch, without gradients."""
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    losses_Bl, num_correct = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
-    logps_P2 = pair_losses.sum_log_probabilities(spec, losses_Bl, batch, pairs)
-    sums = {"logps_P2": logps_P2}
-    if not spec.model.has_scores:
-        sums["num_correct"] = num_correct
-    sums["counts_P2"] = pair_losses.count_loss_tokens(spec, batch, pairs)
-    return sums | statistics
+    losses = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
+    return TokenLosses(*losses, statistics)
 
 
 def _run_layers(

@@ -7,19 +7,20 @@ whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gather
 gradients are `seq` times too large with ZeRO 0 to 2.)
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float32, Int8
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import axes, host_memory
-from jaxsp.core.batch import NO_LABEL, Batch, partition_specs
+from jaxsp.core.batch import NO_LABEL, PER_TOKEN, Batch, partition_specs
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import metric_table, microbatch
 from jaxsp.training.metric_table import Sums
@@ -44,7 +45,8 @@ def compute_gradients(
     def local(master: layers.Weights, batch: Batch) -> tuple[layers.Weights, Sums]:
         return _local_gradients(spec, master, batch, jnp.asarray(step, jnp.int32))
 
-    gradients, sums = _run_on_mesh(spec, local, master, batch, has_gradients=True)
+    out_specs = (_weight_specs(spec), PartitionSpec())
+    gradients, sums = _run_on_mesh(spec, local, master, batch, out_specs=out_specs)
     return gradients, sums | metric_table.compute_metrics(sums)
 
 
@@ -142,27 +144,38 @@ def _select_returned(
     }
 
 
-def compute_sums(spec: StepSpec, master: layers.Weights, batch: Batch) -> Sums:
-    """Sums over a step's rows: those of the loss, and counts. Call under jit.
+class BatchLosses(NamedTuple):
+    """Losses of the tokens of a batch, in the order of its rows and places."""
 
-    With an objective for pairs, `logps_P2` and `counts_P2` instead of those of the loss: the
-    log-probability and the number of loss tokens of each document.
-    """
+    losses_BL: Float32[Array, "microbatches B L"]
+    """0 without a label."""
+    outcomes_BL: Int8[Array, "microbatches B L"]
+    """-1 without a label; 1 where the label is the likeliest token; otherwise 0."""
+    sums: Sums
+    """Counts, and sums of routers' statistics."""
 
-    def local(master: layers.Weights, batch: Batch) -> Sums:
-        holders = spec.gather.make_grad_holders(spec.table, master)
-        pairs = batch.pairs
+
+def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -> BatchLosses:
+    """Losses of the tokens of a batch, without gradients. Call under jit."""
+
+    def compute(master: layers.Weights, holders: layers.Weights, batch: Batch) -> tuple[Sums, Any]:
+        losses_Bl, is_correct_Bl, statistics = microbatch.compute_token_losses(
+            spec, master, holders, batch
+        )
+        has_label_Bl = batch.labels_BL != NO_LABEL
+        outcomes_Bl = jnp.where(has_label_Bl, is_correct_Bl.astype(jnp.int8), jnp.int8(-1))
+        return statistics, (losses_Bl, outcomes_Bl)
+
+    def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
+        holders = spec.gather.make_grad_holders(spec.table, master)
+        compute_microbatch = functools.partial(compute, master, holders)
+        statistics, losses = metric_table.scan_sums(compute_microbatch, batch)
+        losses_BL, outcomes_BL = losses
+        return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(statistics, batch))
 
-        def compute(batch: Batch) -> Sums:
-            if pairs is None:
-                return microbatch.sum_microbatch(spec, master, holders, batch)
-            return microbatch.score_microbatch(spec, master, holders, batch, pairs)
-
-        sums, _ = metric_table.scan_sums(lambda batch: (compute(batch), None), batch)
-        return _sum_over_mesh(sums, batch)
-
-    return _run_on_mesh(spec, local, master, batch, has_gradients=False)
+    specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
+    return _run_on_mesh(spec, local, master, batch, out_specs=specs)
 
 
 def _choose_objective(spec: StepSpec, batch: Batch) -> Callable[[Sums], Array]:
@@ -213,26 +226,27 @@ def _sum_over_mesh(sums: Sums, batch: Batch) -> Sums:
     return sums
 
 
+def _weight_specs(spec: StepSpec) -> Any:
+    """PartitionSpec of each weight."""
+    return jax.tree.map(
+        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
+    )
+
+
 def _run_on_mesh(
     spec: StepSpec,
     local: Callable,
     master: layers.Weights,
     batch: Batch,
     *,
-    has_gradients: bool,
+    out_specs: Any,
 ) -> Any:
-    """Runs `local`, which returns sums, on each device's shards and rows.
-
-    Args: has_gradients: True if it returns gradients and sums.
-    """
-    weight_specs = jax.tree.map(
-        lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
-    )
+    """Runs `local` on each device's shards and rows. Args: out_specs: of what it returns."""
     on_mesh = jax.shard_map(
         local,
         mesh=spec.mesh,
-        in_specs=(weight_specs, partition_specs(batch)),
-        out_specs=(weight_specs, PartitionSpec()) if has_gradients else PartitionSpec(),
+        in_specs=(_weight_specs(spec), partition_specs(batch)),
+        out_specs=out_specs,
         check_vma=False,
     )
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa

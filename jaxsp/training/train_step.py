@@ -105,15 +105,16 @@ def compile(spec: StepSpec) -> jax.stages.Compiled:
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 
-def compile_sums(spec: StepSpec) -> jax.stages.Compiled:
-    """Compiles `step_gradients.compute_sums`: sums over a batch, without gradients.
+def compile_token_losses(spec: StepSpec) -> jax.stages.Compiled:
+    """Compiles `step_gradients.compute_token_losses`, whose results all devices get: 5 bytes for
+    each token of the batch.
 
     Raises: as `compile`.
     """
     state, batch = train_state.abstract_inputs(spec)
     replicated = NamedSharding(spec.mesh, PartitionSpec())
-    compute_sums = functools.partial(step_gradients.compute_sums, spec)
-    lowered = jax.jit(compute_sums, out_shardings=replicated).lower(state.master, batch)
+    compute_losses = functools.partial(step_gradients.compute_token_losses, spec)
+    lowered = jax.jit(compute_losses, out_shardings=replicated).lower(state.master, batch)
     return check_collectives(spec, compile_options.compile_lowered(lowered, spec.compile_options))
 
 

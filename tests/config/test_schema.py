@@ -339,7 +339,12 @@ def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
         lists = ("targets", "target_parameters", "modules_to_save")
-        keys = ("data.eval", "optimizer.groups", *(f"adapter.{part}" for part in lists))
+        keys = (
+            "data.eval",
+            "eval.tasks",
+            "optimizer.groups",
+            *(f"adapter.{part}" for part in lists),
+        )
         others = dict.fromkeys(keys, "x")
         wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
         (example,) = re.findall(

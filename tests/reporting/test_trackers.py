@@ -60,32 +60,37 @@ def short_waits(monkeypatch):
 
 
 class Files:
-    """metrics.jsonl and eval.jsonl in a folder, and threads that get the points added from now."""
+    """Files of numbers in a folder, and threads that get the points added from now."""
 
     def __init__(self, folder):
         self.metrics = folder / "metrics.jsonl"
         self.evals = folder / "eval.jsonl"
+        self.tasks = folder / "tasks.jsonl"
         self.threads = []
 
     def add_step(self, step):
         fields = {"step": step, "loss": step / 3, "num_loss_tokens": 7}
-        self._add(self.metrics, fields, group="train")
+        self._add(self.metrics, fields)
 
     def add_eval(self, step):
-        self._add(self.evals, {"step": step, "data": "json", "loss": step / 7}, group="eval/json")
+        self._add(self.evals, {"step": step, "data": "json", "loss": step / 7})
+
+    def add_task(self, step, length):
+        rates = {"exact_rate": 0.5, "exact_rate_by_depth": {"0": 0.0, "1": 1.0}}
+        self._add(self.tasks, {"step": step, "task": "needle", "length": length, **rates})
 
     def read_points(self):
-        return tracker.read_points(self.metrics, self.evals)
+        return tracker.read_points(self.metrics, self.evals, self.tasks)
 
     def start(self, fake):
         self.threads.append(BackgroundTracker("fake", fake, self.read_points))
         return self.threads[-1]
 
-    def _add(self, path, fields, *, group):
+    def _add(self, path, fields):
         with path.open("a") as file:
             file.write(f"{json.dumps(fields)}\n")
         for thread in self.threads:
-            thread.log(tracker.make_point(fields, group=group))
+            thread.log(tracker.make_point(fields))
 
 
 @pytest.fixture
@@ -134,11 +139,20 @@ def test_a_step_is_read_before_its_evaluations_and_a_damaged_line_is_left_out(fi
     for step in range(1, 4):
         files.add_step(step)
         files.add_eval(step)
+        for length in (64, 128):
+            files.add_task(step, length)
     with files.metrics.open("a") as file:
         file.write('[3]\n{"step": 4, "lo')
+    groups = ("train", "eval/json", "task/needle/64", "task/needle/128")
     assert steps_of(files.read_points()) == [
-        (group, step) for step in range(1, 4) for group in ("train", "eval/json")
+        (group, step) for step in range(1, 4) for group in groups
     ]
+    *_, last = files.read_points()
+    assert last.numbers == {
+        "task/needle/128/exact_rate": 0.5,
+        "task/needle/128/exact_rate_by_depth/0": 0.0,
+        "task/needle/128/exact_rate_by_depth/1": 1.0,
+    }
 
 
 def test_lines_that_are_added_while_the_files_are_read_are_not_read(files):
@@ -251,8 +265,8 @@ def fake_kind(monkeypatch):
 
 def run_trackers(run, files):
     with registry.Trackers(run, ("mlflow",)) as trackers:
-        trackers.start(files.metrics, files.evals)
-        trackers.log(tracker.make_point({"step": 1, "loss": 2.0}, group="train"))
+        trackers.start(files.metrics, files.evals, files.tasks)
+        trackers.log(tracker.make_point({"step": 1, "loss": 2.0}))
 
 
 def test_a_tracker_on_this_machine_is_waited_for(files, tmp_path, fake_kind, monkeypatch, capfd):
@@ -280,7 +294,7 @@ def test_a_run_that_is_done_sends_what_a_tracker_misses_once(files, tmp_path, fa
     def send(**fields):
         fake_kind.append(FakeTracker(known_step=1, **fields))
         run = TrackedRun(config, from_step=-1, is_resume=True)
-        registry.send_missing(run, ("mlflow",), metrics=files.metrics, evals=files.evals)
+        registry.send_missing(run, ("mlflow",), [files.metrics, files.evals, files.tasks])
         return [point.step for point in fake_kind[-1].points], fake_kind[-1].outcome
 
     capfd.readouterr()

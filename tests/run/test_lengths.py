@@ -57,8 +57,8 @@ def losses(chosen):
     master = material.make_weights()
     actual = {}
     data = material.train_set
-    compute_sums = {
-        stream.row_tokens: train_step.compile_sums(run_spec.steps[stream.row_tokens])
+    compute_losses = {
+        stream.row_tokens: train_step.compile_token_losses(run_spec.steps[stream.row_tokens])
         for stream in data.streams
     }
     for given, counts in data.make_loader(
@@ -76,7 +76,7 @@ def losses(chosen):
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
             actual[tuple(tokens[part][:2])] = float(
-                compute_sums[counts.row_tokens](master, Batch(**one))["loss_sum"]
+                compute_losses[counts.row_tokens](master, Batch(**one)).losses_BL.sum()
             )
     return actual
 

@@ -13,9 +13,9 @@ import rich.console
 from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.run import references, trainer
 from jaxsp.setup import build
-from jaxsp.training.evaluator import Evaluator
 from tests import batches, commands
 
 pytestmark = pytest.mark.e2e

@@ -459,7 +459,7 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
-    monkeypatch.setattr(train_step, "compile_sums", lambda spec: 1 / 0)
+    monkeypatch.setattr(train_step, "compile_token_losses", lambda spec: 1 / 0)
     train(settings(folder, "run.steps=2"))
 
 

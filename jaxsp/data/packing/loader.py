@@ -171,7 +171,8 @@ class BatchLoader:
         )
         return StepCounts(
             row_tokens=sorted_rows.row_tokens,
-            segment_lengths=rows.length,
+            rows=rows,
+            places=sorted_rows.places,
             num_rows=step_rows.num_rows,
             epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),

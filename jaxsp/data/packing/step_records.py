@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxsp.core.batch import Pairs
+from jaxsp.data.packing.packing import PackedRows
 
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""
@@ -16,7 +17,10 @@ class StepCounts:
     """Counts of a step over the whole mesh, computed from the packing plan only."""
 
     row_tokens: int
-    segment_lengths: np.ndarray
+    rows: PackedRows
+    """The step's rows and their segments, in the order of `places`."""
+    places: np.ndarray
+    """[microbatches, B]: number in `rows` of each row of the batch."""
     num_rows: int
     """Number of rows with at least one segment."""
     epoch: int | None
@@ -27,6 +31,11 @@ class StepCounts:
     another step, which only evaluations have. Empty without pairs."""
     imbalance: float
     """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
+
+    @property
+    def segment_lengths(self) -> np.ndarray:
+        """Tokens of each segment."""
+        return self.rows.length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -148,6 +148,11 @@ def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> 
         return [RecordError(f"the tokenizer fails: {errors.first_line(error)}")]
 
 
+def list_first_tokens(tokenizer: Any) -> list[int]:
+    """Special tokens that the tokenizer writes before every text."""
+    return _surrounding_tokens(tokenizer)[0]
+
+
 class _SpecialTokens:
     """Special tokens around a plain text: those that the tokenizer writes, and one end token."""
 

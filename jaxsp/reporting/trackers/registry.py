@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import pathlib
 import time
+from collections.abc import Sequence
 
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
@@ -76,10 +77,11 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._finish(self.outcome if kind is None else "failed")
 
-    def start(self, metrics: pathlib.Path, evals: pathlib.Path) -> None:
-        """Starts all trackers. The files have no lines of steps that the run repeats."""
+    def start(self, *paths: pathlib.Path) -> None:
+        """Starts all trackers. The files, those of `tracker.read_points`, have no lines of steps
+        that the run repeats."""
         self._run.write_complete([])
-        read_points = functools.partial(tracker.read_points, metrics, evals)
+        read_points = functools.partial(tracker.read_points, *paths)
         for name in self._names:
             new = load(name)(self._run)
             if new.needs_thread:
@@ -120,17 +122,18 @@ class Trackers:
             self._run.write_complete(complete)
 
 
-def send_missing(
-    run: TrackedRun, names: tuple[str, ...], *, metrics: pathlib.Path, evals: pathlib.Path
-) -> None:
-    """Sends the values of a run that is done to trackers that do not have all of them."""
+def send_missing(run: TrackedRun, names: tuple[str, ...], paths: Sequence[pathlib.Path]) -> None:
+    """Sends the values of a run that is done to trackers that do not have all of them.
+
+    Args: paths: files of `tracker.read_points`.
+    """
     complete = run.complete
     missing = tuple(name for name in names if load(name).needs_thread and name not in complete)
     if not missing:
         return
     with Trackers(run, missing, limit_s=SEND_TIMEOUT_S) as trackers:
-        trackers.start(metrics, evals)
-        last_points = {point.group: point for point in tracker.read_points(metrics, evals)}
+        trackers.start(*paths)
+        last_points = {point.group: point for point in tracker.read_points(*paths)}
         for point in last_points.values():
             trackers.log(point)
     for name in run.complete:

@@ -29,7 +29,7 @@ class Point:
     """Numbers of a training step, or of an evaluation after it."""
 
     group: str
-    """train, or eval/NAME."""
+    """train, eval/NAME, or task/NAME/LENGTH."""
     step: int
     numbers: dict[str, float]
     """Numbers by name: the group and the field, such as train/loss."""
@@ -128,8 +128,13 @@ class TrackedRun:
                 self.write_id(_COMPLETE_KEY, names)
 
 
-def make_point(fields: dict[str, Any], *, group: str) -> Point:
-    """Returns the numbers in the fields of a line of metrics.jsonl or eval.jsonl."""
+def make_point(fields: dict[str, Any]) -> Point:
+    """Returns the numbers in the fields of a line of metrics.jsonl, eval.jsonl or tasks.jsonl."""
+    group = "train"
+    if "task" in fields:
+        group = f"task/{fields['task']}/{fields['length']}"
+    elif "data" in fields:
+        group = f"eval/{fields['data']}"
     numbers = dict(fields)
     for field, value in fields.items():
         if isinstance(value, dict):
@@ -140,25 +145,22 @@ def make_point(fields: dict[str, Any], *, group: str) -> Point:
         numbers={
             f"{group}/{name}": float(number)
             for name, number in numbers.items()
-            if name != "step" and isinstance(number, int | float)
+            if name not in ("step", "length") and isinstance(number, int | float)
         },
     )
 
 
-def read_points(metrics: pathlib.Path, evals: pathlib.Path) -> Iterator[Point]:
-    """Yields the points of metrics.jsonl and eval.jsonl so far; damaged lines are left out.
+def read_points(*paths: pathlib.Path) -> Iterator[Point]:
+    """Yields the points of metrics.jsonl, eval.jsonl and tasks.jsonl so far, given in this order;
+    damaged lines are left out.
 
     A step comes before its evaluations, and these before the next step, also if lines are added
     meanwhile.
     """
     # in this order: an evaluation is written before the next step
-    num_bytes = [path.stat().st_size if path.exists() else 0 for path in (metrics, evals)]
-    steps = (make_point(line, group="train") for line in _read_lines(metrics, num_bytes[0]))
-    results = (
-        make_point(line, group=f"eval/{line.get('data')}")
-        for line in _read_lines(evals, num_bytes[1])
-    )
-    return heapq.merge(steps, results, key=lambda point: point.step)
+    num_bytes = [path.stat().st_size if path.exists() else 0 for path in paths]
+    points = (map(make_point, _read_lines(*file)) for file in zip(paths, num_bytes, strict=True))
+    return heapq.merge(*points, key=lambda point: point.step)
 
 
 def _read_lines(path: pathlib.Path, num_bytes: int) -> Iterator[dict[str, Any]]:

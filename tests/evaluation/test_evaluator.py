@@ -1,6 +1,6 @@
 """Digests that decide which losses are comparable."""
 
-from jaxsp.training import evaluator
+from jaxsp.evaluation import evaluator
 from tests.data.packing import test_dataset, test_loader
 
 

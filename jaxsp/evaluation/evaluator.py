@@ -6,7 +6,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,23 @@ from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.evaluation import long_ppl, token_losses
+from jaxsp.evaluation.long_ppl import LongPPL
+from jaxsp.evaluation.position_losses import PositionFields, PositionSums
+from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
 from jaxsp.objectives import objective
 from jaxsp.objectives.objective import PairSums
 from jaxsp.runtime import device_mesh
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec
+from jaxsp.training.step_gradients import BatchLosses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalFields:
+class EvalFields(PositionFields):
     """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
 
     jaxsp eval appends lines too. No field distinguishes them from the lines of the run.
@@ -42,6 +47,11 @@ class EvalFields:
     """exp(loss). null if it is not finite."""
     num_documents: int
     """Number of documents."""
+    long_ppl: float | None
+    """LongPPL, the perplexity of tokens that depend on far context. null if there are none, and
+    unless eval.long_ppl is true."""
+    num_key_tokens: int | None
+    """Number of these tokens. null unless eval.long_ppl is true."""
     seconds: float
     """Duration in seconds, without compilation."""
 
@@ -62,7 +72,7 @@ class Evaluator:
     """Evaluates eval sets, any number of times. Compiles at the first evaluation.
 
     Rows are packed as in training, with the row length of the step. One batch is one microbatch.
-    Sums over batches are float64, on the host.
+    Losses of single tokens are summed in float64, on the host.
     """
 
     def __init__(self, spec: StepSpec, eval_sets: Sequence[PackedDataset]):
@@ -74,17 +84,16 @@ class Evaluator:
         self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)
         self._eval_sets = eval_sets
 
-    def is_due(self, number: int) -> bool:
-        """True if an evaluation is due after a step."""
-        return bool(self._eval_sets) and is_due(self._config.run.eval_every, number)
+    def __bool__(self) -> bool:
+        return bool(self._eval_sets)
 
     @functools.cached_property
-    def _compute_sums(self) -> jax.stages.Compiled:
-        return train_step.compile_sums(self._spec)
+    def _compute_losses(self) -> jax.stages.Compiled:
+        return train_step.compile_token_losses(self._spec)
 
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation, if there are eval sets."""
-        _ = self._eval_sets and self._compute_sums
+        _ = self._eval_sets and self._compute_losses
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
@@ -107,20 +116,37 @@ class Evaluator:
         on_batch: Callable[[], None] = lambda: None,
     ) -> Line:
         """Returns the line of these weights for one eval set. Args: see `run`."""
-        _ = self._compute_sums
+        _ = self._compute_losses
         began = time.perf_counter()
-        sums, scores = self._run_batches(data, master, on_batch)
+        documents = DocumentSums(len(data.documents.lengths))
+        positions = PositionSums(data.documents.lengths)
         is_sft = self._spec.objective is None
-        if not is_sft:
-            sums |= self._sum_pairs(data, scores)
+        takers = [documents.add, positions.add] if is_sft else [documents.add]
+        all_losses = None
+        if is_sft and self._config.eval.long_ppl:
+            all_losses = DocumentLosses(data.documents.lengths)
+            takers.append(all_losses.add)
+        sums = self._run_batches(data, master, on_batch, takers)
+        if not self._spec.model.has_scores:  # a score predicts no token
+            sums["num_correct"] = documents.num_correct_D.sum()
+        sums |= (
+            {"loss_sum": documents.losses_D.sum()}
+            if is_sft
+            else _sum_pairs(self._spec, data.documents, documents)
+        )
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
+        long_ppl_result = LongPPL(None, None)
+        if all_losses is not None:
+            long_ppl_result = self._measure_long_ppl(data, all_losses, master, on_batch)
         fields = EvalFields(
             step=num_steps,
             data=data.name,
             perplexity=math.exp(values["loss"]) if has_perplexity else None,
             num_documents=len(data.documents.lengths),
             seconds=time.perf_counter() - began,
+            **long_ppl_result._asdict(),
+            **vars(positions.make_fields()),
         )
         return metric_table.make_line(fields, sums | values)
 
@@ -130,72 +156,78 @@ class Evaluator:
         master: layers.Weights,
         *,
         on_batch: Callable[[], None] = lambda: None,
-    ) -> np.ndarray:
-        """Log-probability of each document of a data set with pairs, float64."""
-        return self._run_batches(data, master, on_batch)[1].logps_D
+    ) -> DocumentSums:
+        """Sums over the loss tokens of each document."""
+        documents = DocumentSums(len(data.documents.lengths))
+        self._run_batches(data, master, on_batch, [documents.add])
+        return documents
+
+    def _measure_long_ppl(
+        self,
+        data: PackedDataset,
+        all_losses: DocumentLosses,
+        master: layers.Weights,
+        on_batch: Callable[[], None],
+    ) -> LongPPL:
+        """Evaluates the short texts of a data set. Args: all_losses: of the data set's tokens."""
+        texts = long_ppl.cut(data)
+        short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
+        if texts:
+            short_data = long_ppl.pack(texts, self._config)
+            self._run_batches(short_data, master, on_batch, [short_losses.add])
+        return long_ppl.compute(texts, all_losses, short_losses)
 
     def _run_batches(
-        self, data: PackedDataset, master: layers.Weights, on_batch: Callable[[], None]
-    ) -> tuple[Sums, "_Scores"]:
-        """Sums over a data set, and those of each of its documents, if it has pairs."""
-        compute_sums = self._compute_sums
+        self,
+        data: PackedDataset,
+        master: layers.Weights,
+        on_batch: Callable[[], None],
+        takers: Sequence[AddTokens],
+    ) -> Sums:
+        """Gives the losses of tokens to `takers`, and returns counts and statistics."""
+        compute_losses = self._compute_losses
         schedule = data.make_schedule(self._config, epochs=1)
-        placements = {self._config.data.max_row_tokens: self._spec.placement}
+        placement = self._spec.placement
+        placements = {self._config.data.max_row_tokens: placement}
         loader = data.make_loader(self._config, schedule, placements)
-        num_documents = len(data.documents.lengths)
-        scores = _Scores(np.zeros(num_documents), np.zeros(num_documents))
         sums: Sums = {}
-        dispatched = ((compute_sums(master, batch), counts) for batch, counts in loader.batches())
-        for batch_sums, counts in _fetch_one_behind(dispatched):
-            scores.add(batch_sums, counts.documents_P2)
-            for name, value in batch_sums.items():
+        dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
+        for losses, counts in _fetch_one_behind(dispatched):
+            tokens = token_losses.find_tokens(losses, counts, placement.layout)
+            for take in takers:
+                take(tokens)
+            for name, value in losses.sums.items():
                 sums[name] = sums.get(name, 0) + _widen(value)
             on_batch()
-        return sums, scores
-
-    def _sum_pairs(self, data: PackedDataset, scores: "_Scores") -> Sums:
-        """Sums over the pairs of a whole data set, of which an objective may need all."""
-        spec = self._spec
-        config = spec.config.objective
-        assert spec.objective is not None
-        documents = data.documents
-        num_pairs = len(documents.lengths) // 2
-        references_D = documents.references
-        if references_D is None:
-            assert not spec.objective.needs_reference, "run/references.py computes them before"
-            references_D = np.zeros_like(scores.logps_D)
-        is_desirable_P = documents.is_desirable
-        if is_desirable_P is None:
-            is_desirable_P = np.zeros(num_pairs, bool)
-        as_pairs = lambda values_D: jnp.asarray(values_D.reshape(-1, 2), jnp.float32)
-        pairs = PairSums(
-            logps_P2=as_pairs(scores.logps_D),
-            references_P2=as_pairs(references_D),
-            counts_P2=as_pairs(scores.counts_D),
-            is_real_P=jnp.ones(num_pairs, bool),
-            is_desirable_P=jnp.asarray(is_desirable_P),
-            num_pairs=jnp.float32(num_pairs),
-            num_first_tokens=jnp.float32(scores.counts_D[::2].sum()),
-        )
-        losses_P = objective.compute_losses(spec.objective, config, pairs)
-        sums = objective.measure(spec.objective, config, pairs, losses_P)
-        counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
-        return jax.tree.map(lambda x: _widen(np.asarray(x)), sums) | counts
+        return sums
 
 
-class _Scores(NamedTuple):
-    """Sums over the loss tokens of each document, float64."""
-
-    logps_D: np.ndarray
-    counts_D: np.ndarray
-
-    def add(self, sums: Sums, documents_P2: np.ndarray) -> None:
-        """Adds those of a batch, which leave `sums`. Args: documents_P2: see `StepCounts`."""
-        is_here_P2 = documents_P2 >= 0
-        for name, values_D in (("logps_P2", self.logps_D), ("counts_P2", self.counts_D)):
-            if name in sums:
-                values_P2 = sums.pop(name)[: len(documents_P2)]
-                values_D[documents_P2[is_here_P2]] = values_P2[is_here_P2]
+def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums:
+    """Sums over the pairs of a whole data set, of which an objective may need all."""
+    config = spec.config.objective
+    assert spec.objective is not None
+    num_pairs = len(documents.lengths) // 2
+    references_D = documents.references
+    if references_D is None:
+        assert not spec.objective.needs_reference, "run/references.py computes them before"
+        references_D = np.zeros_like(sums.losses_D)
+    is_desirable_P = documents.is_desirable
+    if is_desirable_P is None:
+        is_desirable_P = np.zeros(num_pairs, bool)
+    as_pairs = lambda values_D: jnp.asarray(values_D.reshape(-1, 2), jnp.float32)
+    pairs = PairSums(
+        logps_P2=as_pairs(-sums.losses_D),
+        references_P2=as_pairs(references_D),
+        counts_P2=as_pairs(sums.num_tokens_D),
+        is_real_P=jnp.ones(num_pairs, bool),
+        is_desirable_P=jnp.asarray(is_desirable_P),
+        num_pairs=jnp.float32(num_pairs),
+        num_first_tokens=jnp.float32(sums.num_tokens_D[::2].sum()),
+    )
+    losses_P = objective.compute_losses(spec.objective, config, pairs)
+    measured = objective.measure(spec.objective, config, pairs, losses_P)
+    counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
+    return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 
 
 def is_due(every: int | str | None, number: int) -> bool:
@@ -212,9 +244,9 @@ def _widen(sums: np.ndarray) -> np.ndarray:
 
 
 def _fetch_one_behind(
-    dispatched: Iterable[tuple[Sums, StepCounts]],
-) -> Iterator[tuple[Sums, StepCounts]]:
-    """Yields the sums of each batch, and its counts, after the next batch is dispatched."""
+    dispatched: Iterable[tuple[BatchLosses, StepCounts]],
+) -> Iterator[tuple[BatchLosses, StepCounts]]:
+    """Yields the losses of each batch, and its counts, after the next batch is dispatched."""
     running = None
     for batch in dispatched:
         if running is not None:
@@ -224,9 +256,14 @@ def _fetch_one_behind(
         yield jax.device_get(running[0]), running[1]
 
 
-def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: bool) -> str:
-    """Describes the eval sets of a run, and when they are evaluated; empty without eval sets."""
-    if not eval_sets:
+def describe(
+    eval_sets: Sequence[PackedDataset], run: RunConfig, *, tasks: str, is_resume: bool
+) -> str:
+    """Describes what is evaluated in a run, and when; empty without eval sets and tasks.
+
+    Args: tasks: description of the retrieval tasks.
+    """
+    if not (eval_sets or tasks):
         return ""
     times = []
     if run.eval_at_start and not is_resume:
@@ -237,7 +274,7 @@ def describe(eval_sets: Sequence[PackedDataset], run: RunConfig, *, is_resume: b
         times.append(f"every {format_count(run.eval_every, 'step')}")
     text = " and ".join(filter(None, (", ".join(times), "after the last step")))
     names = [f"{data.name} ({summary.describe_documents(data)})" for data in eval_sets]
-    text += f": {', '.join(names)}"
+    text += f": {', '.join(filter(None, (*names, tasks)))}"
     if run.early_stopping_patience is not None:
         patience = format_count(run.early_stopping_patience, "evaluation")
         text += f"; the run stops after {patience} without improvement"

@@ -1,0 +1,75 @@
+"""Plots of evaluation tasks."""
+
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxsp.training.metric_table import Line
+
+_COLORS = "cividis"
+"""Colors from dark blue (0) to yellow (1), which do not depend on telling red from green."""
+
+_LIGHT_FROM = 0.47
+"""Rate from which black text has more contrast to the cell than white."""
+
+
+def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> list[pathlib.Path]:
+    """Draws needles as in `write_heatmap`, if lines have some and matplotlib is installed.
+
+    Returns: the file, if it was written.
+    """
+    needles = [line for line in lines if line.get("task") == "needle"]
+    if not needles or importlib.util.find_spec("matplotlib") is None:
+        return []
+    write_heatmap(path, needles)
+    return [path]
+
+
+def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
+    """Draws the rate of exact answers by length and depth, as PNG.
+
+    Args: needles: lines of tasks.jsonl of the task needle, all of one step.
+    """
+    from matplotlib import figure
+
+    lengths, depths, rates = tabulate(needles)
+    drawn = figure.Figure(
+        figsize=(max(6.5, 2.5 + 0.8 * len(lengths)), 2.2 + 0.32 * len(depths)),
+        layout="constrained",
+    )
+    panel = drawn.subplots()
+    panel.set_facecolor("#dddddd")
+    image = panel.imshow(rates, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
+    for (row, column), rate in np.ndenumerate(rates):
+        text = "none" if np.isnan(rate) else f"{rate:.2f}"
+        is_dark = not np.isnan(rate) and rate < _LIGHT_FROM
+        color = "white" if is_dark else "black"
+        panel.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
+    panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    panel.set_yticks(range(len(depths)), [f"{100 * float(depth):.3g}%" for depth in depths])
+    panel.set_xlabel("length in tokens")
+    panel.set_ylabel("depth of the needle\n(0% is the start)")
+    drawn.colorbar(image, label="fraction of exact answers")
+    drawn.suptitle(
+        f"Needle at step {needles[0]['step']:,}, {_describe_samples(needles)}", fontsize=11
+    )
+    panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
+    drawn.savefig(path, dpi=120, format="png")
+
+
+def tabulate(needles: Sequence[Line]) -> tuple[list[int], list[str], np.ndarray]:
+    """Lengths, depths, and the rate of exact answers of each depth and length, NaN without one."""
+    by_length = {line["length"]: line["exact_rate_by_depth"] for line in needles}
+    lengths = sorted(by_length)
+    depths = sorted({depth for rates in by_length.values() for depth in rates}, key=float)
+    rates = [[by_length[length].get(depth, np.nan) for length in lengths] for depth in depths]
+    return lengths, depths, np.array(rates, float)
+
+
+def _describe_samples(needles: Sequence[Line]) -> str:
+    """Number of samples of a cell, for the title."""
+    numbers = sorted({line["num_samples"] // len(line["exact_rate_by_depth"]) for line in needles})
+    text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return f"{text} {'sample' if numbers == [1] else 'samples'} per cell"

@@ -1,0 +1,80 @@
+"""Everything that a run measures at an evaluation, written to its files and printed."""
+
+import time
+from collections.abc import Callable
+
+import jax
+
+from jaxsp.blocks import layers
+from jaxsp.evaluation import evaluator
+from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.reporting import console, task_plots
+from jaxsp.reporting.metrics import NEEDLE_PLOT, MetricsWriter
+from jaxsp.runtime import run_paths
+from jaxsp.runtime.run_status import RunStatus
+from jaxsp.training.inputs import RunInputs
+from jaxsp.training.metric_table import Line
+from jaxsp.training.specs import RunSpec
+
+
+class Evaluations:
+    """Evaluates eval sets and retrieval tasks; False if a run has neither."""
+
+    def __init__(
+        self,
+        run_spec: RunSpec,
+        inputs: RunInputs,
+        metrics: MetricsWriter,
+        status: RunStatus,
+        print_line: Callable[[str], None],
+    ):
+        config = run_spec.config
+        self._eval_every = config.run.eval_every
+        self._directory = run_paths.local_dir(config.run)
+        self._eval_sets = Evaluator(run_spec.longest, inputs.eval_sets)
+        self._tasks = RetrievalEvaluator(run_spec.longest, inputs.task_samples)
+        self._metrics = metrics
+        self._status = status
+        self._print_line = print_line
+
+    def __bool__(self) -> bool:
+        return bool(self._eval_sets) or bool(self._tasks)
+
+    def is_due(self, step: int) -> bool:
+        """True if an evaluation is due after a step."""
+        return bool(self) and evaluator.is_due(self._eval_every, step)
+
+    def run(self, master: layers.Weights, *, step: int, when: str) -> dict[str, Line]:
+        """Evaluates weights. Returns the line of each eval set, by its name.
+
+        Args:
+            step: number of training steps of the weights.
+            when: phrase such as `after step 10`, for the run status.
+        """
+        if not self:
+            return {}
+        with self._status.compiling("the evaluation"):
+            self._eval_sets.compile()
+            self._tasks.compile()
+        self._status.begin(
+            f"the evaluation {when}",
+            expected_s=self._status.step_s,
+            duration_s=self._status.evaluation_s,
+        )
+        began = time.perf_counter()
+        heartbeat = self._status.heartbeat
+        lines = {}
+        for line in self._eval_sets.run(master, num_steps=step, on_batch=heartbeat):
+            lines[line["data"]] = line
+            self._metrics.write_eval(line)
+            self._print_line(console.format_evaluation(line))
+        task_lines = []
+        for line in self._tasks.run(master, num_steps=step, on_batch=heartbeat):
+            task_lines.append(line)
+            self._metrics.write_task(line)
+            self._print_line(console.format_task(line))
+        if jax.process_index() == 0:
+            task_plots.draw_if_possible(self._directory / NEEDLE_PLOT, task_lines)
+        self._status.evaluation_s = time.perf_counter() - began
+        return lines

@@ -1,0 +1,50 @@
+"""Samples of the retrieval tasks of a config."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.data.tokenization import encoding
+from jaxsp.evaluation.retrieval import Samples
+from jaxsp.tasks import samples as task_samples
+from jaxsp.tasks.task import Sample
+
+
+def make(config: Config, tokenizer: Any) -> Samples:
+    """Makes the samples of `eval.tasks`, by task; prompts begin as every text of the tokenizer.
+
+    Raises: UserError for lengths that no prompt fits, and for models that predict no tokens.
+    """
+    if not config.eval.tasks:
+        return {}
+    if config.objective.type == "reward":
+        raise UserError(
+            "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "
+            "out."
+        )
+    first_ids = np.array(encoding.list_first_tokens(tokenizer), np.int32)
+    tokenize = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    made: dict[str, list[Sample]] = {}
+    problems = ProblemCollector()
+    for number, task in enumerate(config.eval.tasks):
+        for length in task.lengths:
+            with problems.collect():
+                of_length = task_samples.make_samples(
+                    task.task,
+                    tokenize,
+                    length=length,
+                    depths=task.num_depths,
+                    samples=task.samples,
+                    seed=task.seed,
+                    reserved_tokens=len(first_ids),
+                    field=f"eval.tasks.{number}.lengths",
+                )
+                made.setdefault(task.task, []).extend(
+                    dataclasses.replace(one, prompt_ids=np.append(first_ids, one.prompt_ids))
+                    for one in of_length
+                )
+    problems.raise_if_any()
+    return made

@@ -1,0 +1,87 @@
+"""Frequent words: the most frequent of many coded words, as RULER's `fwe` (NVIDIA/RULER)."""
+
+import math
+
+import numpy as np
+
+from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
+from jaxsp.tasks.random_words import draw_words
+from jaxsp.tasks.task import Task, TooShortError
+
+_INTRODUCTION = "Count how often each coded word occurs in this text.\n"
+
+_QUESTION = (
+    "\nQuestion: Which three words, apart from the dots, occur most often in the text, the most "
+    "frequent first?\nAnswer: The three words are"
+)
+
+_DOTS = " ..."
+
+_MIN_DOTS = 32
+"""Smallest number of dots for which ranks 2 to 5 have different counts: 8, 3, 2, 1. They also
+differ for every larger number."""
+
+
+class FrequentWords(Task):
+    """Coded words whose counts fall with the square of their rank; ranks 2 to 4 are asked for.
+
+    As in RULER, words have 6 random letters, counts follow a zeta distribution with exponent 2 and
+    are rounded down, and the most frequent word is replaced by dots, which do not count. Different
+    from RULER: the order of the answer is defined, the most frequent first, and shorter texts than
+    those where ranks 2 to 5 have different counts are refused; the vocabulary is not cut at a word
+    per 50 tokens, which would change texts of less than about 600 tokens.
+    """
+
+    def make_sample(
+        self,
+        parts: PartTokenizer,
+        random: np.random.Generator,
+        *,
+        max_tokens: int,
+        depth: float | None,
+    ) -> tuple[Ids, Ids]:
+        """Makes a prompt and its answer. Raises: TooShortError."""
+        assert depth is None
+        word_random, order_random = random.spawn(2)
+        num_words = math.isqrt(max(max_tokens, _MIN_DOTS)) + 1
+        words = [f" {word}" for word in draw_words(word_random, num_words, num_letters=6)]
+        words[0] = _DOTS
+        first = np.concatenate([parts.start(_INTRODUCTION), parts.after_line("Text:")])
+        answer_text = ",".join(words[1:4])
+        last, answer = parts.split(parts.after_word, _QUESTION, answer_text)
+        ids = [parts.after_word(word) for word in words]
+        sizes = np.array([*map(len, ids)])
+        num_fixed = len(first) + len(last) + len(answer)
+        min_tokens = num_fixed + int(sizes @ _count(_MIN_DOTS, num_words))
+        if max_tokens < min_tokens:
+            raise TooShortError(min_tokens)
+        num_dots = _find_num_dots(sizes, max_tokens - num_fixed)
+        ranks = np.repeat(np.arange(num_words), _count(num_dots, num_words))
+        order_random.shuffle(ranks)
+        if ranks[-1] == 0:
+            # the line break after dots could be a part of their token
+            other = int(ranks.argmax())
+            ranks[-1] = ranks[other]
+            ranks[other] = 0
+        return np.concatenate([first, *(ids[rank] for rank in ranks), last]), answer
+
+
+def _count(num_dots: int, num_words: int) -> np.ndarray:
+    """Number of times each word occurs, from the most frequent one, which are dots."""
+    return num_dots // np.arange(1, num_words + 1) ** 2
+
+
+def _find_num_dots(sizes: np.ndarray, num_tokens: int) -> int:
+    """Finds the largest number of dots for which all words fit, by binary search.
+
+    Args: sizes: number of tokens of each word.
+    """
+    fits = _MIN_DOTS
+    exceeds = num_tokens + 1
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if sizes @ _count(middle, len(sizes)) <= num_tokens:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits

@@ -1,0 +1,113 @@
+"""Tasks with needles: access codes of keys, as RULER's `niah` tasks (NVIDIA/RULER).
+
+As in RULER, keys are pairs of an adjective and a noun, values have 7 digits, and the defaults are
+4 keys, 4 values or 4 queries. Different from RULER: words and haystack are jaxsp's own; questions
+ask for a defined order, because the whole answer must be the greedy one, where RULER counts the
+values that the generated text contains in any order. Haystacks of needles only (`niah_multikey_2`
+and 3) and UUIDs are left out.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxsp.tasks import haystack
+from jaxsp.tasks.haystack_task import HaystackTask, Question
+
+_INTRODUCTION = "Remember the access codes in this text.\n"
+
+_NUM_NEEDLES = 4
+"""Number of keys, values or queries of the tasks with several."""
+
+
+class Needle(HaystackTask):
+    """One key with one code (`niah_single`)."""
+
+    has_depth = True
+
+    def draw(self, random: np.random.Generator) -> Question:
+        """Draws the texts of a sample."""
+        (key,) = _draw_keys(random, 1)
+        (value,) = _draw_values(random, 1)
+        return _ask_for_one(key, value, needles=[_format_needle(key, value)])
+
+
+class MultiKey(HaystackTask):
+    """4 keys with one code each, of which one is asked for (`niah_multikey_1`)."""
+
+    def draw(self, random: np.random.Generator) -> Question:
+        """Draws the texts of a sample."""
+        keys = _draw_keys(random, _NUM_NEEDLES)
+        values = _draw_values(random, _NUM_NEEDLES)
+        asked = int(random.integers(_NUM_NEEDLES))
+        return _ask_for_one(keys[asked], values[asked], needles=_format_needles(keys, values))
+
+
+class MultiValue(HaystackTask):
+    """One key with 4 codes, which are asked for in the order of the text (`niah_multivalue`)."""
+
+    def draw(self, random: np.random.Generator) -> Question:
+        """Draws the texts of a sample."""
+        (key,) = _draw_keys(random, 1)
+        values = _draw_values(random, _NUM_NEEDLES)
+        return Question(
+            introduction=_INTRODUCTION,
+            needles=tuple(f"An access code of {key} is {value}.\n" for value in values),
+            question=f"Question: What are the {_NUM_NEEDLES} access codes of {key}, in the order "
+            f"of the text?\nAnswer: The {_NUM_NEEDLES} access codes are",
+            answer=f" {', '.join(values)}",
+        )
+
+
+class MultiQuery(HaystackTask):
+    """4 keys with one code each, all asked for in an order of their own (`niah_multiquery`)."""
+
+    def draw(self, random: np.random.Generator) -> Question:
+        """Draws the texts of a sample."""
+        keys = _draw_keys(random, _NUM_NEEDLES)
+        values = _draw_values(random, _NUM_NEEDLES)
+        order = random.permutation(_NUM_NEEDLES)
+        *firsts, last = [keys[index] for index in order]
+        return Question(
+            introduction=_INTRODUCTION,
+            needles=_format_needles(keys, values),
+            question=f"Question: What are the access codes of {', '.join(firsts)} and {last}, in "
+            f"this order?\nAnswer: The {_NUM_NEEDLES} access codes are",
+            answer=f" {', '.join(values[index] for index in order)}",
+        )
+
+
+def _ask_for_one(key: str, value: str, *, needles: Sequence[str]) -> Question:
+    """Asks for one code with the words of its needle."""
+    return Question(
+        introduction=_INTRODUCTION,
+        needles=tuple(needles),
+        question=f"Question: What is the access code of {key}?\n"
+        f"Answer: The access code of {key} is",
+        answer=f" {value}",
+    )
+
+
+def _format_needle(key: str, value: str) -> str:
+    return f"The access code of {key} is {value}.\n"
+
+
+def _format_needles(keys: Sequence[str], values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_format_needle(key, value) for key, value in zip(keys, values, strict=True))
+
+
+def _draw_keys(random: np.random.Generator, number: int) -> list[str]:
+    """Draws different keys, such as amber-falcon."""
+    words = haystack.read_words()
+    nouns = words["key_nouns"]
+    num_keys = len(words["key_adjectives"]) * len(nouns)
+    pairs = [divmod(int(index), len(nouns)) for index in random.choice(num_keys, number, False)]
+    return [f"{words['key_adjectives'][adjective]}-{nouns[noun]}" for adjective, noun in pairs]
+
+
+def _draw_values(random: np.random.Generator, number: int) -> list[str]:
+    """Draws different numbers of 7 digits."""
+    values: dict[str, None] = {}
+    while len(values) < number:
+        values[str(random.integers(1_000_000, 10_000_000))] = None
+    return list(values)

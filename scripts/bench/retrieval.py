@@ -1,0 +1,160 @@
+"""Trains a small model to copy from its context, and one that sees a window of it only.
+
+    python -m scripts.bench.retrieval --work FOLDER
+
+Runs `jaxsp train` on documents that repeat themselves and on samples of the task `needle` with
+other keys and codes, and evaluates loss by position and retrieval. The first model must learn both,
+and the second one, whose layers together reach fewer tokens than lie between a needle and its
+question, must not: then the evaluation can tell them apart. Needs matplotlib; about 30 minutes on 2
+CPU cores. Finished runs in the folder of --work are used again.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.reporting import metrics
+from jaxsp.tasks import samples
+from scripts.bench import context_extension, machine, results
+
+MODULE = "scripts.bench.retrieval"
+
+ROW_TOKENS = 256
+PERIOD = 100
+"""Tokens after which a document repeats itself."""
+NUM_NEEDLES = 6000
+NUM_REPEATED = 6000
+NUM_EVAL = 64
+TRAINING_SEED = 10**6
+
+MODEL = {
+    "model_type": "mistral",
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "initializer_range": 0.08,
+    "sliding_window": None,
+}
+
+WINDOWS = {"whole context": None, "window of 24": 24}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command."""
+    parser = results.make_parser(MODULE, __doc__)
+    parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for all files")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=0.003)
+    parser.set_defaults(out=pathlib.Path("scripts/bench/results/retrieval.json"))
+    args = parser.parse_args(arguments)
+    work = args.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    write_data(work)
+    runs = {}
+    for name, window in WINDOWS.items():
+        run = train(work, name, window, args.steps, args.learning_rate)
+        runs[name] = {file: read_lines(run / file) for file in (metrics.EVAL_FILE, "tasks.jsonl")}
+    shown = context_extension.shown_arguments(arguments, args.work)
+    contents = results.open_results(MODULE, shown, **machine.read_cpu_versions("jax", "jaxlib"))
+    results.write(args.out, contents | {"runs": runs})
+    for name, files in runs.items():
+        last = [line for line in files["tasks.jsonl"] if line["step"] == args.steps]
+        rates = {f"{line['length']}": line["exact_rate"] for line in last}
+        print(f"{name}: exact answers by length {rates}")
+        print(f"  loss by position {files[metrics.EVAL_FILE][-1]['loss_by_position']}")
+    return 0
+
+
+def write_data(work: pathlib.Path) -> None:
+    """Writes documents that repeat themselves, for training and evaluation, and needles."""
+    rng = np.random.default_rng(0)
+    draw = lambda count: [repeat_words(rng) for _ in range(count)]
+    needles = []
+    for length in (210, 232, ROW_TOKENS):
+        needles += samples.make_samples(
+            "needle",
+            lambda text: list(text.encode()),
+            length=length,
+            depths=10,
+            samples=NUM_NEEDLES // 30,
+            seed=TRAINING_SEED,
+        )
+    records = [
+        {
+            "input_ids": [*one.prompt_ids.tolist(), *one.answer_ids.tolist()],
+            "labels": [NO_LABEL] * len(one.prompt_ids) + one.answer_ids.tolist(),
+        }
+        for one in needles
+    ]
+    repeated = [
+        {"input_ids": ids, "labels": [NO_LABEL] * PERIOD + ids[PERIOD:]}
+        for ids in draw(NUM_REPEATED)
+    ]
+    write_jsonl(work / "train.jsonl", records + repeated)
+    write_jsonl(work / "eval.jsonl", [{"input_ids": ids} for ids in draw(NUM_EVAL)])
+
+
+def repeat_words(rng: np.random.Generator) -> list[int]:
+    """Random letters, again and again."""
+    period = rng.integers(97, 123, PERIOD)
+    return np.resize(period, ROW_TOKENS).tolist()
+
+
+def write_jsonl(path: pathlib.Path, records: list[dict[str, Any]]) -> None:
+    """Writes a file of JSON lines."""
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def train(
+    work: pathlib.Path, name: str, window: int | None, steps: int, learning_rate: float
+) -> pathlib.Path:
+    """Trains a model, and returns its run's folder."""
+    run = work / name.replace(" ", "-")
+    if (run / "checkpoints").is_dir():
+        return run
+    tasks = [{"task": "needle", "lengths": [256, 512], "depths": 5, "samples": 20}]
+    config = {
+        "run": {
+            "directory": str(run),
+            "steps": steps,
+            "eval_every": max(1, steps // 5),
+            "eval_at_start": True,
+        },
+        "model": {
+            "tokenizer": "bytes",
+            "compute_dtype": "float32",
+            "config": MODEL | {"sliding_window": window},
+        },
+        "data": {
+            "train": [{"source": str(work / "train.jsonl"), "format": "tokens"}],
+            "eval": [
+                {"source": str(work / "eval.jsonl"), "format": "tokens", "name": "repeated"}
+            ],
+            "row_tokens": ROW_TOKENS,
+        },
+        "eval": {"tasks": tasks},
+        "batch": {"rows_per_step": 32, "rows_per_microbatch": 32},
+        "optimizer": {"learning_rate": learning_rate, "warmup_steps": 50, "weight_decay": 0.01},
+        "memory": {"remat": "none"},
+    }
+    path = work / f"{run.name}.yaml"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "jaxsp", "train", str(path)], check=True)
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""Evaluations against plain torch programs and lm-evaluation-harness's own model."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import eval as evaluation
+from jaxsp.config import config_file
+from jaxsp.core.errors import ProblemCollector
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.evaluation import long_ppl
+from jaxsp.setup import build, initial_weights
+from tests import tolerances
+
+oracle = pytest.importorskip(
+    "tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of"
+)
+
+ROW_TOKENS = 192
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small random model with the tokenizer of bytes, whose losses differ from token to token."""
+    import torch
+    import transformers
+
+    path = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    tokenizers.make_byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(folder):
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def compute_losses(model, ids):
+    """Loss of each token but the first."""
+    import torch
+
+    tokens = torch.from_numpy(np.asarray(ids, np.int64))[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none").numpy()
+
+
+def run_eval(folder, out, *words):
+    words = [f"data.row_tokens={ROW_TOKENS}", "model.compute_dtype=float32", *words]
+    evaluation.main([str(folder), *words, "--out", str(out)])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_long_ppl_is_that_of_a_plain_program(folder, tmp_path, monkeypatch):
+    """With smaller numbers than the published ones, for a small model."""
+    for name, value in (("CONTEXT_TOKENS", 40), ("BLOCK_TOKENS", 16)):
+        monkeypatch.setattr(long_ppl, name, value)
+    for name, value in (("MIN_GAIN", 0.05), ("MAX_LOSS", 6.0)):
+        monkeypatch.setattr(long_ppl, name, value)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 257, length) for length in (20, 41, 56, 57, 100, 191)]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"input_ids": ids.tolist()}) for ids in documents)
+    )
+    source = {"source": str(tmp_path / "a.jsonl"), "format": "tokens", "name": "a"}
+    words = [f"data.eval={json.dumps([source])}", "mesh.data=2", "mesh.seq=4"]
+    (line,) = run_eval(folder, tmp_path / "out.jsonl", *words, "eval.long_ppl=true")
+    model = load(folder)
+    key_losses = []
+    for ids in documents:
+        full = compute_losses(model, ids)
+        for start in range(0, len(ids) - 40, 16):  # of the short text
+            short = compute_losses(model, ids[start : start + 56])[39:]
+            with_all = full[start + 39 : start + 39 + len(short)]
+            key_losses += with_all[(short - with_all > 0.05) & (with_all < 6)].tolist()
+    assert len(key_losses) > 20
+    assert line["num_key_tokens"] == len(key_losses)
+    assert line["long_ppl"] == pytest.approx(math.exp(np.mean(key_losses)), rel=tolerances.EVAL)
+
+
+TEXTS = ["def main():", "    return 0", "", "import os\nimport sys\n", "x" * 150, "y " * 160]
+
+
+@pytest.fixture(scope="module")
+def harness_models(folder):
+    """The harness's own model, and jaxsp's on a mesh."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
+    from lm_eval.models.huggingface import HFLM
+
+    from jaxsp.run import harness
+
+    own = HFLM(pretrained=str(folder), device="cpu", dtype="float32", max_length=ROW_TOKENS - 1)
+    changes = [f"model.source={folder}", "mesh.data=2", "mesh.seq=2"]
+    fields = {
+        "run": {"directory": "unused", "steps": 1},
+        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": ROW_TOKENS},
+        "batch": {"rows_per_step": 2},
+        "model": {"compute_dtype": "float32"},
+        "optimizer": {"learning_rate": 0.0},
+    }
+    resolved = build.resolve_config(
+        config_file.parse(fields, changes),
+        devices=jax.devices()[:4],
+        problems=ProblemCollector(),
+        for_training=False,
+    )
+    spec = resolved.run_spec.longest
+    master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
+    return own, harness.HarnessModel(spec, master, tokenizers.load(str(folder)))
+
+
+def make_requests(kind, *args):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, one, number) for number, one in enumerate(args)]
+
+
+def test_likelihoods_are_those_of_the_harness(harness_models):
+    contexts = [*TEXTS, "trailing space ", "z" * 300]
+    pairs = [(context, end) for context in contexts for end in (" yes", " no, it is not")]
+    expected, actual = (
+        model.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
+        for model in harness_models
+    )
+    assert [is_greedy for _, is_greedy in actual] == [is_greedy for _, is_greedy in expected]
+    np.testing.assert_allclose(
+        [score for score, _ in actual], [score for score, _ in expected], rtol=1e-4
+    )
+
+
+def test_a_greedy_continuation_counts_as_such(harness_models):
+    own, model = harness_models
+    (answer,) = own.generate_until(
+        make_requests("generate_until", ("def f(", {"max_gen_toks": 3, "until": []})),
+        disable_tqdm=True,
+    )
+    tokens = model.tok_encode(answer)
+    ((_, is_greedy),) = model._loglikelihood_tokens([(None, model.tok_encode("def f("), tokens)])
+    assert is_greedy
+
+
+def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
+    """Some texts take several windows."""
+    texts = [(text,) for text in [*TEXTS, "abcdefghij" * 60] if text]
+    expected, actual = (
+        model.loglikelihood_rolling(
+            make_requests("loglikelihood_rolling", *texts), disable_tqdm=True
+        )
+        for model in harness_models
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
+    folder, harness_models, tmp_path, capsys
+):
+    import lm_eval
+    from lm_eval import tasks as harness_tasks
+
+    records = [
+        {"q": f"{number} plus 1 is", "choices": [" 7", " eight", " 9"], "gold": number % 3}
+        for number in range(12)
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "own.yaml").write_text(
+        f"""task: own
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {tmp_path}/records.jsonl
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+    )
+    (line,) = run_eval(
+        folder, tmp_path / "out.jsonl", "--lm-eval", "own", "--lm-eval-tasks", str(tmp_path)
+    )
+    expected = lm_eval.simple_evaluate(
+        harness_models[0],
+        tasks=["own"],
+        task_manager=harness_tasks.TaskManager(include_path=str(tmp_path)),
+    )["results"]["own"]
+    assert (line["step"], line["lm_eval"]) == (0, "own")
+    assert line["results"]["acc,none"] == expected["acc,none"]
+    assert line["results"]["acc_norm,none"] == expected["acc_norm,none"]
+    assert "|own" in capsys.readouterr().out

@@ -1,0 +1,193 @@
+"""Samples of every task: solvable, as long as wanted, and the same everywhere."""
+
+import re
+import zlib
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from jaxsp.config.eval_schema import TASK_DEFAULTS, TaskConfig
+from jaxsp.core.errors import UserError
+from jaxsp.tasks import frequent_words, haystack, samples
+from jaxsp.tasks.registry import TASKS
+from tests.tasks import solutions, tokenizers
+
+KINDS = ("bytes", "byte_level", "sentencepiece")
+LENGTHS = (512, 5000)
+
+
+def make(task, kind="bytes", *, length=512, depths=3, number=4, seed=0, **options):
+    tokenize, _ = tokenizers.get(kind)
+    return samples.make_samples(
+        task,
+        tokenize,
+        length=length,
+        depths=depths if TASKS[task].has_depth else None,
+        samples=number,
+        seed=seed,
+        **options,
+    )
+
+
+def texts(sample, kind="bytes"):
+    """Prompt and answer as text."""
+    _, decode = tokenizers.get(kind)
+    prompt = decode(sample.prompt_ids)
+    whole = decode(np.concatenate([sample.prompt_ids, sample.answer_ids]))
+    return prompt, whole.removeprefix(prompt)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_follows_from_the_prompt(task, kind, length):
+    for sample in make(task, kind, length=length):
+        prompt, answer = texts(sample, kind)
+        assert prompt[-1].isalpha(), "no space before the answer, which begins with one"
+        assert answer == solutions.solve(task, prompt)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_and_answer_almost_fill_the_length(task, kind, length):
+    for sample in make(task, kind, length=length, reserved_tokens=2):
+        num_tokens = 2 + len(sample.prompt_ids) + len(sample.answer_ids)
+        assert 0.94 * length < num_tokens <= sample.length == length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", TASKS)
+def test_tokens_of_the_parts_are_those_of_the_whole_text(task, kind):
+    tokenize, _ = tokenizers.get(kind)
+    for sample in make(task, kind, length=2000):
+        prompt, answer = texts(sample, kind)
+        assert tokenize(prompt) == sample.prompt_ids.tolist()
+        assert tokenize(prompt + answer) == [*sample.prompt_ids, *sample.answer_ids]
+
+
+def test_a_token_across_the_boundary_belongs_to_the_answer():
+    def tokenize(text):
+        # the last letter before a number is merged with the space and the first digit
+        return [ord(part[0]) + 256 * len(part) for part in re.findall(r"\w \d|.", text, re.DOTALL)]
+
+    (sample,) = samples.make_samples(
+        "multi_key", tokenize, length=2000, depths=None, samples=1, seed=0
+    )
+    assert sample.answer_ids[0] == ord("s") + 256 * 3  # of "is"
+    assert len(sample.answer_ids) == 7
+    assert sample.prompt_ids[-1] == ord("i") + 256
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_needle_is_at_its_depth_between_two_sentences(length):
+    made = make("needle", length=length, depths=5, number=3)
+    assert [sample.depth for sample in made] == np.repeat([0, 0.25, 0.5, 0.75, 1], 3).tolist()
+    for sample in made:
+        prompt, _ = texts(sample)
+        lines = prompt.split("\n")[1:-2]
+        (place,) = (index for index, line in enumerate(lines) if line.startswith("The access code"))
+        assert all(line.endswith(".") for line in lines)
+        sizes = [len(line) + 1 for line in lines if not line.startswith("The access code")]
+        wanted = sample.depth * sum(sizes)
+        assert abs(sum(sizes[:place]) - wanted) <= max(sizes) / 2
+
+
+def test_one_depth_is_the_middle():
+    assert samples.list_depths(1) == [0.5]
+    assert samples.list_depths(11)[::5] == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("multi")])
+def test_needles_are_spread_over_the_haystack(task):
+    depths = []
+    for sample in make(task, length=20000, number=30):
+        assert sample.depth is None
+        prompt, _ = texts(sample)
+        text = prompt.partition("\nQuestion")[0]
+        depths += [match.start() / len(text) for match in re.finditer("access code of", text)]
+    assert len(depths) == 4 * 30
+    counts, _ = np.histogram(depths, bins=4, range=(0, 1))
+    assert counts.min() > 15, counts
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_the_seed_and_not_on_the_number_of_them(task):
+    def ids(**options):
+        return [(*sample.prompt_ids, *sample.answer_ids) for sample in make(task, **options)]
+
+    assert ids() == ids()
+    assert ids(number=2)[:2] == ids()[:2]
+    assert len({*ids(), *ids(seed=1)}) == 2 * len(ids())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_all_lengths_have_the_same_questions(task):
+    for short, long in zip(make(task), make(task, length=3000), strict=True):
+        for first, second in zip(texts(short), texts(long), strict=True):
+            assert first.rpartition("\nQ")[2] == second.rpartition("\nQ")[2]
+
+
+def test_samples_are_the_same_on_every_machine():
+    for task, (answer, checksum) in RECORDED.items():
+        sample = make(task)[1]
+        assert texts(sample)[1] == answer
+        assert zlib.crc32(sample.prompt_ids.astype("<i4").tobytes()) == checksum
+
+
+RECORDED = {
+    "needle": (" 2792914", 1189038448),
+    "multi_key": (" 8358874", 3862851422),
+    "multi_value": (" 4950384, 3197499, 4655793, 9159764", 1523001270),
+    "multi_query": (" 2547967, 4438798, 1130651, 3953488", 1788447035),
+    "variable_tracking": (" KRGCU, PZNJP, TFVVS, YDJUM, LAHXV", 314582169),
+    "frequent_words": (" csxdvc, euwcww, ugbwvt", 1450395521),
+}
+"""Answers, and checksums of prompts of 512 bytes. A change of words or templates changes them, and
+with them the results of every model."""
+
+
+def test_no_sentence_has_a_key_or_a_code_and_none_is_twice():
+    sentences = haystack.make_sentences()
+    assert len(set(sentences)) == len(sentences) == 8192
+    for sentence in sentences:
+        assert re.fullmatch(r"[A-Z][a-z, ]+\.\n", sentence)
+        assert "access code" not in sentence
+
+
+def test_keys_and_values_of_a_sample_are_different():
+    for task in ("multi_key", "multi_query"):
+        for sample in make(task, length=600, number=50):
+            prompt, _ = texts(sample)
+            pairs = re.findall(r"The access code of (\S+) is (\d{7})\.", prompt)
+            keys, values = map(set, zip(*pairs, strict=True))
+            assert len(pairs) == len(keys) == len(values) == 4
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_smallest_length_that_works_is_suggested(task):
+    with pytest.raises(
+        UserError, match=rf"^eval.tasks.0.lengths = 64: .*{task}.* or more"
+    ) as error:
+        make(task, length=64, reserved_tokens=1, field="eval.tasks.0.lengths")
+    smallest = int(re.findall(r"Use (\d+) or more", str(error.value))[0])
+    assert smallest <= 512
+    assert make(task, length=smallest, reserved_tokens=1)
+    with pytest.raises(UserError, match=f"at least {smallest},"):
+        make(task, length=smallest - 1, reserved_tokens=1)
+
+
+def test_counts_of_the_words_that_matter_always_differ():
+    for num_dots in range(frequent_words._MIN_DOTS, 10_000):
+        counts = frequent_words._count(num_dots, 5)
+        assert (np.diff(counts) < 0).all(), num_dots
+    assert (np.diff(frequent_words._count(frequent_words._MIN_DOTS - 1, 5)) == 0).any()
+
+
+def test_the_config_has_the_names_of_the_tasks():
+    names = get_args(TaskConfig.model_fields["task"].annotation)
+    assert {*names} == TASKS.keys() == TASK_DEFAULTS.keys()
+    for name, task in TASKS.items():
+        config = TaskConfig(task=name, lengths=(512,))
+        assert config.num_depths == (11 if task.has_depth else None)
