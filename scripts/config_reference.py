@@ -15,10 +15,11 @@ import textwrap
 from collections.abc import Iterator
 
 from jaxsp.config import config_errors
+from jaxsp.evaluation.evaluator import EvalFields
+from jaxsp.generation.samples import SampleFields
 from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
-from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -26,6 +27,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 LINES = {
     "metrics.jsonl": StepFields,
     "eval.jsonl": EvalFields,
+    "samples.jsonl": SampleFields,
     "nonfinite_steps.jsonl": NonfiniteStep,
     "starts.jsonl": StartLine,
 }

@@ -35,6 +35,8 @@ class RunRecord:
     """Tokens of each source in all lines of metrics.jsonl."""
     evals: Mapping[str, pd.DataFrame]
     """Numbers of eval.jsonl by eval set and step."""
+    samples: Sequence[Mapping[str, Any]]
+    """Lines of samples.jsonl; of several for a sample and step, the last one."""
     starts: Sequence[Mapping[str, Any]]
     nonfinite: Sequence[Mapping[str, Any]]
     banner: str
@@ -66,9 +68,12 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[RunRecord]:
 
 def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     """Reads a run directory. Raises: UserError if its config cannot be read."""
-    names = (metrics.METRICS_FILE, metrics.EVAL_FILE, STARTS_FILE, metrics.NONFINITE_FILE)
+    names = (
+        *(metrics.METRICS_FILE, metrics.EVAL_FILE, metrics.SAMPLES_FILE),
+        *(STARTS_FILE, metrics.NONFINITE_FILE),
+    )
     found = [_read_lines(directory / name) for name in names]
-    (lines, evals, starts, nonfinite), num_damaged = zip(*found, strict=True)
+    (lines, evals, samples, starts, nonfinite), num_damaged = zip(*found, strict=True)
     # of several lines for a step, the last one counts
     lines = list({line["step"]: line for line in lines}.values())
     sources = [line.get("num_tokens_by_source") or {} for line in lines]
@@ -80,6 +85,7 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
         metrics=_to_frame(lines),
         source_tokens=pd.DataFrame(sources, dtype=float).sum().to_dict(),
         evals={name: _to_frame([x for x in evals if str(x.get("data")) == name]) for name in sets},
+        samples=[*{(x["step"], x.get("data"), x.get("sample")): x for x in samples}.values()],
         starts=starts,
         nonfinite=nonfinite,
         banner=banner.read_text("utf-8", "replace") if banner.is_file() else "",
