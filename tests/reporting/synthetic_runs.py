@@ -129,6 +129,7 @@ def write_run(
     evals: Any = (),
     starts: Any = (),
     nonfinite: Any = (),
+    samples: Any = (),
     config: Mapping[str, Any] = CONFIG,
 ) -> pathlib.Path:
     """Writes a run directory. Files without lines are left out. Returns: the directory."""
@@ -137,6 +138,7 @@ def write_run(
     files = {
         "metrics.jsonl": lines,
         "eval.jsonl": evals,
+        "samples.jsonl": samples,
         "starts.jsonl": starts,
         "nonfinite_steps.jsonl": nonfinite,
     }

@@ -156,7 +156,14 @@ def test_a_step_is_read_before_its_evaluations_and_a_damaged_line_is_left_out(fi
 
 
 def test_a_sample_is_a_point_with_texts(tmp_path):
-    line = {"step": 3, "data": "json", "sample": 1, "prompt": "a\nb", "answer": "c", "reference": ""}
+    line = {
+        "step": 3,
+        "data": "json",
+        "sample": 1,
+        "prompt": "a\nb",
+        "answer": "c",
+        "reference": "",
+    }
     (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     (point,) = tracker.read_points(tmp_path / "samples.jsonl")
     assert (point.group, point.step, point.numbers) == ("sample/json/1", 3, {})
