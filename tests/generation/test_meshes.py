@@ -99,7 +99,8 @@ def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
     spec = models.make_spec(model, (2, 2, 2), adapter=adapter)
     master = runs.put_weights(spec.table, runs.draw_weights(model), spec.mesh)
     generator = Generator(spec)
-    prompt, answer = PROMPTS[0], ANSWERS[0]
+    prompt = PROMPTS[0]
+    answer = ANSWERS[0]
     (steps,) = models.compute_logits(generator, master, [prompt], [answer])
     (last,) = models.compute_logits(generator, master, [prompt + answer[:-1]], [answer[-1:]])
     assert batches.relative_error(steps[-1:], last) < tolerances.MESH
