@@ -96,7 +96,8 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
         ("needle 300", tasks[1]["answer_loss"], after[2]["answer_loss"]),
     ):
         rows = [row for row in text.splitlines() if f" {old:.4f} " in row and "doubling" not in row]
-        assert rows and all(f"{new - old:+.4f}" in row for row in rows), name
+        assert rows
+        assert all(f"{new - old:+.4f}" in row for row in rows), name
     assert commands.read_lines(run / "tasks.jsonl") == before, "--out keeps them apart"
 
 
