@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from jaxsp.config import config_errors
 from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.evaluation.retrieval import TaskFields
+from jaxsp.generation.samples import SampleFields
 from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
@@ -28,6 +29,7 @@ LINES = {
     "metrics.jsonl": StepFields,
     "eval.jsonl": EvalFields,
     "tasks.jsonl": TaskFields,
+    "samples.jsonl": SampleFields,
     "nonfinite_steps.jsonl": NonfiniteStep,
     "starts.jsonl": StartLine,
 }

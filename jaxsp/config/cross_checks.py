@@ -293,6 +293,16 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
     has_any = names or sections["eval"].get("tasks")
     if not has_any and sections["run"].get("eval_at_start") is True:
         yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
+    count = sections["run"].get("generate_samples")
+    if not isinstance(count, int) or count < 1:
+        return
+    if not names:
+        yield f"run.generate_samples = {count}: needs an eval set. {_EVAL_SUGGESTION}"
+    if sections["objective"].get("type") == "reward":
+        yield (
+            f"run.generate_samples = {count}: objective.type = reward trains a model that "
+            "generates no text. Use run.generate_samples=0."
+        )
 
 
 def _check_end_of_epoch(sections: Sections) -> Iterator[str]:

@@ -22,11 +22,11 @@ class RunConfig(ConfigSection):
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
-    tasks.jsonl, needle.png, tensorboard/, model/, checkpoints/, last_checkpoint.json,
-    heartbeat.json and lock. It may also contain wandb/, mlflow.db, trackers.json,
-    nonfinite_steps.jsonl, damaged/ and files that end in .damaged, which are safe to delete. Or a
-    URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy, which is uploaded
-    while training continues."""
+    tasks.jsonl, samples.jsonl, needle.png, tensorboard/, model/, checkpoints/,
+    last_checkpoint.json, heartbeat.json and lock. It may also contain wandb/, mlflow.db,
+    trackers.json, nonfinite_steps.jsonl, damaged/ and files that end in .damaged, which are safe to
+    delete. Or a URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy,
+    which is uploaded while training continues."""
     staging: Annotated[str | None, with_examples("/scratch/jaxsp", min_length=1)] = None
     """Folder of the local copy if directory is a URL. Its disk must hold the checkpoints that the
     run keeps, and two more. null: ~/.cache/jaxsp/runs, or below XDG_CACHE_HOME."""
@@ -50,6 +50,10 @@ class RunConfig(ConfigSection):
     eval_at_start: bool = False
     """Also evaluate before the first step. The results have step 0 in eval.jsonl and the trackers.
     A resumed run does not repeat this evaluation."""
+    generate_samples: NonNegativeCount = 0
+    """Number of documents of each eval set that each evaluation also answers, to read: greedily, in
+    at most 64 tokens, from the text before the document's first loss token. Prompts, answers and
+    references are in samples.jsonl, the report and the trackers."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
     is a lower loss on the eval set of checkpoint.best_eval (or another early_stopping_metric). The

@@ -94,7 +94,7 @@ class RowSpans:
     def take_tokens(self, x_BlX: Array, tokens_Bt: Int32[Array, "B t"]) -> Array:
         """Entries of some tokens of each row, [B, t, X], on every device; 0 for tokens that are
         not in the row. Args: tokens_Bt: numbers within the row."""
-        is_own_Btl = tokens_Bt[:, :, None] == self.own_tokens()
+        is_own_Btl = tokens_Bt[:, :, None] == self.own_tokens()[None, None]
         places_Bt = jnp.argmax(is_own_Btl, axis=-1)
         own_BtX = jnp.take_along_axis(x_BlX, places_Bt[..., None], axis=1)
         is_own_Bt1 = is_own_Btl.any(-1, keepdims=True)

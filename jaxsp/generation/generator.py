@@ -21,6 +21,10 @@ from jaxsp.training.specs import StepSpec
 MAX_ROWS = 64
 """Maximum number of prompts that a group answers at a time."""
 
+MIN_TOKENS = 2**14
+"""Tokens that a group may always have at a time: without gradients, a step of a few hundred tokens
+has room for as many."""
+
 _CHUNK_MULTIPLE = 64
 """Divisor of the tokens of a chunk of a row of prompts: that of cuDNN's kernels."""
 
@@ -55,8 +59,8 @@ class Generator:
     """Answers prompts with the weights of a training step, sharded as in training.
 
     Prompts of similar lengths are answered together, in rows of a few lengths, so that few programs
-    are compiled. A group's rows have at most as many tokens as in a microbatch of the step, if they
-    are several.
+    are compiled. A group's rows have at most as many tokens as in a microbatch of the step, or
+    MIN_TOKENS, if they are several.
     """
 
     def __init__(self, spec: StepSpec):
@@ -145,8 +149,8 @@ class Generator:
     def _choose_rows(self, num_prompts: int, tokens_per_row: int) -> int:
         """Number of rows of a group, a power of two."""
         config = self._spec.config
-        budget = config.data.max_row_tokens * config.batch.microbatch_rows
-        limit = min(MAX_ROWS, max(1, budget // tokens_per_row))
+        num_tokens = config.data.max_row_tokens * config.batch.microbatch_rows
+        limit = min(MAX_ROWS, max(1, max(num_tokens, MIN_TOKENS) // tokens_per_row))
         wanted = -(-num_prompts // device_mesh.num_groups(self._spec.mesh))
         rows = 1
         while rows < wanted and 2 * rows <= limit:
@@ -193,9 +197,7 @@ class _Run:
         """Adds the tokens to `answers`, until all have ended."""
         programs = self.programs
         logits, prompts, states = programs.prefill(self.master, batch)
-        # A power of two, so that few programs are compiled
-        slots = programs.make_slots(prompts, 1 << (self.max_new_tokens - 1).bit_length())
-        cache = Answers(slots, states)
+        cache = Answers(programs.make_slots(prompts, self.max_new_tokens), states)
         unfinished = set(self.numbers)
         tokens = self._choose(logits, 0)
         for number in range(self.max_new_tokens):

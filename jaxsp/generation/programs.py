@@ -95,11 +95,15 @@ class Programs:
 
     @functools.cached_property
     def make_slots(self) -> Callable[[Prompts, int], Arrays]:
-        """(prompts, number of new tokens) -> slots for them: see `Answers`."""
+        """(prompts, number of new tokens) -> slots for them: see `Answers`.
+
+        Their number is a power of two on each device, so that few programs are compiled.
+        """
 
         def run(prompts: Prompts, num_tokens: int) -> Arrays:
-            seq = self.spec.mesh.shape[axes.SEQ]
-            make = functools.partial(cached_layers.make_slots, num_slots=-(-num_tokens // seq))
+            per_device = -(-num_tokens // self.spec.mesh.shape[axes.SEQ])
+            num_slots = 1 << (per_device - 1).bit_length()
+            make = functools.partial(cached_layers.make_slots, num_slots=num_slots)
             return jax.shard_map(
                 make, mesh=self.spec.mesh, in_specs=(_PROMPTS,), out_specs=_TOKENS, check_vma=False
             )(prompts)

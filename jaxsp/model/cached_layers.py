@@ -47,15 +47,6 @@ class Answers(NamedTuple):
     states: Arrays
 
 
-class DecodeIndices(NamedTuple):
-    """Indices and windows of layers, one per layer; see `decoder.LayerIndices`."""
-
-    rope: Int32[Array, "N"] | None
-    window: Int32[Array, "N"]
-    """Number of tokens that a token sees."""
-    layer: None = None
-
-
 def prefill(
     shards: Weights,
     batch: Batch,
@@ -137,11 +128,12 @@ def decode(
         KindOfLayers, config=config, attend=attend, gather=gather, tile_tokens=len(tokens_B)
     )
 
-    def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, indices: Any) -> Any:
+    def run(kind: LayerKind, x: Array, shards: Weights, cache: Any, of_layer: Any) -> Any:
+        indices, window = of_layer
         layer = make(kind=kind)
         inputs, carried = layer.run_input(shards["pre_attention"], x, indices, arrays)
         prompt, answer, states = cache
-        token = place._replace(prompts=prompt, answers=answer, states=states, window=indices.window)
+        token = place._replace(prompts=prompt, answers=answer, states=states, window=window)
         weights = layer.gather_mixer_weights(shards.get("mix"))
         mixed, cache = layer.mixer.decode(config, weights, inputs, token)
         x, _ = layer.run_output(shards["post_attention"], x, mixed, carried, indices, arrays)
@@ -154,8 +146,9 @@ def decode(
         kind: (prompts.tokens[kind], answers.tokens[kind], answers.states[kind])
         for kind in config.kinds
     }
-    indices = _find_indices(config, attend)
-    x_B1D, new = _run_layers(run, config, x_B1D, shards, indices, caches)
+    indices = decoder.find_layer_indices(config, attend, has_dropout=False)
+    of_layers = indices, _list_windows(config)
+    x_B1D, new = _run_layers(run, config, x_B1D, shards, of_layers, caches)
     write = functools.partial(_write_token, slot=number // attend.strategy.seq, place=place)
     answers = Answers(
         tokens={kind: jax.tree.map(write, answers.tokens[kind], new[kind].tokens) for kind in new},
@@ -184,14 +177,15 @@ def _find_place(
     seq = attend.strategy.seq
     device = jax.lax.axis_index(axes.SEQ)
     lengths_B1 = prompts.lengths_B[:, None]
-    tokens_l = _find_spans(attend, _count_tokens(prompts.tokens)).own_tokens()
-    numbers_n = jnp.arange(_count_tokens(answers.tokens), dtype=jnp.int32) * seq + device
+    tokens_1l = _find_spans(attend, _count_tokens(prompts.tokens)).own_tokens()[None]
+    slots_1n = jnp.arange(_count_tokens(answers.tokens), dtype=jnp.int32)[None]
+    numbers_1n = slots_1n * seq + device
     return NextToken(
         prompts={},
         answers={},
         states={},
-        prompt_positions_Bl=jnp.where(tokens_l < lengths_B1, tokens_l, -1),
-        answer_positions_Bn=jnp.where(numbers_n < number, lengths_B1 + numbers_n, -1),
+        prompt_positions_Bl=jnp.where(tokens_1l < lengths_B1, tokens_1l, -1),
+        answer_positions_Bn=jnp.where(numbers_1n < number, lengths_B1 + numbers_1n, -1),
         positions_B=prompts.lengths_B + number,
         is_own=number % seq == device,
         window=jnp.int32(_ALL_TOKENS),
@@ -203,10 +197,10 @@ def _count_tokens(tokens: Arrays) -> int:
     return next((x.shape[2] for x in jax.tree.leaves(tokens)), 0)
 
 
-def _find_indices(config: ModelConfig, attend: Attend) -> DecodeIndices:
+def _list_windows(config: ModelConfig) -> Int32[Array, "N"]:
+    """Number of tokens that a token sees, including itself, in each layer."""
     windows = [_ALL_TOKENS if layer.window is None else layer.window for layer in config.layers]
-    rope = decoder.find_layer_indices(config, attend, has_dropout=False).rope
-    return DecodeIndices(rope=rope, window=jnp.asarray(windows, jnp.int32))
+    return jnp.asarray(windows, jnp.int32)
 
 
 def _write_token(

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import rich.console
 import rich.text
@@ -56,6 +57,11 @@ def format_result(line: Line, *, with_step: bool = True) -> str:
     """Formats a line of eval.jsonl or tasks.jsonl as text."""
     format_line = format_task if "task" in line else format_evaluation
     return format_line(line, with_step=with_step)
+
+
+def format_sample(line: dict[str, Any]) -> str:
+    """Formats the beginning of an answer of samples.jsonl as text."""
+    return f"{line['data']}: the first answer begins with {line['answer'][:80]!r}"
 
 
 def format_evaluation(line: Line, *, with_step: bool = True) -> str:

@@ -16,12 +16,13 @@ from jaxsp.training.metric_table import Line
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
 TASKS_FILE = "tasks.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 HARNESS_FILE = "lm_eval.jsonl"
 NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 
-TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)
-"""Files whose numbers the trackers show."""
+TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE, SAMPLES_FILE)
+"""Files whose numbers or texts the trackers show."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,10 @@ class MetricsWriter:
     def write_task(self, line: Line) -> None:
         """Writes the line of a length of a retrieval task. The first one creates the file."""
         self._write(TASKS_FILE, line)
+
+    def write_sample(self, line: dict[str, Any]) -> None:
+        """Writes an answer to a document of an eval set. The first one creates the file."""
+        self._write(SAMPLES_FILE, line)
 
     def write_nonfinite_step(self, line: dict[str, Any]) -> None:
         """Writes the line of a non-finite step. The first one creates the file."""

@@ -1,5 +1,6 @@
 """Everything that a run measures at an evaluation, written to its files and printed."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from jaxsp.blocks import layers
 from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.generation.samples import SampleGenerator
 from jaxsp.reporting import console, task_plots
 from jaxsp.reporting.metrics import NEEDLE_PLOT, MetricsWriter
 from jaxsp.runtime import run_paths
@@ -34,6 +36,13 @@ class Evaluations:
         self._directory = run_paths.local_dir(config.run)
         self._eval_sets = Evaluator(run_spec.longest, inputs.eval_sets)
         self._tasks = RetrievalEvaluator(run_spec.longest, inputs.task_samples)
+        self._samples = SampleGenerator(
+            run_spec.longest,
+            inputs.eval_sets,
+            tokenizer=inputs.tokenizer,
+            stop_ids=inputs.stop_ids,
+        )
+        self._has_generated = False
         self._metrics = metrics
         self._status = status
         self._print_line = print_line
@@ -74,7 +83,22 @@ class Evaluations:
             task_lines.append(line)
             self._metrics.write_task(line)
             self._print_line(console.format_task(line))
+        self._generate_samples(master, step)
         if jax.process_index() == 0:
             task_plots.draw_if_possible(self._directory / NEEDLE_PLOT, task_lines)
         self._status.evaluation_s = time.perf_counter() - began
         return lines
+
+    def _generate_samples(self, master: layers.Weights, step: int) -> None:
+        """Answers documents of the eval sets; the first time, that includes compilation."""
+        if not self._samples:
+            return
+        is_first = not self._has_generated
+        compiling = self._status.compiling("the answers") if is_first else contextlib.nullcontext()
+        with compiling:
+            lines = [*self._samples.run(master, num_steps=step, on_token=self._status.heartbeat)]
+        self._has_generated = True
+        for line in lines:
+            self._metrics.write_sample(line)
+            if line["sample"] == 0:
+                self._print_line(console.format_sample(line))

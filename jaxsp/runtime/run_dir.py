@@ -277,6 +277,8 @@ def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[s
         names.append("eval.jsonl")
     if config.eval.tasks:
         names.append("tasks.jsonl")
+    if config.run.generate_samples:
+        names.append("samples.jsonl")
     if "tensorboard" in config.logging.trackers:
         names.append("tensorboard/")
     profiled = config.logging.profile_steps

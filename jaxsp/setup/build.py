@@ -118,6 +118,8 @@ def build_training(
         train_set=train_set,
         eval_sets=resolved.evals,
         task_samples=resolved.task_samples,
+        tokenizer=resolved.tokenizer,
+        stop_ids=_list_stop_ids(resolved, model_dir),
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
@@ -216,6 +218,13 @@ def _describe_stop(resolved: ResolvedConfig) -> str:
     if not description:
         return ""
     return f"{description}; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
+
+
+def _list_stop_ids(resolved: ResolvedConfig, model_dir: pathlib.Path | None) -> list[int]:
+    """Tokens at which generation stops. Args: model_dir: of a resumed run."""
+    if model_dir is None and resolved.model_folder is not None:
+        model_dir = resolved.model_folder.path
+    return stop_tokens.list_stop_ids(resolved.hf_config, model_dir, resolved.tokenizer)
 
 
 def _describe_missing_parts(resolved: ResolvedConfig, model_dir: pathlib.Path | None) -> str:

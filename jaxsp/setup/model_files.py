@@ -82,7 +82,7 @@ def load_checked_tokenizer(
 ) -> "transformers.PreTrainedTokenizerBase | None":
     """The tokenizer, if a source or the config needs one and it can be found."""
     is_source_missing = config.model.source is not None and files.hf_config is None
-    needs_tokenizer = opened.have_text or config.eval.tasks
+    needs_tokenizer = opened.have_text or config.eval.tasks or config.run.generate_samples
     if config.model.tokenizer is None and (is_source_missing or not needs_tokenizer):
         return None
     tokenizer = None

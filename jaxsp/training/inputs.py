@@ -50,6 +50,10 @@ class RunInputs:
     eval_sets: tuple[PackedDataset, ...]
     task_samples: Mapping[str, Sequence[Sample]]
     """Samples of retrieval tasks, by the name of the task."""
+    tokenizer: Any
+    """Tokenizer of the model; None if nothing needs one."""
+    stop_ids: Sequence[int]
+    """Tokens at which generation stops."""
     start: StartPoint
     schedule: RowSchedule
     """Rows of the remaining steps."""

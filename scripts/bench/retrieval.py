@@ -140,9 +140,7 @@ def train(
         },
         "data": {
             "train": [{"source": str(work / "train.jsonl"), "format": "tokens"}],
-            "eval": [
-                {"source": str(work / "eval.jsonl"), "format": "tokens", "name": "repeated"}
-            ],
+            "eval": [{"source": str(work / "eval.jsonl"), "format": "tokens", "name": "repeated"}],
             "row_tokens": ROW_TOKENS,
         },
         "eval": {"tasks": tasks},

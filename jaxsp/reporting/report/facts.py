@@ -11,6 +11,9 @@ from jaxsp.core import durations, units
 from jaxsp.reporting.report import charts
 from jaxsp.reporting.report.run_files import RunRecord
 
+MAX_ANSWERS = 5
+"""Maximum number of answers to a sample."""
+
 NUM_LAST_LOSSES = 20
 """Number of last losses of which the mean is shown, as in the summary that a run prints."""
 
@@ -186,3 +189,19 @@ def compare_losses(first: RunRecord, other: RunRecord) -> str:
         f"{differences.idxmax():,.0f}) over {len(differences):,} common steps. Numbers of rows and "
         f"tokens differ in {unequal.sum():,} of them."
     )
+
+
+def group_samples(run: RunRecord) -> list[tuple[str, str, str, list[tuple[int, str]]]]:
+    """Title, prompt and reference of each sample of a run, and its last answers, the last first."""
+    groups: dict[tuple[str, Any], list[Mapping[str, Any]]] = {}
+    for line in sorted(run.samples, key=lambda line: line["step"]):
+        groups.setdefault((str(line.get("data")), line.get("sample")), []).append(line)
+    return [
+        (
+            f"{data}, document {number}",
+            str(lines[-1].get("prompt")),
+            str(lines[-1].get("reference")),
+            [(line["step"], str(line.get("answer"))) for line in lines[: -MAX_ANSWERS - 1 : -1]],
+        )
+        for (data, number), lines in groups.items()
+    ]

@@ -34,6 +34,7 @@ def render(runs: Sequence[RunRecord], differences: facts.Rows) -> str:
         host_memory=facts.list_parts([facts.list_memory(run, "host") for run in runs], "{:.3g}"),
         times=facts.list_parts([facts.measure_time(run) for run in runs], "{:,.1f}"),
         sources=facts.list_parts([run.source_tokens for run in runs], "{:,.0f}"),
+        samples=[(run.name, facts.group_samples(run)) for run in runs if run.samples],
         starts=[
             [run.name, *(facts.describe(start.get(field)) for field in facts.START_FIELDS)]
             for run in runs

@@ -47,6 +47,8 @@ class RunRecord:
     """Numbers of tasks.jsonl by task with length (such as `needle 4,096`), and step."""
     needles: Sequence[Line]
     """Lines of tasks.jsonl of the task needle, of the last step that has some."""
+    samples: Sequence[Mapping[str, Any]]
+    """Lines of samples.jsonl; of several for a sample and step, the last one."""
     starts: Sequence[Mapping[str, Any]]
     nonfinite: Sequence[Mapping[str, Any]]
     banner: str
@@ -80,7 +82,7 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     """Reads a run directory. Raises: UserError if its config cannot be read."""
     names = (*metrics.TRACKED_FILES, STARTS_FILE, metrics.NONFINITE_FILE)
     found = [_read_lines(directory / name) for name in names]
-    (lines, evals, tasks, starts, nonfinite), num_damaged = zip(*found, strict=True)
+    (lines, evals, tasks, samples, starts, nonfinite), num_damaged = zip(*found, strict=True)
     # of several lines for a step, the last one counts
     lines = list({line["step"]: line for line in lines}.values())
     sources = [line.get("num_tokens_by_source") or {} for line in lines]
@@ -100,6 +102,7 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
         positions={name: _read_positions(lines) for name, lines in by_set.items()},
         tasks={name: _to_frame(lines) for name, lines in by_task.items()},
         needles=[line for line in needles if line["step"] == last],
+        samples=[*{(x["step"], x.get("data"), x.get("sample")): x for x in samples}.values()],
         starts=starts,
         nonfinite=nonfinite,
         banner=banner.read_text("utf-8", "replace") if banner.is_file() else "",

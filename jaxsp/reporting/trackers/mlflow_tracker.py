@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from jaxsp.config import yaml_io
 from jaxsp.core import redaction
+from jaxsp.processes import distributed
 from jaxsp.reporting.trackers import tracker
+from jaxsp.reporting.trackers.background import describe_error
 from jaxsp.reporting.trackers.tracker import Outcome, Point, TrackedRun, Tracker
 
 NAME = "mlflow"
@@ -55,6 +57,7 @@ class MlflowTracker(Tracker):
         self._uri = _find_uri(run)
         self.is_local = self._uri.startswith("sqlite:")
         self._run_id = ""
+        self._failed_texts = False
         self._last_steps: dict[str, int] = {}
         """Last step that MLflow has, by group."""
         for name, value in ENVIRONMENT.items():
@@ -83,6 +86,8 @@ class MlflowTracker(Tracker):
         self._log_config()
 
     def has(self, point: Point) -> bool:
+        if point.texts:  # written again, a text replaces itself
+            return False
         if point.group not in self._last_steps:
             # a number that every point has
             name = to_key(f"{point.group}/num_loss_tokens")
@@ -96,6 +101,8 @@ class MlflowTracker(Tracker):
         now_ms = int(time.time() * 1000)
         batch: list[Metric] = []
         for point in points:
+            if point.texts:
+                self._log_texts(point)
             metrics = [
                 Metric(to_key(name), number, now_ms, point.step)
                 for name, number in point.numbers.items()
@@ -105,6 +112,19 @@ class MlflowTracker(Tracker):
                 batch = []
             batch += metrics
         self._client.log_batch(self._run_id, metrics=batch)
+
+    def _log_texts(self, point: Point) -> None:
+        """Writes texts as an artifact, whose store may be out of reach where the server is not."""
+        if self._failed_texts:
+            return
+        try:
+            name = f"{to_key(point.group)}/step_{point.step}.md"
+            self._client.log_text(self._run_id, point.markdown, name)
+        except Exception as error:  # the libraries of stores raise errors of many kinds
+            self._failed_texts = True
+            distributed.log(
+                f"mlflow: cannot store samples: {describe_error(error)}. samples.jsonl has them"
+            )
 
     def finish(self, outcome: Outcome) -> None:
         self._client.set_terminated(self._run_id, status=STATUS[outcome])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from tensorboardX import record_writer
-from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
 
 from jaxsp.reporting.trackers.tracker import Outcome, Point, Tracker
 from jaxsp.runtime.jsonl import AppendFile
@@ -42,6 +42,8 @@ class TensorBoardTracker(Tracker):
                 summary_pb2.Summary.Value(tag=name, simple_value=value)
                 for name, value in point.numbers.items()
             ]
+            if point.texts:
+                values.append(_make_text(point.group, point.markdown))
             summary = summary_pb2.Summary(value=values)
             self._add_event(
                 event_pb2.Event(wall_time=time.time(), step=point.step, summary=summary)
@@ -58,6 +60,19 @@ class TensorBoardTracker(Tracker):
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.add(length + _checksum(length) + data + _checksum(data))
+
+
+def _make_text(tag: str, text: str) -> summary_pb2.Summary.Value:
+    """Value that TensorBoard's text plugin shows, as Markdown."""
+    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+    return summary_pb2.Summary.Value(
+        tag=tag,
+        metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
+        tensor=tensor_pb2.TensorProto(
+            dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape
+        ),
+    )
 
 
 def _checksum(data: bytes) -> bytes:

@@ -26,13 +26,24 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """Numbers of a training step, or of an evaluation after it."""
+    """Numbers of a training step, or numbers or texts of an evaluation after it."""
 
     group: str
-    """train, eval/NAME, or task/NAME/LENGTH."""
+    """train, eval/NAME, task/NAME/LENGTH, or sample/NAME/NUMBER."""
     step: int
     numbers: dict[str, float]
     """Numbers by name: the group and the field, such as train/loss."""
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Texts of a sample by the name of the field; empty for other points."""
+
+    @property
+    def markdown(self) -> str:
+        """The texts below each other, each as a block of code."""
+        blocks = []
+        for name, text in self.texts.items():
+            indented = text.replace("\n", "\n    ")
+            blocks.append(f"**{name}**\n\n    {indented}\n")
+        return "\n".join(blocks)
 
 
 class Tracker(abc.ABC):
@@ -129,8 +140,13 @@ class TrackedRun:
 
 
 def make_point(fields: dict[str, Any]) -> Point:
-    """Returns the numbers in the fields of a line of metrics.jsonl, eval.jsonl or tasks.jsonl."""
+    """Returns the numbers in the fields of a line of metrics.jsonl, eval.jsonl or tasks.jsonl, or
+    the texts of a line of samples.jsonl."""
     group = "train"
+    if "sample" in fields:
+        group = f"sample/{fields['data']}/{fields['sample']}"
+        texts = {name: str(fields.get(name)) for name in ("prompt", "answer", "reference")}
+        return Point(group=group, step=fields["step"], numbers={}, texts=texts)
     if "task" in fields:
         group = f"task/{fields['task']}/{fields['length']}"
     elif "data" in fields:
@@ -151,8 +167,8 @@ def make_point(fields: dict[str, Any]) -> Point:
 
 
 def read_points(*paths: pathlib.Path) -> Iterator[Point]:
-    """Yields the points of metrics.jsonl, eval.jsonl and tasks.jsonl so far, given in this order;
-    damaged lines are left out.
+    """Yields the points of metrics.jsonl, eval.jsonl, tasks.jsonl and samples.jsonl so far, given
+    in this order; damaged lines are left out.
 
     A step comes before its evaluations, and these before the next step, also if lines are added
     meanwhile.

@@ -104,8 +104,14 @@ class WandbTracker(Tracker):
             )
 
     def log(self, points: Sequence[Point]) -> None:
+        import wandb
+
         for point in points:
-            self._wandb_run.log(point.numbers, step=point.step)
+            values: dict[str, Any] = dict(point.numbers)
+            if point.texts:
+                row = [point.step, *point.texts.values()]
+                values[point.group] = wandb.Table(columns=["step", *point.texts], data=[row])
+            self._wandb_run.log(values, step=point.step)
 
     def has(self, point: Point) -> bool:
         return point.step < self._num_known_steps

@@ -1,0 +1,121 @@
+"""Logits of prefill and decoding are those of the whole text at once, on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.core.batch import Batch
+from jaxsp.generation.generator import Generator, Sampling
+from jaxsp.hf import model_config
+from jaxsp.model import decoder
+from jaxsp.model.remat import RematPolicy
+from tests import batches, tolerances, unsharded
+from tests.generation import models
+from tests.training import runs
+from tests.training.mixed import MIXED
+
+MESHES = {
+    "1x1": ((1, 1, 1), {}),
+    "2x4 Ulysses": ((1, 2, 4), {"strategy": "ulysses"}),
+    "1x8 ring": ((1, 1, 8), {"strategy": "ring", "ulysses_degree": 1}),
+    "2x2x2 all-gather": ((2, 2, 2), {"strategy": "all_gather", "ulysses_degree": 1}),
+}
+
+PROMPTS = models.draw_texts([3, 33, 64 - 9, 2, 17], MIXED.vocab_size)
+ANSWERS = models.draw_texts([9] * len(PROMPTS), MIXED.vocab_size)
+"""Longer than the number of devices of a group, so that slots of all of them are used."""
+
+HYBRID = model_config.parse_model_config(
+    batches.UNEVEN_HYBRID | {"hidden_size": 20, "intermediate_size": 30}, field="model.config"
+)
+
+
+@functools.cache
+def expect_logits(model):
+    """Logits after each token of the answers except the last, from a forward pass of the texts in a
+    program without a mesh."""
+    rows = batches.make_rows(
+        [[(0, len(prompt) + len(answer))] for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)],
+        num_tokens=models.ROW_TOKENS,
+        vocab_size=2,
+        seed=0,
+    )
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
+        rows["tokens_BL"][row, : len(prompt) + len(answer)] = prompt + answer
+
+    @jax.jit
+    def run(weights, batch):
+        hidden, _ = decoder.hidden_states(
+            weights,
+            batch,
+            config=model,
+            attend=runs.make_oracle_attend(model),
+            gather=unsharded.UnshardedGather(),
+            dtype=jnp.dtype("float32"),
+            policy=RematPolicy(),
+            tile_tokens=4096,
+        )
+        return decoder.transform_logits(model, hidden @ decoder.lm_head(weights).T)
+
+    logits = run(runs.draw_weights(model), Batch(**jax.tree.map(jnp.asarray, rows)))
+    return [
+        np.asarray(logits[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])
+        for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    ]
+
+
+def check_logits(model, mesh):
+    sizes, fields = MESHES[mesh]
+    spec = models.make_spec(model, sizes, **fields)
+    master = runs.put_weights(spec.table, runs.draw_weights(model), spec.mesh)
+    actual = models.compute_logits(Generator(spec), master, PROMPTS, ANSWERS)
+    errors = [
+        batches.relative_error(a, b) for a, b in zip(actual, expect_logits(model), strict=True)
+    ]
+    assert max(errors) < tolerances.MESH, errors
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logits_of_each_token_are_those_of_the_whole_text(mesh):
+    check_logits(MIXED, mesh)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("mesh", ["1x8 ring", "2x2x2 all-gather"])
+def test_delta_nets_too(mesh):
+    check_logits(HYBRID, mesh)
+
+
+def make_generator(sizes=(1, 1, 1), **fields):
+    spec = models.make_spec(MIXED, sizes, **fields)
+    master = runs.put_weights(spec.table, runs.draw_weights(MIXED), spec.mesh)
+    return functools.partial(Generator(spec).generate, master)
+
+
+def test_samples_do_not_depend_on_the_mesh_and_stop_at_stop_tokens():
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)
+    generate = make_generator()
+    prompts = PROMPTS[:3]
+    expected = generate(prompts, max_new_tokens=9, sampling=sampling)
+    assert [len(answer) for answer in expected] == [9] * 3
+    on_mesh = make_generator((1, 2, 4))
+    assert on_mesh(prompts, max_new_tokens=9, sampling=sampling) == expected
+    stop = expected[1][4]
+    seen = [[] for _ in prompts]
+    stopped = on_mesh(
+        prompts,
+        max_new_tokens=9,
+        sampling=sampling,
+        stop_ids=[stop],
+        on_token=lambda number, token: seen[number].append(token),
+    )
+    assert seen == stopped
+    for answer, whole in zip(stopped, expected, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert answer == whole[:end]
+    assert len(stopped[1]) <= 5
+    other = Sampling(temperature=0.9, top_p=0.95, seed=6)
+    assert generate(prompts, max_new_tokens=9, sampling=other) != expected
