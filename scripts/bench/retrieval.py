@@ -27,8 +27,8 @@ MODULE = "scripts.bench.retrieval"
 ROW_TOKENS = 256
 PERIOD = 100
 """Tokens after which a document repeats itself."""
-NUM_NEEDLES = 6000
-NUM_REPEATED = 6000
+NUM_NEEDLES = 12000
+NUM_REPEATED = 2000
 NUM_EVAL = 64
 TRAINING_SEED = 10**6
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for all files")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.set_defaults(out=pathlib.Path("scripts/bench/results/retrieval.json"))
     args = parser.parse_args(arguments)
@@ -87,19 +87,21 @@ def write_data(work: pathlib.Path) -> None:
             samples=NUM_NEEDLES // 30,
             seed=TRAINING_SEED,
         )
-    records = [
-        {
-            "input_ids": [*one.prompt_ids.tolist(), *one.answer_ids.tolist()],
-            "labels": [NO_LABEL] * len(one.prompt_ids) + one.answer_ids.tolist(),
-        }
-        for one in needles
-    ]
+    records = [label_answer([*one.prompt_ids, *one.answer_ids]) for one in needles]
     repeated = [
         {"input_ids": ids, "labels": [NO_LABEL] * PERIOD + ids[PERIOD:]}
         for ids in draw(NUM_REPEATED)
     ]
     write_jsonl(work / "train.jsonl", records + repeated)
     write_jsonl(work / "eval.jsonl", [{"input_ids": ids} for ids in draw(NUM_EVAL)])
+
+
+def label_answer(ids: list[int]) -> dict[str, list[int]]:
+    """Tokens of a sample; those of its last line, which repeats the key and has the code, are
+    labels."""
+    start = bytes(ids).rindex(b"\n") + 1
+    ids = [int(token) for token in ids]
+    return {"input_ids": ids, "labels": [NO_LABEL] * start + ids[start:]}
 
 
 def repeat_words(rng: np.random.Generator) -> list[int]:
