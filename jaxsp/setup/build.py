@@ -96,15 +96,7 @@ def build_training(
     config = resolved.run_spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
-    start = StartPoint()
-    if checkpoint is not None:
-        start = resume.make_start_point(
-            checkpoint.meta,
-            checkpoint.path,
-            config,
-            model=resolved.run_spec.longest.model,
-            data=train_set,
-        )
+    start = _find_start(checkpoint, resolved)
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     # A checkpoint has all weights except the frozen ones, which come from the model again
@@ -134,6 +126,20 @@ def build_training(
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return run_spec, inputs
+
+
+def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> StartPoint:
+    """Point to start from: that of a checkpoint, or the beginning."""
+    if checkpoint is None:
+        return StartPoint()
+    assert resolved.train is not None, "resolved for training"
+    return resume.make_start_point(
+        checkpoint.meta,
+        checkpoint.path,
+        resolved.run_spec.config,
+        model=resolved.run_spec.longest.model,
+        data=resolved.train,
+    )
 
 
 def _list_automatic_fields(config: Config) -> frozenset[str]:

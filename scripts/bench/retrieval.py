@@ -87,7 +87,7 @@ def write_data(work: pathlib.Path) -> None:
             samples=NUM_NEEDLES // 30,
             seed=TRAINING_SEED,
         )
-    records = [label_answer([*one.prompt_ids, *one.answer_ids]) for one in needles]
+    records = [label_answer([*sample.prompt_ids, *sample.answer_ids]) for sample in needles]
     repeated = [
         {"input_ids": ids, "labels": [NO_LABEL] * PERIOD + ids[PERIOD:]}
         for ids in draw(NUM_REPEATED)

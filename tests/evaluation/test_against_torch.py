@@ -130,7 +130,7 @@ def harness_models(folder):
 def make_requests(kind, *args):
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, one, number) for number, one in enumerate(args)]
+    return [Instance(kind, {}, arguments, number) for number, arguments in enumerate(args)]
 
 
 def test_likelihoods_are_those_of_the_harness(harness_models):
