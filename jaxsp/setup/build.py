@@ -20,6 +20,7 @@ from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
@@ -261,6 +262,8 @@ def resolve_config(
     """
     with problems.collect():
         config = _inline_chat_template(config)
+    with problems.collect():
+        long_ppl.check(config)
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)

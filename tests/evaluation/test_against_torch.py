@@ -96,6 +96,11 @@ def test_long_ppl_is_that_of_a_plain_program(folder, tmp_path, monkeypatch):
     assert line["long_ppl"] == pytest.approx(math.exp(np.mean(key_losses)), rel=tolerances.EVAL)
 
 
+def test_long_ppl_needs_rows_with_far_context(folder, tmp_path):
+    with pytest.raises(UserError, match=r"eval\.long_ppl = true: .*data\.row_tokens=10240"):
+        run_eval(folder, tmp_path / "out.jsonl", "data.eval_fraction=0.5", "eval.long_ppl=true")
+
+
 TEXTS = ["def main():", "    return 0", "", "import os\nimport sys\n", "x" * 150, "y " * 160]
 
 
