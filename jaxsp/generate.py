@@ -11,6 +11,7 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.config import config_file
+from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
@@ -27,6 +28,9 @@ from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
 from jaxsp.setup import given_model, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
+
+_UNUSED_CHATS = [{"source": PLACEHOLDER_SOURCE, "format": "messages"}]
+"""Training data of the config: fields about chats, such as data.chat_template, need chats."""
 
 _MIN_ROW_TOKENS = 512
 """Minimum row length of a model without a run."""
@@ -137,15 +141,17 @@ def _check_head(given: GivenModel) -> None:
 def _load_config(given: GivenModel, changes: list[str]) -> Config:
     """Loads the config of a run, or placeholders for a model, without data. Raises: UserError."""
     fields = given.fields
-    data: dict[str, Any] = fields["data"] | {"train": given_model.UNUSED_TRAINING_DATA}
+    data: dict[str, Any] = fields["data"] | {"train": _UNUSED_CHATS}
     if given.meta is None:
         data |= {"row_tokens": _MIN_ROW_TOKENS}
     else:
         data |= {"eval": [], "eval_fraction": None}
-        run = {"eval_every": None, "eval_at_start": False, **given_model.NO_EARLY_STOPPING}
+        run: dict[str, Any] = {"eval_every": None, "eval_at_start": False, "generate_samples": 0}
+        run |= given_model.NO_EARLY_STOPPING
         fields = fields | {
             "checkpoint": fields["checkpoint"] | {"best_eval": None, "keep_best": 0},
             "run": fields["run"] | run,
+            "eval": {},
             "objective": {},
         }
     config = config_file.parse(given.add_model(fields | {"data": data}), changes)
@@ -225,6 +231,11 @@ def _render_chat(message: str, config: Config, tokenizer: Any) -> str:
         raise UserError(f"--chat: {problem}.") from None
 
 
+def escape(text: str) -> str:
+    """Escapes what controls a terminal, except line breaks and tabs."""
+    return errors.escape(text, keep="\n\t")
+
+
 @dataclasses.dataclass
 class _Answer:
     """Prints an answer as its tokens come, and measures the time."""
@@ -244,7 +255,7 @@ class _Answer:
 
     def _print(self, text: str) -> None:
         if self.is_printed:
-            print(errors.escape(text, keep="\n\t"), end="", flush=True)
+            print(escape(text), end="", flush=True)
 
     def describe_speed(self, prompt_tokens: int) -> str:
         """Describes the time of the answer.

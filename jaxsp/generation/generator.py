@@ -13,6 +13,7 @@ from jaxsp import attention
 from jaxsp.blocks.layers import Weights
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.generation.programs import Programs
 from jaxsp.model.cached_layers import Answers
 from jaxsp.runtime import device_mesh
@@ -120,10 +121,11 @@ class Generator:
                 )
             needed = len(prompt) + max_new_tokens
             if needed > limit:
+                enough = limit << ((needed - 1) // limit).bit_length()
                 raise UserError(
-                    f"prompt {number}: has {len(prompt):,} tokens, and with {max_new_tokens:,} new "
-                    f"ones needs {needed:,}, but data.row_tokens is {limit:,}. Use a "
-                    f"data.row_tokens of at least {needed:,}, or fewer tokens."
+                    f"prompt {number}: has {format_count(len(prompt), 'token')}, and with "
+                    f"{max_new_tokens:,} new ones needs {needed:,}, but data.row_tokens is "
+                    f"{limit:,}. Use data.row_tokens={enough}, or fewer tokens."
                 )
 
     def choose_programs(self, num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> Programs:

@@ -21,11 +21,15 @@ ROW_TOKENS = 64
 
 
 def make_spec(
-    model: ModelConfig, sizes: tuple[int, int, int], adapter: Any = None, **fields: Any
+    model: ModelConfig,
+    sizes: tuple[int, int, int],
+    row_tokens: int = ROW_TOKENS,
+    **fields: Any,
 ) -> StepSpec:
     """A step on a mesh. Args: fields: fields of the config's attention."""
-    config = batches.make_config(adapter=adapter)
+    config = batches.make_config()
     update = {
+        "data": config.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**dict(zip(("replica", "data", "seq"), sizes, strict=True))),
         "attention": AttentionConfig(**fields),
     }

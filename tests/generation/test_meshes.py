@@ -89,8 +89,8 @@ def test_delta_nets_too(mesh):
     check_logits(HYBRID, mesh)
 
 
-def make_generator(sizes=(1, 1, 1), **fields):
-    spec = models.make_spec(MIXED, sizes, **fields)
+def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS):
+    spec = models.make_spec(MIXED, sizes, row_tokens)
     master = runs.put_weights(spec.table, runs.draw_weights(MIXED), spec.mesh)
     return functools.partial(Generator(spec).generate, master)
 
@@ -117,5 +117,18 @@ def test_samples_do_not_depend_on_the_mesh_and_stop_at_stop_tokens():
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert answer == whole[:end]
     assert len(stopped[1]) <= 5
+    same, another = generate(prompts[:1] * 2, max_new_tokens=9, sampling=sampling)
+    assert same == expected[0] != another, "equal prompts have different samples"
     other = Sampling(temperature=0.9, top_p=0.95, seed=6)
     assert generate(prompts, max_new_tokens=9, sampling=other) != expected
+
+
+def test_answers_do_not_depend_on_the_other_prompts():
+    generate = make_generator(row_tokens=512)
+    prompts = models.draw_texts([3, 200, 129, 40], MIXED.vocab_size)
+    together = generate(prompts, max_new_tokens=5)
+    assert together == [
+        *generate(prompts[:3], max_new_tokens=5),
+        *generate(prompts[3:], max_new_tokens=5),
+    ]
+    assert len(set(map(tuple, together))) == len(prompts)

@@ -153,6 +153,7 @@ def write_run(
     tasks: Any = (),
     starts: Any = (),
     nonfinite: Any = (),
+    samples: Any = (),
     config: Mapping[str, Any] = CONFIG,
 ) -> pathlib.Path:
     """Writes a run directory. Files without lines are left out. Returns: the directory."""
@@ -162,6 +163,7 @@ def write_run(
         "metrics.jsonl": lines,
         "eval.jsonl": evals,
         "tasks.jsonl": tasks,
+        "samples.jsonl": samples,
         "starts.jsonl": starts,
         "nonfinite_steps.jsonl": nonfinite,
     }

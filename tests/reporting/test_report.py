@@ -194,12 +194,15 @@ def test_long_context_results_of_several_runs_are_side_by_side(tmp_path):
 
 
 def test_names_from_users_stay_text_in_a_page_that_loads_nothing(tmp_path):
+    texts = dict.fromkeys(("data", "prompt", "answer", "reference"), HOSTILE)
+    sample = {"step": 3, "sample": 0, **texts}
     directory = write_run(
         # a name with every character that a folder may have
         tmp_path / HOSTILE.replace("/", ""),
         synthetic_runs.metrics_lines(3, sources=(HOSTILE, "b")),
         evals=synthetic_runs.eval_lines([3], names=(HOSTILE,)),
         starts=[synthetic_runs.start_line(device_kind=HOSTILE, config_changes=[HOSTILE])],
+        samples=[sample],
         config=CONFIG | {"model": {"source": HOSTILE}, HOSTILE: HOSTILE},
     )
     other = write_run(tmp_path / "other", synthetic_runs.metrics_lines(3), config=CONFIG)

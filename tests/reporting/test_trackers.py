@@ -155,6 +155,22 @@ def test_a_step_is_read_before_its_evaluations_and_a_damaged_line_is_left_out(fi
     }
 
 
+def test_a_sample_is_a_point_with_texts(tmp_path):
+    line = {
+        "step": 3,
+        "data": "json",
+        "sample": 1,
+        "prompt": "a\nb",
+        "answer": "c",
+        "reference": "",
+    }
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    (point,) = tracker.read_points(tmp_path / "samples.jsonl")
+    assert (point.group, point.step, point.numbers) == ("sample/json/1", 3, {})
+    assert point.texts == {"prompt": "a\nb", "answer": "c", "reference": ""}
+    assert point.markdown.startswith("**prompt**\n\n    a\n    b\n\n**answer**\n\n    c\n")
+
+
 def test_lines_that_are_added_while_the_files_are_read_are_not_read(files):
     files.add_step(1)
     points = files.read_points()

@@ -106,6 +106,15 @@ def test_a_text_has_one_end(single, eos, expected):
     assert [result[0].tolist() for result in results] == [expected, expected]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "is_plain", "expected"),
+    [("one", True, [1, 3]), ("<s> one", True, [1, 3]), ("one", False, [3]), ("", True, [1])],
+)
+def test_a_prompt_has_the_tokens_before_a_text_and_no_end(prompt, is_plain, expected):
+    tokenizer = words_tokenizer(bos_token="<s>", eos_token="</s>")
+    assert encoding.encode_prompt(prompt, tokenizer, is_plain=is_plain) == expected
+
+
 def test_rendered_chats_get_no_second_frame():
     """The text of an end token may be followed by white space, which is several tokens."""
     tokenizer = chats.tokenizer()

@@ -1,0 +1,91 @@
+"""Prompts and references of samples, text while tokens arrive, and limits of prompts."""
+
+import numpy as np
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import in_memory
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.generation import samples
+from jaxsp.generation.generator import Generator, Sampling
+from jaxsp.generation.text_stream import TextStream
+from tests import batches, messages
+from tests.generation import models
+
+
+def select(tokens, loss_spans, *, limit=64, new=8):
+    """The sample of one document. Args: loss_spans: ranges of tokens that have a loss."""
+    labels = np.full(len(tokens), NO_LABEL, np.int32)
+    for begin, end in loss_spans:
+        labels[begin:end] = tokens[begin:end]
+    data = in_memory.pack_arrays("x", [np.array(tokens)], [labels], batches.make_config())
+    (sample,) = samples.select_samples(data.documents, 3, limit, new)
+    return sample
+
+
+TOKENS = list(range(100, 140))
+
+
+def test_a_prompt_ends_before_the_first_loss_token_and_a_reference_where_the_answer_ends():
+    sample = select(TOKENS, [(10, 14), (20, 25)])
+    assert sample == samples.Sample(TOKENS[:10], TOKENS[10:14])
+    assert select(TOKENS, [(10, 30)]).reference == TOKENS[10:18], "as long as an answer"
+    assert select(TOKENS, [(10, 30)], limit=4).prompt == TOKENS[6:10], "it keeps the end"
+    assert select(TOKENS, [(36, 40)]).reference == TOKENS[36:]
+
+
+def test_plain_text_is_divided_in_the_middle():
+    assert select(TOKENS, [(0, 40)]) == samples.Sample(TOKENS[:20], TOKENS[20:28])
+    assert select(TOKENS[:2], [(0, 2)]) == samples.Sample(TOKENS[:1], TOKENS[1:2])
+
+
+def test_text_comes_as_soon_as_its_characters_are_complete():
+    tokenizer = tokenizers.make_byte_tokenizer()
+    stream = TextStream(tokenizer)
+    parts = [stream.add(byte) for byte in "a é€\n".encode()]
+    assert parts == ["a", " ", "", "é", "", "", "€", "\n"]
+    assert [stream.add(0xC3), stream.add(256)] == ["", ""]
+    assert stream.finish() == "\ufffd", "a character that never ends, without the end token"
+
+
+def test_prompts_that_do_not_fit_are_refused_with_a_length_that_fits():
+    generator = Generator(models.make_spec(batches.model(), (1, 1, 1)))
+    generator.check([[1] * 60], 4)
+    expected = messages.containing("prompt 1", 60, 68, 64, "data.row_tokens=128")
+    with pytest.raises(UserError, match=expected):
+        generator.check([[1], [1] * 60], 8)
+    with pytest.raises(UserError, match="prompt 0: has no tokens"):
+        generator.check([[]], 8)
+    with pytest.raises(UserError, match="max_new_tokens = 0"):
+        generator.check([[1]], 0)
+    scores = models.make_spec(batches.model(has_scores=True), (1, 1, 1))
+    with pytest.raises(UserError, match="a reward model"):
+        Generator(scores)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}])
+def test_values_that_make_no_distribution_are_refused(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=f"{name} = {value}"):
+        Sampling(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "generate_samples = 2: needs an eval set"),
+        (
+            [
+                *("objective.type=reward", "data.train.0.format=preference"),
+                "data.eval=[{source: a.jsonl, format: preference}]",
+            ],
+            "generate_samples = 2: .*objective.type = reward",
+        ),
+    ],
+)
+def test_samples_need_an_eval_set_and_a_model_that_generates(changes, expected):
+    fields = batches.make_config().model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(UserError, match=expected):
+        config_file.parse(fields, ["run.generate_samples=2", *changes])
