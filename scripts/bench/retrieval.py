@@ -25,10 +25,11 @@ from scripts.bench import context_extension, machine, results
 MODULE = "scripts.bench.retrieval"
 
 ROW_TOKENS = 256
-PERIOD = 100
-"""Tokens after which a document repeats itself."""
-NUM_NEEDLES = 12000
-NUM_REPEATED = 2000
+PERIODS = (30, 120)
+"""Fewest and most tokens after which a document repeats itself. With one number, a model would
+learn to look so many tokens back, whatever is there."""
+NUM_NEEDLES = 6000
+NUM_REPEATED = 9000
 NUM_EVAL = 64
 TRAINING_SEED = 10**6
 
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> int:
 def write_data(work: pathlib.Path) -> None:
     """Writes documents that repeat themselves, for training and evaluation, and needles."""
     rng = np.random.default_rng(0)
-    draw = lambda count: [repeat_words(rng) for _ in range(count)]
+    draw = lambda count: [repeat_letters(rng) for _ in range(count)]
     needles = []
     for length in (210, 232, ROW_TOKENS):
         needles += samples.make_samples(
@@ -88,12 +89,9 @@ def write_data(work: pathlib.Path) -> None:
             seed=TRAINING_SEED,
         )
     records = [label_answer([*sample.prompt_ids, *sample.answer_ids]) for sample in needles]
-    repeated = [
-        {"input_ids": ids, "labels": [NO_LABEL] * PERIOD + ids[PERIOD:]}
-        for ids in draw(NUM_REPEATED)
-    ]
-    write_jsonl(work / "train.jsonl", records + repeated)
-    write_jsonl(work / "eval.jsonl", [{"input_ids": ids} for ids in draw(NUM_EVAL)])
+    write_jsonl(work / "train.jsonl", records + draw(NUM_REPEATED))
+    held_out = [{"input_ids": record["input_ids"]} for record in draw(NUM_EVAL)]
+    write_jsonl(work / "eval.jsonl", held_out)
 
 
 def label_answer(ids: list[int]) -> dict[str, list[int]]:
@@ -104,10 +102,11 @@ def label_answer(ids: list[int]) -> dict[str, list[int]]:
     return {"input_ids": ids, "labels": [NO_LABEL] * start + ids[start:]}
 
 
-def repeat_words(rng: np.random.Generator) -> list[int]:
-    """Random letters, again and again."""
-    period = rng.integers(97, 123, PERIOD)
-    return np.resize(period, ROW_TOKENS).tolist()
+def repeat_letters(rng: np.random.Generator) -> dict[str, list[int]]:
+    """Random letters, again and again; those after the first time are labels."""
+    letters = rng.integers(97, 123, rng.integers(*PERIODS))
+    ids = np.resize(letters, ROW_TOKENS).tolist()
+    return {"input_ids": ids, "labels": [NO_LABEL] * len(letters) + ids[len(letters) :]}
 
 
 def write_jsonl(path: pathlib.Path, records: list[dict[str, Any]]) -> None:
