@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -207,7 +206,7 @@ class _Run:
             if number + 1 < self.max_new_tokens:
                 # Dispatched before this token is known here: devices need not wait
                 logits, cache = programs.decode(
-                    self.master, tokens, prompts, cache, jnp.int32(number)
+                    self.master, tokens, prompts, cache, np.int32(number)
                 )
                 following = self._choose(logits, number + 1)
             for prompt, token in zip(self.numbers, np.asarray(tokens).tolist(), strict=False):
@@ -228,10 +227,10 @@ class _Run:
         return self.programs.choose(
             logits,
             self.programs.put(numbers, PartitionSpec()),
-            jnp.int32(position),
-            seed=jnp.int32(sampling.seed),
-            temperature=jnp.float32(sampling.temperature or 1.0),
-            top_p=jnp.float32(sampling.top_p),
+            np.int32(position),
+            seed=np.int32(sampling.seed),
+            temperature=np.float32(sampling.temperature or 1.0),
+            top_p=np.float32(sampling.top_p),
             is_greedy=sampling.temperature == 0,
         )
 

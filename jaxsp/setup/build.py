@@ -100,13 +100,8 @@ def build_training(
     start = _find_start(checkpoint, resolved)
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
-    # A checkpoint has all weights except the frozen ones, which come from the model again
     reference = initial_weights.Reference(run_spec.longest)
-    weights = initial_weights.open_sources(
-        run_spec.longest,
-        resolved.model_folder if checkpoint is None or config.has_frozen_weights else None,
-        resolved.adapter_folder if checkpoint is None else None,
-    )
+    weights = _open_weights(resolved, is_resume=checkpoint is not None)
     inputs = RunInputs(
         train_set=train_set,
         eval_sets=resolved.evals,
@@ -140,6 +135,17 @@ def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> S
         resolved.run_spec.config,
         model=resolved.run_spec.longest.model,
         data=resolved.train,
+    )
+
+
+def _open_weights(resolved: ResolvedConfig, *, is_resume: bool) -> InitialWeights:
+    """Weights of step 0. A checkpoint has all except the frozen ones, which come from the model."""
+    spec = resolved.run_spec.longest
+    needs_model = not is_resume or resolved.run_spec.config.has_frozen_weights
+    return initial_weights.open_sources(
+        spec,
+        resolved.model_folder if needs_model else None,
+        None if is_resume else resolved.adapter_folder,
     )
 
 

@@ -24,10 +24,11 @@ def make_spec(
     model: ModelConfig,
     sizes: tuple[int, int, int],
     row_tokens: int = ROW_TOKENS,
+    adapter: dict[str, Any] | None = None,
     **fields: Any,
 ) -> StepSpec:
     """A step on a mesh. Args: fields: fields of the config's attention."""
-    config = batches.make_config()
+    config = batches.make_config(adapter=adapter)
     update = {
         "data": config.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**dict(zip(("replica", "data", "seq"), sizes, strict=True))),

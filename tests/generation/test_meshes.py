@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsp.blocks.config import Lora
 from jaxsp.core.batch import Batch
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import model_config
@@ -27,6 +28,8 @@ MESHES = {
 PROMPTS = models.draw_texts([3, 33, 64 - 9, 2, 17], MIXED.vocab_size)
 ANSWERS = models.draw_texts([9] * len(PROMPTS), MIXED.vocab_size)
 """Longer than the number of devices of a group, so that slots of all of them are used."""
+
+TARGETS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 HYBRID = model_config.parse_model_config(
     batches.UNEVEN_HYBRID | {"hidden_size": 20, "intermediate_size": 30}, field="model.config"
@@ -87,6 +90,20 @@ def test_logits_of_each_token_are_those_of_the_whole_text(mesh):
 @pytest.mark.parametrize("mesh", ["1x8 ring", "2x2x2 all-gather"])
 def test_delta_nets_too(mesh):
     check_logits(HYBRID, mesh)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
+    adapter = {"type": "lora", "rank": 4, "quantization": "nf4"}
+    model = batches.model(hidden_size=64, lora=Lora(rank=4, scale=2.0, targets=TARGETS))
+    spec = models.make_spec(model, (2, 2, 2), adapter=adapter)
+    master = runs.put_weights(spec.table, runs.draw_weights(model), spec.mesh)
+    generator = Generator(spec)
+    prompt = PROMPTS[0]
+    answer = ANSWERS[0]
+    (steps,) = models.compute_logits(generator, master, [prompt], [answer])
+    (last,) = models.compute_logits(generator, master, [prompt + answer[:-1]], [answer[-1:]])
+    assert batches.relative_error(steps[-1:], last) < tolerances.MESH
 
 
 def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS):
