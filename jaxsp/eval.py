@@ -36,10 +36,10 @@ from jaxsp.training.metric_table import Line
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
-    given = given_model.find(args.what)
-    checkpoint = given.checkpoint
     baseline = None if args.baseline is None else comparison.read(args.baseline)
     _check_harness(args)
+    given = given_model.find(args.what)
+    checkpoint = given.checkpoint
     config = _load_config(given, args.config, args.changes, needs_data=args.lm_eval is None)
     # a run may be writing to the store, so results are only printed
     run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from jaxsp.config import config_errors
 from jaxsp.evaluation.evaluator import EvalFields
+from jaxsp.evaluation.retrieval import TaskFields
 from jaxsp.generation.samples import SampleFields
 from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
@@ -27,6 +28,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 LINES = {
     "metrics.jsonl": StepFields,
     "eval.jsonl": EvalFields,
+    "tasks.jsonl": TaskFields,
     "samples.jsonl": SampleFields,
     "nonfinite_steps.jsonl": NonfiniteStep,
     "starts.jsonl": StartLine,
@@ -77,8 +79,11 @@ def render_config(help_text: str) -> str:
 
 def render_dataclass(cls: type) -> str:
     """Markdown for a dataclass of lines: its docstring, then those of its fields and METRICS."""
-    docstrings = dict(_attribute_docstrings(cls))
-    meanings = {field.name: docstrings[field.name] for field in dataclasses.fields(cls)}
+    classes = filter(dataclasses.is_dataclass, cls.__mro__)
+    docstrings = dict(pair for part in classes for pair in _attribute_docstrings(part))
+    missing = {field.name for field in dataclasses.fields(cls)} - docstrings.keys()
+    assert not missing, f"{cls.__name__}: fields without a docstring: {missing}"
+    meanings = docstrings
     if cls in (StepFields, EvalFields):
         metrics = {name: metric.meaning for name, metric in METRICS.items()}
         meanings = {"step": meanings["step"]} | metrics | meanings

@@ -293,6 +293,14 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
     has_any = names or sections["eval"].get("tasks")
     if not has_any and sections["run"].get("eval_at_start") is True:
         yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
+    if sections["eval"].get("long_ppl") is True:
+        if not names:
+            yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
+        if sections["objective"].get("type", "sft") != "sft":
+            yield (
+                "eval.long_ppl = true: is the perplexity of texts, and objective.type = "
+                f"{sections['objective']['type']} compares answers. Use eval.long_ppl=false."
+            )
     count = sections["run"].get("generate_samples")
     if not isinstance(count, int) or count < 1:
         return

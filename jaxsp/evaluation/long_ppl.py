@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.packing import Segments
@@ -50,6 +51,18 @@ class LongPPL(NamedTuple):
     long_ppl: float | None
     """exp(mean loss) of the key tokens; None if there are none."""
     num_key_tokens: int | None
+
+
+def check(config: Config) -> None:
+    """Checks that rows hold enough context, if eval.long_ppl is true. Raises: UserError."""
+    row_tokens = config.data.max_row_tokens
+    least = CONTEXT_TOKENS + BLOCK_TOKENS
+    if config.eval.long_ppl and row_tokens <= least:
+        raise UserError(
+            f"eval.long_ppl = true: compares the loss of tokens with up to {least:,} tokens before "
+            f"them and with all, so data.row_tokens = {row_tokens:,} must be more than {least:,}. "
+            f"Use data.row_tokens={2 * least} or more, or eval.long_ppl=false."
+        )
 
 
 def cut(data: PackedDataset) -> list[ShortText]:

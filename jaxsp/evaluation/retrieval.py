@@ -55,10 +55,12 @@ class _Group:
 
     def __init__(self, spec: StepSpec, samples: Sequence[tuple[str, Sample]]):
         self.samples = samples
-        documents = [np.concatenate([one.prompt_ids, one.answer_ids]) for _, one in samples]
+        documents = [
+            np.concatenate([sample.prompt_ids, sample.answer_ids]) for _, sample in samples
+        ]
         labels = [
-            np.append(np.full(len(one.prompt_ids), NO_LABEL, np.int32), one.answer_ids)
-            for _, one in samples
+            np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
+            for _, sample in samples
         ]
         self._data = in_memory.pack_arrays("tasks", documents, labels, spec.config)
         self._evaluator = Evaluator(spec, [self._data])
@@ -81,11 +83,11 @@ class RetrievalEvaluator:
 
     def __init__(self, spec: StepSpec, samples: Samples):
         longest_row = spec.config.data.max_row_tokens
-        flat = [(task, one) for task, of_task in samples.items() for one in of_task]
+        flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
         groups = [[pair for pair in flat if pair[1].length <= longest_row]]
         groups += [[pair for pair in flat if pair[1].length > longest_row]]
         self._groups = [
-            _Group(lengthen_rows(spec, max(one.length for _, one in group)), group)
+            _Group(lengthen_rows(spec, max(sample.length for _, sample in group)), group)
             for group in filter(None, groups)
         ]
 
@@ -164,7 +166,7 @@ def describe(samples: Samples) -> str:
     """
     parts = []
     for task, of_task in samples.items():
-        lengths = [f"{length:,}" for length in sorted({one.length for one in of_task})]
+        lengths = [f"{length:,}" for length in sorted({sample.length for sample in of_task})]
         text = " and ".join(filter(None, (", ".join(lengths[:-1]), lengths[-1])))
         parts.append(f"{task} ({format_count(len(of_task), 'sample')} of {text} tokens)")
     return ", ".join(parts)

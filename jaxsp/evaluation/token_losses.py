@@ -5,6 +5,7 @@ logits would be hundreds of thousands. All sums are made here, in float64, so th
 on every mesh up to the rounding of single losses.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,10 +39,11 @@ def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> Toke
     Args: losses: arrays of the host. layout: order of the tokens of rows on the devices.
     """
     rows = counts.rows
-    place_of_token = layout.place_of_token(counts.row_tokens)
     slot_of_row = np.argsort(counts.places.ravel())
-    index_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
-    index_T = index_T[0] * counts.row_tokens + place_of_token[index_T[1]]
+    slot_T, place_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
+    if not layout.keeps_order:
+        place_T = _find_places(layout, counts.row_tokens)[place_T]
+    index_T = slot_T * counts.row_tokens + place_T
     document_T, position_T = _expand(rows.document, rows.offset, rows.length)
     outcomes_T = np.asarray(losses.outcomes_BL).ravel()[index_T]
     has_label_T = outcomes_T >= 0
@@ -51,6 +53,11 @@ def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> Toke
         losses_T=np.asarray(losses.losses_BL).ravel()[index_T][has_label_T].astype(np.float64),
         is_correct_T=outcomes_T[has_label_T] > 0,
     )
+
+
+@functools.lru_cache(maxsize=2)
+def _find_places(layout: Layout, row_tokens: int) -> np.ndarray:
+    return layout.place_of_token(row_tokens)
 
 
 def _expand(

@@ -31,7 +31,7 @@ def read(path: str | pathlib.Path) -> Results:
             f"--baseline = {path}: there is no such file. Use one that jaxsp eval --out FILE wrote."
         )
     lines = [files.parse_json(line) or {} for line in path.read_bytes().splitlines()]
-    found = collect(line for line in lines if "data" in line or "task" in line)
+    found = collect(line for line in lines if line.keys() & {"data", "task", "lm_eval"})
     if not found:
         raise UserError(
             f"--baseline = {path}: has no results. Use a file that jaxsp eval --out FILE wrote."
@@ -40,7 +40,7 @@ def read(path: str | pathlib.Path) -> Results:
 
 
 def collect(lines: Iterable[Mapping[str, Any]]) -> Results:
-    """Numbers of some lines."""
+    """Numbers of lines of eval.jsonl, tasks.jsonl and lm_eval.jsonl."""
     return {
         (_name(line), field): value
         for line in lines
@@ -62,18 +62,27 @@ def print_table(
         name, field = key
         numbers = [before.get(key), after.get(key)]
         difference = None if None in numbers else after[key] - before[key]
-        texts = ["-" if x is None else f"{x:.4f}".rstrip("0").rstrip(".") for x in numbers]
-        change = "-" if difference is None else f"{difference:+.4f}"
-        table.add_row("" if name == last else name, field, *texts, change)
+        texts = [_format(number, "") for number in numbers]
+        table.add_row("" if name == last else name, field, *texts, _format(difference, "+"))
         last = name
     console.print(table)
 
 
+def _format(number: float | None, sign: str) -> str:
+    if number is None:
+        return "-"
+    return f"{number:{sign},}" if isinstance(number, int) else f"{number:{sign}.4f}"
+
+
 def _name(line: Mapping[str, Any]) -> str:
-    return f"{line['task']} {line['length']:,}" if "task" in line else str(line["data"])
+    if "task" in line:
+        return f"{line['task']} {line['length']:,}"
+    return str(line.get("data") or line["lm_eval"])
 
 
 def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    scores = line.get("results") or {}
+    yield from ((name, score) for name, score in scores.items() if "_stderr" not in name)
     yield from ((field, line[field]) for field in COMPARED if field in line)
     for first, loss in (line.get("loss_by_position") or {}).items():
         yield f"loss from position {int(first):,}", loss

@@ -11,7 +11,7 @@ from jaxsp.training.metric_table import Line
 _COLORS = "cividis"
 """Colors from dark blue (0) to yellow (1), which do not depend on telling red from green."""
 
-_LIGHT_FROM = 0.47
+LIGHT_FROM = 0.47
 """Rate from which black text has more contrast to the cell than white."""
 
 
@@ -44,7 +44,7 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
     image = panel.imshow(rates, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
     for (row, column), rate in np.ndenumerate(rates):
         text = "none" if np.isnan(rate) else f"{rate:.2f}"
-        is_dark = not np.isnan(rate) and rate < _LIGHT_FROM
+        is_dark = not np.isnan(rate) and rate < LIGHT_FROM
         color = "white" if is_dark else "black"
         panel.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
     panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])

@@ -12,12 +12,14 @@ from lm_eval import evaluator as harness
 from lm_eval import tasks as harness_tasks
 from lm_eval import utils as harness_utils
 from lm_eval.api.model import TemplateLM
+from lm_eval.models import utils as harness_models
 
 from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
 from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import StepSpec
 
@@ -34,6 +36,7 @@ class HarnessModel(TemplateLM):
         self._spec = spec
         self._master = master
         self._evaluator = Evaluator(spec, [])
+        self._generator = Generator(spec)
 
     @property
     def eot_token_id(self) -> int:
@@ -117,6 +120,50 @@ class HarnessModel(TemplateLM):
                 owners.append(number)
         scores = [score for score, _ in self._loglikelihood_tokens(windows)]
         return np.bincount(owners, scores, minlength=len(requests)).tolist()
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers to prompts, each up to the first of its stop texts.
+
+        Prompts lose their beginning if they do not fit beside the answer.
+        """
+        grouped: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            grouped.setdefault(repr(request.args[1]), []).append(number)
+        answers = [""] * len(requests)
+        for numbers in grouped.values():
+            options = harness_models.normalize_gen_kwargs(requests[numbers[0]].args[1])
+            sampling = _choose_sampling(options)
+            max_new_tokens = options["max_gen_toks"]
+            stops = [*options["until"], self.tokenizer.decode([self.eot_token_id])]
+            limit = self.max_length + 1 - max_new_tokens
+            if limit < 1:
+                raise UserError(
+                    f"data.row_tokens = {self.max_length + 1:,}: must hold a prompt and "
+                    f"{max_new_tokens:,} tokens of an answer. Use data.row_tokens="
+                    f"{2 * max_new_tokens} or more."
+                )
+            found = self._generator.generate(
+                self._master,
+                [self.tok_encode(requests[number].args[0])[-limit:] for number in numbers],
+                max_new_tokens=max_new_tokens,
+                stop_ids=[self.eot_token_id],
+                sampling=sampling,
+            )
+            for number, ids in zip(numbers, found, strict=True):
+                text = self.tokenizer.decode(ids)
+                answers[number] = harness_models.postprocess_generated_text(text, stops, None)
+        return answers
+
+
+def _choose_sampling(options: dict[str, Any]) -> Sampling:
+    """Sampling of a request. Raises: UserError for options that jaxsp does not have."""
+    known = ("max_gen_toks", "until", "do_sample", "temperature", "top_p")
+    if unknown := sorted(options.keys() - set(known)):
+        raise UserError(
+            f"--lm-eval: its task asks for {', '.join(unknown)}, which jaxsp's generation does not "
+            "have. Export the model with jaxsp export, and use the harness's own hf or vllm model."
+        )
+    return Sampling(temperature=options.get("temperature", 0.0), top_p=options.get("top_p", 1.0))
 
 
 def evaluate(

@@ -20,6 +20,7 @@ from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
@@ -96,15 +97,7 @@ def build_training(
     config = resolved.run_spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
-    start = StartPoint()
-    if checkpoint is not None:
-        start = resume.make_start_point(
-            checkpoint.meta,
-            checkpoint.path,
-            config,
-            model=resolved.run_spec.longest.model,
-            data=train_set,
-        )
+    start = _find_start(checkpoint, resolved)
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
     reference = initial_weights.Reference(run_spec.longest)
@@ -129,6 +122,20 @@ def build_training(
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return run_spec, inputs
+
+
+def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> StartPoint:
+    """Point to start from: that of a checkpoint, or the beginning."""
+    if checkpoint is None:
+        return StartPoint()
+    assert resolved.train is not None, "resolved for training"
+    return resume.make_start_point(
+        checkpoint.meta,
+        checkpoint.path,
+        resolved.run_spec.config,
+        model=resolved.run_spec.longest.model,
+        data=resolved.train,
+    )
 
 
 def _open_weights(resolved: ResolvedConfig, *, is_resume: bool) -> InitialWeights:
@@ -261,6 +268,8 @@ def resolve_config(
     """
     with problems.collect():
         config = _inline_chat_template(config)
+    with problems.collect():
+        long_ppl.check(config)
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)

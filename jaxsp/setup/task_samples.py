@@ -43,8 +43,8 @@ def make(config: Config, tokenizer: Any) -> Samples:
                     field=f"eval.tasks.{number}.lengths",
                 )
                 made.setdefault(task.task, []).extend(
-                    dataclasses.replace(one, prompt_ids=np.append(first_ids, one.prompt_ids))
-                    for one in of_length
+                    dataclasses.replace(sample, prompt_ids=np.append(first_ids, sample.prompt_ids))
+                    for sample in of_length
                 )
     problems.raise_if_any()
     return made

@@ -25,10 +25,11 @@ from scripts.bench import context_extension, machine, results
 MODULE = "scripts.bench.retrieval"
 
 ROW_TOKENS = 256
-PERIOD = 100
-"""Tokens after which a document repeats itself."""
+PERIODS = (30, 120)
+"""Fewest and most tokens after which a document repeats itself. With one number, a model would
+learn to look so many tokens back, whatever is there."""
 NUM_NEEDLES = 6000
-NUM_REPEATED = 6000
+NUM_REPEATED = 9000
 NUM_EVAL = 64
 TRAINING_SEED = 10**6
 
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command."""
     parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for all files")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.set_defaults(out=pathlib.Path("scripts/bench/results/retrieval.json"))
     args = parser.parse_args(arguments)
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> int:
 def write_data(work: pathlib.Path) -> None:
     """Writes documents that repeat themselves, for training and evaluation, and needles."""
     rng = np.random.default_rng(0)
-    draw = lambda count: [repeat_words(rng) for _ in range(count)]
+    draw = lambda count: [repeat_letters(rng) for _ in range(count)]
     needles = []
     for length in (210, 232, ROW_TOKENS):
         needles += samples.make_samples(
@@ -87,25 +88,25 @@ def write_data(work: pathlib.Path) -> None:
             samples=NUM_NEEDLES // 30,
             seed=TRAINING_SEED,
         )
-    records = [
-        {
-            "input_ids": [*one.prompt_ids.tolist(), *one.answer_ids.tolist()],
-            "labels": [NO_LABEL] * len(one.prompt_ids) + one.answer_ids.tolist(),
-        }
-        for one in needles
-    ]
-    repeated = [
-        {"input_ids": ids, "labels": [NO_LABEL] * PERIOD + ids[PERIOD:]}
-        for ids in draw(NUM_REPEATED)
-    ]
-    write_jsonl(work / "train.jsonl", records + repeated)
-    write_jsonl(work / "eval.jsonl", [{"input_ids": ids} for ids in draw(NUM_EVAL)])
+    records = [label_answer([*sample.prompt_ids, *sample.answer_ids]) for sample in needles]
+    write_jsonl(work / "train.jsonl", records + draw(NUM_REPEATED))
+    held_out = [{"input_ids": record["input_ids"]} for record in draw(NUM_EVAL)]
+    write_jsonl(work / "eval.jsonl", held_out)
 
 
-def repeat_words(rng: np.random.Generator) -> list[int]:
-    """Random letters, again and again."""
-    period = rng.integers(97, 123, PERIOD)
-    return np.resize(period, ROW_TOKENS).tolist()
+def label_answer(ids: list[int]) -> dict[str, list[int]]:
+    """Tokens of a sample; those of its last line, which repeats the key and has the code, are
+    labels."""
+    start = bytes(ids).rindex(b"\n") + 1
+    ids = [int(token) for token in ids]
+    return {"input_ids": ids, "labels": [NO_LABEL] * start + ids[start:]}
+
+
+def repeat_letters(rng: np.random.Generator) -> dict[str, list[int]]:
+    """Random letters, again and again; those after the first time are labels."""
+    letters = rng.integers(97, 123, rng.integers(*PERIODS))
+    ids = np.resize(letters, ROW_TOKENS).tolist()
+    return {"input_ids": ids, "labels": [NO_LABEL] * len(letters) + ids[len(letters) :]}
 
 
 def write_jsonl(path: pathlib.Path, records: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from jaxsp.core.errors import UserError
 SIZES = {"lengths": [512]}
 
 
-def parse(*tasks):
+def parse(*tasks, words=()):
     return config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1},
@@ -20,7 +20,8 @@ def parse(*tasks):
             "batch": {"rows_per_step": 2},
             "optimizer": {"learning_rate": 0.1},
             "eval": {"tasks": list(tasks)},
-        }
+        },
+        words,
     )
 
 
@@ -46,6 +47,18 @@ def test_what_does_not_fit_is_refused(tasks, pattern):
         parse(*tasks)
     (problem,) = caught.value.problems
     assert re.search(pattern, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        ([], "eval.long_ppl = true: needs an eval set"),
+        (["data.eval_fraction=0.1", "objective.type=orpo"], "objective.type = orpo compares"),
+    ],
+)
+def test_long_ppl_needs_texts(words, pattern):
+    with pytest.raises(UserError, match=pattern):
+        parse(words=["eval.long_ppl=true", *words])
 
 
 def test_a_saved_config_loads_again():

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import eval as evaluation
 from jaxsp.config import config_file
-from jaxsp.core.errors import ProblemCollector
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.setup import build, initial_weights
@@ -96,6 +96,11 @@ def test_long_ppl_is_that_of_a_plain_program(folder, tmp_path, monkeypatch):
     assert line["long_ppl"] == pytest.approx(math.exp(np.mean(key_losses)), rel=tolerances.EVAL)
 
 
+def test_long_ppl_needs_rows_with_far_context(folder, tmp_path):
+    with pytest.raises(UserError, match=r"eval\.long_ppl = true: .*data\.row_tokens=10240"):
+        run_eval(folder, tmp_path / "out.jsonl", "data.eval_fraction=0.5", "eval.long_ppl=true")
+
+
 TEXTS = ["def main():", "    return 0", "", "import os\nimport sys\n", "x" * 150, "y " * 160]
 
 
@@ -130,7 +135,7 @@ def harness_models(folder):
 def make_requests(kind, *args):
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, one, number) for number, one in enumerate(args)]
+    return [Instance(kind, {}, arguments, number) for number, arguments in enumerate(args)]
 
 
 def test_likelihoods_are_those_of_the_harness(harness_models):
@@ -146,15 +151,36 @@ def test_likelihoods_are_those_of_the_harness(harness_models):
     )
 
 
-def test_a_greedy_continuation_counts_as_such(harness_models):
-    own, model = harness_models
-    (answer,) = own.generate_until(
-        make_requests("generate_until", ("def f(", {"max_gen_toks": 3, "until": []})),
-        disable_tqdm=True,
+def test_answers_are_those_of_the_harness_up_to_a_stop_text(harness_models):
+    """Prompts of several lengths, one of which loses its beginning."""
+    prompts = ["def f(", "import os\n", "a" * 70, "b c " * 60]
+    whole = {"max_gen_toks": 12, "until": []}
+    pairs = [(prompt, whole) for prompt in prompts]
+    expected, actual = (
+        model.generate_until(make_requests("generate_until", *pairs), disable_tqdm=True)
+        for model in harness_models
     )
-    tokens = model.tok_encode(answer)
-    ((_, is_greedy),) = model._loglikelihood_tokens([(None, model.tok_encode("def f("), tokens)])
-    assert is_greedy
+    assert actual == expected
+    stop = expected[0][4:6]
+    (cut,) = harness_models[1].generate_until(
+        make_requests("generate_until", (prompts[0], {"max_gen_toks": 12, "until": [stop]}))
+    )
+    assert cut == expected[0].split(stop)[0]
+
+
+def test_an_answer_of_greedy_decoding_is_greedy(harness_models):
+    _, model = harness_models
+    prompt = model.tok_encode("def f(")
+    (answer,) = model._generator.generate(model._master, [prompt], max_new_tokens=5)
+    others = [*answer[:-1], (answer[-1] + 1) % 257]
+    scores = model._loglikelihood_tokens([(None, prompt, answer), (None, prompt, others)])
+    assert [is_greedy for _, is_greedy in scores] == [True, False]
+
+
+def test_options_that_generation_does_not_have_are_refused(harness_models):
+    request = ("def f(", {"until": [], "num_beams": 4})
+    with pytest.raises(UserError, match=r"num_beams.*jaxsp export"):
+        harness_models[1].generate_until(make_requests("generate_until", request))
 
 
 def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
@@ -169,6 +195,7 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
+@pytest.mark.e2e
 def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
     folder, harness_models, tmp_path, capsys
 ):

@@ -38,10 +38,10 @@ def make_samples(length, depth):
 
 def sum_losses(samples):
     total = 0
-    for one in samples:
-        ids = [*one.prompt_ids, *one.answer_ids]
+    for sample in samples:
+        ids = [*sample.prompt_ids, *sample.answer_ids]
         log_probs_LV = plain.compute_log_probs(ids)
-        places = range(len(one.prompt_ids) - 1, len(ids) - 1)
+        places = range(len(sample.prompt_ids) - 1, len(ids) - 1)
         total -= sum(log_probs_LV[place, ids[place + 1]] for place in places)
     return total
 
@@ -49,7 +49,9 @@ def sum_losses(samples):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4)])
 def test_exact_answers_are_those_of_greedy_decoding(sizes):
     short = make_samples(LENGTHS["short"], 0.0) + make_samples(LENGTHS["short"], 1.0)[:2]
-    long = [dataclasses.replace(one, depth=None) for one in make_samples(LENGTHS["long"], 0.5)]
+    long = [
+        dataclasses.replace(sample, depth=None) for sample in make_samples(LENGTHS["long"], 0.5)
+    ]
     spec = make_spec(sizes)
     evaluator = RetrievalEvaluator(spec, {"needle": short, "multi_key": long})
     master = runs.put_weights(spec.table, plain.WEIGHTS, spec.mesh)

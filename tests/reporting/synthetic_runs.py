@@ -80,6 +80,29 @@ def eval_lines(steps: list[int], *, names: tuple[str, ...] = ("held out",)) -> l
     ]
 
 
+def positions(*losses: float, num_filled: int = 0) -> dict[str, Any]:
+    """Fields by position in a line of eval.jsonl. Args: losses: of the first buckets."""
+    by_position = dict(zip(("0", "128", "256", "512"), losses, strict=False))
+    filled = {position: loss + 0.5 for position, loss in list(by_position.items())[:num_filled]}
+    return {"loss_by_position": by_position, "loss_of_filled_by_position": filled}
+
+
+def task_line(step: int, task: str, length: int, **fields: Any) -> dict[str, Any]:
+    """Line of tasks.jsonl."""
+    return {
+        "step": step,
+        "task": task,
+        "length": length,
+        "exact_rate": 0.5,
+        "answer_loss": 1.25,
+        "exact_rate_by_depth": {},
+        "answer_loss_by_depth": {},
+        "num_samples": 20,
+        "num_answer_tokens": 160,
+        **fields,
+    }
+
+
 def start_line(from_step: int = 0, **fields: Any) -> dict[str, Any]:
     """Line of starts.jsonl."""
     gib = 2**30
@@ -127,6 +150,7 @@ def write_run(
     lines: Any,
     *,
     evals: Any = (),
+    tasks: Any = (),
     starts: Any = (),
     nonfinite: Any = (),
     samples: Any = (),
@@ -138,6 +162,7 @@ def write_run(
     files = {
         "metrics.jsonl": lines,
         "eval.jsonl": evals,
+        "tasks.jsonl": tasks,
         "samples.jsonl": samples,
         "starts.jsonl": starts,
         "nonfinite_steps.jsonl": nonfinite,

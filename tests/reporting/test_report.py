@@ -20,6 +20,9 @@ from tests.reporting.synthetic_runs import CONFIG, write_run
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)"> {{data}} & \'"'
 """Text that would run code, load an image or insert data if it were not escaped."""
 
+OTHER_CHARTS = "eval_loss difference loss_by_position loss_per_doubling long_ppl exact_rate".split()
+"""Charts whose numbers are not a field of metrics.jsonl."""
+
 
 class Page(html.parser.HTMLParser):
     """Elements of a page, its text, and its charts by title."""
@@ -66,7 +69,8 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path):
         tmp_path, write_run(tmp_path / "a", lines, evals=evals, starts=starts, nonfinite=nonfinite)
     )
     fields = {title: field for field, (title, *_) in charts.CHARTS.items()}
-    for title in fields.keys() - {"Evaluation loss", "Difference of the losses"}:
+    of_steps = {title for title, field in fields.items() if field not in OTHER_CHARTS}
+    for title in of_steps:
         trace = page.charts[title]["traces"][0]
         assert trace["y"] == [line[fields[title]] for line in lines], title
         assert trace["x"]["step"] == [line["step"] for line in lines]
@@ -102,6 +106,91 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path):
         "20 24 data 2 x seq 4 8 NVIDIA H100",
     ):
         assert text in page.text
+
+
+def test_the_loss_by_position_is_that_of_the_first_and_last_evaluation(tmp_path):
+    losses = [(4.0, 3.5), (3.0, 2.5), (2.0, 1.5, 1.0)]
+    evals = [
+        line | synthetic_runs.positions(*of_step, num_filled=2)
+        for line, of_step in zip(synthetic_runs.eval_lines([0, 25, 50]), losses, strict=True)
+    ]
+    only_last = synthetic_runs.eval_lines([50], names=("code",))
+    only_last[0] |= synthetic_runs.positions(7.0)
+    directory = write_run(
+        tmp_path / "a", synthetic_runs.metrics_lines(50), evals=[*evals, *only_last]
+    )
+    chart = make_page(tmp_path, directory).charts["Loss by position in the document"]
+    lines = {
+        (trace["name"], trace["line"]["width"], trace["line"]["dash"]): (trace["x"], trace["y"])
+        for trace in chart["traces"]
+    }
+    assert lines == {
+        ("held out, step 0", 1, "solid"): ([64, 128], [4.0, 3.5]),
+        ("held out, step 50", 2, "solid"): ([64, 128, 256], [2.0, 1.5, 1.0]),
+        ("held out, step 50, filled", 2, "dash"): ([64, 128], [2.5, 2.0]),
+        ("code, step 50", 2, "solid"): ([64], [7.0]),
+    }
+    ticks = dict(zip(chart["x_axis"]["tickvals"], chart["x_axis"]["ticktext"], strict=True))
+    assert (ticks[64], ticks[128], ticks[1 << 25]) == ("0", "128", "32M")
+
+
+def make_evaluated_run(directory):
+    """Writes a run with a second eval set that has no LongPPL, and two tasks."""
+    evals = synthetic_runs.eval_lines([0, 50], names=("books", "code"))
+    for line in evals:
+        line |= {"loss_per_doubling": -0.001 * line["step"], "long_ppl": None, "num_key_tokens": 0}
+        if line["data"] == "books":
+            line |= {"long_ppl": 1234.5, "num_key_tokens": 81}
+    tasks = [
+        synthetic_runs.task_line(50, "needle", 8192, exact_rate_by_depth={"0.5": 0.25, "1": 0.5}),
+        synthetic_runs.task_line(50, "needle", 4096, exact_rate_by_depth={"0": 0.5, "1": 1.0}),
+        synthetic_runs.task_line(50, "multi_key", 4096, exact_rate=0.125, num_samples=1000),
+        # jaxsp eval appends lines of earlier checkpoints
+        synthetic_runs.task_line(0, "needle", 4096, exact_rate_by_depth={"0": 0.0}),
+    ]
+    return write_run(directory, synthetic_runs.metrics_lines(50), evals=evals, tasks=tasks)
+
+
+def test_long_context_results_have_curves_tables_and_a_heatmap(tmp_path):
+    page = make_page(tmp_path, make_evaluated_run(tmp_path / "a"))
+    curves = {
+        (title, trace["name"]): trace["y"]
+        for title in ("Loss per doubling of the position", "LongPPL", "Retrieval: exact answers")
+        for trace in page.charts[title]["traces"]
+    }
+    assert curves == {
+        ("Loss per doubling of the position", "books"): [0, -0.05],
+        ("Loss per doubling of the position", "code"): [0, -0.05],
+        ("LongPPL", "books"): [1234.5, 1234.5],
+        ("Retrieval: exact answers", "needle 4,096"): [0.5, 0.5],
+        ("Retrieval: exact answers", "needle 8,192"): [0.5],
+        ("Retrieval: exact answers", "multi_key 4,096"): [0.125],
+    }
+    dark, light = page.charts["Needles: exact answers"]["traces"]
+    assert (dark["x"], dark["y"]) == (["4,096", "8,192"], ["0%", "50%", "100%"])
+    assert dark["z"] == [[None, None], [None, 0.25], [None, None]]
+    assert light["z"] == [[0.5, None], [None, None], [1.0, 0.5]]
+    for text in (
+        "step loss token accuracy loss per doubling LongPPL key tokens books 50 2.2392 55.0% "
+        "-0.0500 1,234.50 81 code 50 2.5392 55.0% -0.0500 - 0 Retrieval tasks",
+        "step exact answers answer loss samples needle 8,192 50 50.0% 1.2500 20 needle 4,096 50",
+        "multi_key 4,096 50 12.5% 1.2500 1,000",
+    ):
+        assert text in page.text
+
+
+def test_long_context_results_of_several_runs_are_side_by_side(tmp_path):
+    directories = [make_evaluated_run(tmp_path / name) for name in "ab"]
+    page = make_page(
+        tmp_path, *directories, write_run(tmp_path / "old", synthetic_runs.metrics_lines(2))
+    )
+    assert [title for title in page.charts if title.startswith("Needles")] == [
+        "Needles: exact answers, a",
+        "Needles: exact answers, b",
+    ]
+    colors = [trace["meta"]["color"] for trace in page.charts["LongPPL"]["traces"]]
+    assert colors == ["--run0", "--run1"]
+    assert "multi_key 4,096 a 50 12.5% 1.2500 1,000 multi_key 4,096 b 50" in page.text
 
 
 def test_names_from_users_stay_text_in_a_page_that_loads_nothing(tmp_path):
@@ -153,7 +242,17 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path):
         # another process repeated a step; then a full disk, a flipped bit, and a running process
         file.write(json.dumps(lines[2] | {"loss": 9.5, "mfu": "x"}).encode() + b"\n")
         file.write(b'[1, 2]\n{"step": "x"}\n\xff\xfe\n{"step": 6, "lo')
+    damaged = {"step": 5, "data": "x", "loss_by_position": {"0": 2.0, "1x": 3.0, "128": "y"}}
+    (directory / "eval.jsonl").write_text(json.dumps(damaged))
+    tasks = [
+        synthetic_runs.task_line(5, "needle", 64, exact_rate_by_depth={"0": 0.5, "x": 1.0}),
+        synthetic_runs.task_line(6, "needle", 64, exact_rate_by_depth=None),
+        {"step": 6, "task": [], "length": "x"},
+    ]
+    (directory / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     page = make_page(tmp_path, directory)
+    assert page.charts["Loss by position in the document"]["traces"][-1]["y"] == [2.0]
+    assert page.charts["Needles: exact answers"]["traces"][1]["z"] == [[0.5]]
     losses = [*(line["loss"] for line in lines[:2]), 9.5, *(line["loss"] for line in lines[3:])]
     assert page.charts["Loss"]["traces"][0]["y"] == losses
     assert page.charts["Model FLOPs utilization (MFU)"]["traces"][0]["y"][2] is None

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from jaxsp.reporting.report.run_files import RunRecord
+from jaxsp.reporting import task_plots
+from jaxsp.reporting.report.run_files import POSITION_LOSSES, RunRecord
 from jaxsp.training.metric_table import METRICS
 
 MAX_POINTS = 1000
@@ -19,10 +20,27 @@ _FROM_ZERO = {"rangemode": "tozero"}
 _FRACTION = {"tickformat": ".3~%", **_FROM_ZERO}
 _SECONDS = {"ticksuffix": " s", **_FROM_ZERO}
 
+_RETRIEVAL_NOTE = (
+    "Answers that greedy decoding would write exactly, by likelihood; not RULER's score."
+)
+
 CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "loss": ("Loss", "Mean over the loss tokens, or the pairs, of each step.", {}),
     "eval_loss": ("Evaluation loss", "Mean over the loss tokens, or the pairs, of a set.", {}),
     "difference": ("Difference of the losses", "From the first run, at the same step.", _FROM_ZERO),
+    "loss_by_position": (
+        "Loss by position in the document",
+        "Falls if the model makes use of its context. Thin: first evaluation. Dashed: documents "
+        "that fill the bucket.",
+        {},
+    ),
+    "loss_per_doubling": (
+        "Loss per doubling of the position",
+        "Below 0 if the model makes use of its context.",
+        _FROM_ZERO,
+    ),
+    "long_ppl": ("LongPPL", "Perplexity of tokens that depend on far context.", {}),
+    "exact_rate": ("Retrieval: exact answers", _RETRIEVAL_NOTE, _FRACTION),
     "token_accuracy": ("Token accuracy", "Top-1, of the loss tokens.", {"tickformat": ".3~%"}),
     "reward_accuracy": (
         "Reward accuracy",
@@ -57,6 +75,25 @@ CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """Title, note and plotly's y axis of charts, most of them by field of metrics.jsonl. Other means
 among METRICS get a chart with their name."""
 
+_BY_SET = {"eval_loss": "loss"} | {name: name for name in ("loss_per_doubling", "long_ppl")}
+"""Field of eval.jsonl of the charts with a line for each eval set."""
+
+_FIRST_PLACE = 64
+"""Place of the first bucket of positions on a logarithmic axis: its middle."""
+
+_POSITION_AXIS = {
+    "type": "log",
+    "title": {"text": "First position of the bucket", "standoff": 4},
+    "tickvals": [_FIRST_PLACE << bucket for bucket in range(20)],
+    "ticktext": "0 128 256 512 1k 2k 4k 8k 16k 32k 64k 128k 256k 512k 1M 2M 4M 8M 16M 32M".split(),
+}
+
+_LABELS_PER_ROW = 2
+"""Estimated number of labels in a row of a chart's legend."""
+
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+"""Markers of eval sets and tasks."""
+
 _STEADY = ("difference", "learning_rate", "checkpoint_wait_s", "device_peak_gib")
 """Charts without a running average."""
 
@@ -70,14 +107,25 @@ def build(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         traces = [trace for i in range(len(runs)) for trace in _draw(runs, i, field)]
         if traces:
             charts.append({"title": title, "note": note, "y_axis": y_axis, "traces": traces})
+        num_labels = sum(trace.get("showlegend", False) for trace in traces)
+        if num_labels > 2 * _LABELS_PER_ROW:
+            charts[-1]["height"] = 220 + 20 * (num_labels // _LABELS_PER_ROW)
+        if traces and field == "loss_by_position":
+            charts[-1]["x_axis"] = _POSITION_AXIS
+        if field == "exact_rate":
+            charts += [_draw_needles(run, len(runs) > 1) for run in runs if run.needles]
     return charts
 
 
 def _draw(runs: Sequence[RunRecord], index: int, field: str) -> list[dict[str, Any]]:
     """Draws a run: values, their running average, and events of the run."""
     run = runs[index]
-    if field == "eval_loss":
-        return _draw_evals(runs, index)
+    if field in _BY_SET:
+        return _draw_groups(runs, index, run.evals, _BY_SET[field])
+    if field == "exact_rate":
+        return _draw_groups(runs, index, run.tasks, field)
+    if field == "loss_by_position":
+        return _draw_positions(runs, index)
     if field == "difference":
         values = compare_losses(runs[0], run)[: len(run.metrics) * min(index, 1)]
     else:
@@ -97,16 +145,96 @@ def _draw(runs: Sequence[RunRecord], index: int, field: str) -> list[dict[str, A
     ]
 
 
-def _draw_evals(runs: Sequence[RunRecord], index: int) -> list[dict[str, Any]]:
-    """Draws the loss of each eval set: a color for each run, or for each set of a single run."""
+def _draw_groups(
+    runs: Sequence[RunRecord], index: int, groups: Mapping[str, pd.DataFrame], field: str
+) -> list[dict[str, Any]]:
+    """Draws a field of each eval set, or of each task (color and marker) and length (dash)."""
+    is_task = field == "exact_rate"
+    parts = {name: name.rpartition(" ")[::2] if is_task else (name, name) for name in groups}
+    kinds = list(dict.fromkeys(kind for kind, _ in parts.values()))
+    sizes = list(dict.fromkeys(size for _, size in parts.values()))
     traces = []
-    for number, (name, frame) in enumerate(runs[index].evals.items()):
-        text = f"{runs[index].name}: {name}" if len(runs) > 1 else name
-        color = index if len(runs) > 1 else number
-        style = {"name": text, "mode": "lines+markers", "showlegend": True}
-        style["line"] = {"width": 2, "dash": _DASHES[number % len(_DASHES)]}
-        traces.append(_trace(runs[index], color, frame["loss"], **style))
+    for name, (kind, size) in parts.items():
+        if groups[name][field].notna().any():
+            color, style = _style_group(runs, index, kinds.index(kind), name)
+            style["line"] = {"width": 2, "dash": _DASHES[sizes.index(size) % len(_DASHES)]}
+            traces.append(_trace(runs[index], color, groups[name][field], **style))
     return traces
+
+
+def _style_group(
+    runs: Sequence[RunRecord], index: int, number: int, name: str
+) -> tuple[int, dict[str, Any]]:
+    """Color and style of an eval set: a color for each run, or for each set of a single run."""
+    is_single = len(runs) == 1
+    style = {
+        "name": name if is_single else f"{runs[index].name}: {name}",
+        "mode": "lines+markers",
+        "showlegend": True,
+        "cliponaxis": False,
+        "marker": {"symbol": _SYMBOLS[number % len(_SYMBOLS)], "size": 7},
+    }
+    return number if is_single else index, style
+
+
+def _draw_positions(runs: Sequence[RunRecord], index: int) -> list[dict[str, Any]]:
+    """Draws the loss by position of each eval set, of the first evaluation and of the last."""
+    traces = []
+    every, filled = POSITION_LOSSES
+    for number, (name, by_step) in enumerate(runs[index].positions.items()):
+        if not by_step:
+            continue
+        first = min(by_step)
+        last = max(by_step)
+        # of a single evaluation, the second entry replaces the first
+        lines = {(first, every): (1, "solid"), (last, every): (2, "solid")}
+        lines[last, filled] = (2, "dash")
+        for (step, field), (width, dash) in lines.items():
+            values = by_step[step][field].dropna()
+            if not len(values):
+                continue
+            label = f"{name}, step {step:,}{', filled' if field == filled else ''}"
+            color, style = _style_group(runs, index, number, label)
+            style["line"] = {"width": width, "dash": dash}
+            style["marker"]["size"] = 3 + 2 * width
+            style["showlegend"] = (step, field) == (last, every)
+            trace = _trace(runs[index], color, values, legendgroup=f"{index}: {name}", **style)
+            # the chart has an x axis of its own
+            traces.append({**trace, "x": to_json(np.maximum(values.index, _FIRST_PLACE))})
+    return traces
+
+
+def _draw_needles(run: RunRecord, is_named: bool) -> dict[str, Any]:
+    """Draws a heatmap of the last step's needles. Args: is_named: adds the run's name."""
+    lengths, depths, rates = task_plots.tabulate(run.needles)
+    axis = {"type": "category", "fixedrange": True, "showgrid": False}
+    cells = {
+        "type": "heatmap",
+        "x": [f"{length:,}" for length in lengths],
+        "y": [f"{100 * float(depth):.3g}%" for depth in depths],
+        "texttemplate": "%{z:.2f}",
+        "hovertemplate": "%{x} tokens, depth %{y}: %{z:.1%}<extra></extra>",
+        "hoverongaps": False,
+        "showscale": False,
+        "meta": {"run": run.name, "color": "--run0"},
+        **{"colorscale": "Cividis", "zmin": 0, "zmax": 1, "xgap": 2, "ygap": 2},
+    }
+    is_dark = rates < task_plots.LIGHT_FROM
+    traces = [
+        {**cells, "z": [to_json(row) for row in shown], "textfont": {"color": color}}
+        for shown, color in (
+            (np.where(is_dark, rates, np.nan), "white"),
+            (np.where(is_dark, np.nan, rates), "black"),
+        )
+    ]
+    return {
+        "title": f"Needles: exact answers{f', {run.name}' if is_named else ''}",
+        "note": f"Step {run.needles[0]['step']:,}. {_RETRIEVAL_NOTE}",
+        "x_axis": {**axis, "title": {"text": "Length in tokens", "standoff": 4}},
+        "y_axis": {**axis, "title": {"text": "Depth (0%: start)"}, "autorange": "reversed"},
+        "height": max(220, 80 + 20 * len(depths)),
+        "traces": traces,
+    }
 
 
 def _mark_events(run: RunRecord) -> list[dict[str, Any]]:

@@ -25,6 +25,19 @@ START_FIELDS = (
 ).split()
 """Fields of starts.jsonl that have a column."""
 
+RESULTS = {
+    "loss": ("loss", "{:.4f}"),
+    "token_accuracy": ("token accuracy", "{:.1%}"),
+    "reward_accuracy": ("reward accuracy", "{:.1%}"),
+    "loss_per_doubling": ("loss per doubling", "{:+.4f}"),
+    "long_ppl": ("LongPPL", "{:,.2f}"),
+    "num_key_tokens": ("key tokens", "{:,.0f}"),
+    "exact_rate": ("exact answers", "{:.1%}"),
+    "answer_loss": ("answer loss", "{:.4f}"),
+    "num_samples": ("samples", "{:,.0f}"),
+}
+"""Header and format of the columns for an evaluation, by field of eval.jsonl and tasks.jsonl."""
+
 Rows = list[list[str]]
 
 
@@ -131,6 +144,25 @@ def list_parts(parts: Sequence[Mapping[str, float]], form: str) -> list[list[Any
     frame = pd.DataFrame(parts).fillna(0.0)
     fractions = frame.div(frame.sum(axis=1), axis=0).fillna(0.0)
     return [[x, *zip(map(form.format, frame[x]), fractions[x], strict=True)] for x in frame]
+
+
+def list_results(runs: Sequence[RunRecord], results: Sequence[Mapping[str, pd.DataFrame]]) -> Rows:
+    """Rows of a table, after its header: last results of each eval set or task, and run.
+
+    Columns without a number are left out. Args: results: of each run, by eval set or task.
+    """
+    rows = [
+        [name, run.name, f"{of_run[name].index[-1]:,.0f}", *texts]
+        for name in dict.fromkeys(name for of_run in results for name in of_run)
+        for run, of_run in zip(runs, results, strict=True)
+        if name in of_run
+        for texts in [[_format(of_run[name][x].iloc[-1], form) for x, (_, form) in RESULTS.items()]]
+    ]
+    header = ["", "run", "step", *(header for header, _ in RESULTS.values())]
+    columns = [x for x in zip(header, *rows, strict=True) if rows and {*x[1:]} != {UNKNOWN}]
+    if len(runs) == 1:
+        columns = [column for column in columns if column[0] != "run"]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def compare_configs(configs: Sequence[Any], *, is_neutral: Callable[[str], bool]) -> Rows:

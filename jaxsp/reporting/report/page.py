@@ -27,6 +27,8 @@ def render(runs: Sequence[RunRecord], differences: facts.Rows) -> str:
         differences=differences,
         notes=[note for run in runs for note in facts.list_notes(run)],
         charts=charts.build(runs),
+        eval_sets=facts.list_results(runs, [run.evals for run in runs]),
+        tasks=facts.list_results(runs, [run.tasks for run in runs]),
         start_fields=facts.START_FIELDS,
         memory=facts.list_parts([facts.list_memory(run, "device") for run in runs], "{:.3g}"),
         host_memory=facts.list_parts([facts.list_memory(run, "host") for run in runs], "{:.3g}"),

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ from jaxsp.reporting import metrics
 from jaxsp.reporting.starts import STARTS_FILE
 from jaxsp.runtime import run_dir
 from jaxsp.runtime.run_paths import CONFIG_FILE
-from jaxsp.training.metric_table import METRICS
+from jaxsp.training.metric_table import METRICS, Line
+
+_EVALUATED = "loss_per_doubling long_ppl num_key_tokens exact_rate answer_loss num_samples".split()
+"""Numbers in lines of eval.jsonl or tasks.jsonl that are not among METRICS."""
+
+POSITION_LOSSES = ("loss_by_position", "loss_of_filled_by_position")
+"""Fields of eval.jsonl by position that are drawn."""
 
 HEARTBEAT_MAX_AGE_S = 60
 """Age of the heartbeat up to which a run counts as running: twelve heartbeats."""
@@ -35,6 +41,12 @@ class RunRecord:
     """Tokens of each source in all lines of metrics.jsonl."""
     evals: Mapping[str, pd.DataFrame]
     """Numbers of eval.jsonl by eval set and step."""
+    positions: Mapping[str, Mapping[int, pd.DataFrame]]
+    """POSITION_LOSSES by eval set, step, and first position of a bucket."""
+    tasks: Mapping[str, pd.DataFrame]
+    """Numbers of tasks.jsonl by task with length (such as `needle 4,096`), and step."""
+    needles: Sequence[Line]
+    """Lines of tasks.jsonl of the task needle, of the last step that has some."""
     samples: Sequence[Mapping[str, Any]]
     """Lines of samples.jsonl; of several for a sample and step, the last one."""
     starts: Sequence[Mapping[str, Any]]
@@ -68,23 +80,28 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[RunRecord]:
 
 def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     """Reads a run directory. Raises: UserError if its config cannot be read."""
-    names = (
-        *(metrics.METRICS_FILE, metrics.EVAL_FILE, metrics.SAMPLES_FILE),
-        *(STARTS_FILE, metrics.NONFINITE_FILE),
-    )
+    names = (*metrics.TRACKED_FILES, STARTS_FILE, metrics.NONFINITE_FILE)
     found = [_read_lines(directory / name) for name in names]
-    (lines, evals, samples, starts, nonfinite), num_damaged = zip(*found, strict=True)
+    (lines, evals, tasks, samples, starts, nonfinite), num_damaged = zip(*found, strict=True)
     # of several lines for a step, the last one counts
     lines = list({line["step"]: line for line in lines}.values())
     sources = [line.get("num_tokens_by_source") or {} for line in lines]
-    sets = dict.fromkeys(str(line.get("data")) for line in evals)
+    by_set = _group(evals, lambda line: str(line.get("data")))
+    tasks = [line for line in tasks if type(line.get("length")) is int]
+    by_task = _group(tasks, lambda line: f"{line.get('task')} {line['length']:,}")
+    needles = [_clean_depths(line) for line in tasks if line.get("task") == "needle"]
+    needles = [line for line in needles if line["exact_rate_by_depth"]]
+    last = max((line["step"] for line in needles), default=0)
     banner = directory / "banner.txt"
     return RunRecord(
         name=name,
         config=config_file.read(directory / CONFIG_FILE),
         metrics=_to_frame(lines),
         source_tokens=pd.DataFrame(sources, dtype=float).sum().to_dict(),
-        evals={name: _to_frame([x for x in evals if str(x.get("data")) == name]) for name in sets},
+        evals={name: _to_frame(lines) for name, lines in by_set.items()},
+        positions={name: _read_positions(lines) for name, lines in by_set.items()},
+        tasks={name: _to_frame(lines) for name, lines in by_task.items()},
+        needles=[line for line in needles if line["step"] == last],
         samples=[*{(x["step"], x.get("data"), x.get("sample")): x for x in samples}.values()],
         starts=starts,
         nonfinite=nonfinite,
@@ -103,10 +120,41 @@ def _read_lines(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
     return valid, len(records) - len(valid)
 
 
-def _to_frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def _group(lines: Sequence[Line], name: Callable[[Line], str]) -> dict[str, list[Line]]:
+    """Returns lines by name."""
+    groups: dict[str, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(name(line), []).append(line)
+    return groups
+
+
+def _read_positions(lines: Sequence[Line]) -> dict[int, pd.DataFrame]:
+    """Returns POSITION_LOSSES by step, without steps that have none."""
+    by_step = {line["step"]: line for line in lines}
+    frames = {
+        step: pd.DataFrame({name: _to_series(by_step[step].get(name)) for name in POSITION_LOSSES})
+        for step in sorted(by_step)
+    }
+    return {step: frame for step, frame in frames.items() if len(frame)}
+
+
+def _clean_depths(line: Line) -> Line:
+    """Returns a line of a needle without rates that are not numbers."""
+    return {**line, "exact_rate_by_depth": dict(_to_series(line.get("exact_rate_by_depth")))}
+
+
+def _to_series(numbers: Any) -> pd.Series:
+    """Returns numbers by number, in ascending order; empty for what is not an object."""
+    items = numbers.items() if isinstance(numbers, dict) else ()
+    frame = pd.DataFrame(items, columns=["key", "value"]).apply(pd.to_numeric, errors="coerce")
+    frame = frame.astype(float).replace([np.inf, -np.inf], np.nan)
+    return frame.groupby("key")["value"].last()
+
+
+def _to_frame(lines: Sequence[Line]) -> pd.DataFrame:
     """Returns numbers by step; NaN for what is not a finite number."""
     fields = [field.name for field in dataclasses.fields(metrics.StepFields)]
-    frame = pd.DataFrame(list(lines), columns=[*METRICS, *fields, "seconds"])
+    frame = pd.DataFrame(list(lines), columns=[*METRICS, *fields, *_EVALUATED, "seconds"])
     frame = frame.apply(pd.to_numeric, errors="coerce").astype(float)
     frame = frame.replace([np.inf, -np.inf], np.nan).set_index("step")
     frame = frame[~frame.index.duplicated(keep="last")].sort_index()
