@@ -11,6 +11,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
+from jaxsp.setup import stop_tokens
 from tests import batches, messages
 from tests.generation import models
 
@@ -89,3 +90,13 @@ def test_samples_need_an_eval_set_and_a_model_that_generates(changes, expected):
     fields = batches.make_config().model_dump(mode="json", exclude_unset=True)
     with pytest.raises(UserError, match=expected):
         config_file.parse(fields, ["run.generate_samples=2", *changes])
+
+
+def test_generation_stops_at_the_tokens_of_both_configs_and_of_the_tokenizer(tmp_path):
+    tokenizer = tokenizers.make_byte_tokenizer()
+    fields = {"eos_token_id": [7, 8]}
+    assert stop_tokens.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 256]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert stop_tokens.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 9, 256]
+    assert fields == {"eos_token_id": [7, 8]}
+    assert stop_tokens.list_stop_ids({}, None, None) == []
