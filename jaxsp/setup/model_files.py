@@ -115,8 +115,8 @@ def load_tokenizer(
         return tokenizers.load(name)
     if source is None:
         raise UserError(
-            "model.tokenizer = null: text needs one, and so do run.generate_samples and eval.tasks. "
-            "Use bytes, or a folder or hub name."
+            "model.tokenizer = null: text needs one, and so do run.generate_samples and "
+            "eval.tasks. Use bytes, or a folder or hub name."
         )
     return tokenizers.load(
         str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
