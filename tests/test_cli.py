@@ -183,7 +183,7 @@ def test_jaxsp_starts_the_command_that_it_is_given(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"), [("trian", "Use train."), ("x\x1b", "Use train, plan, eval, export")]
+    ("name", "suggestion"), [("trian", "Use train."), ("x\x1b", "Use train, plan, eval, generate")]
 )
 def test_a_command_that_does_not_exist_is_refused_with_those_that_do(
     monkeypatch, capsys, name, suggestion
