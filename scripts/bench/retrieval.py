@@ -27,7 +27,7 @@ MODULE = "scripts.bench.retrieval"
 ROW_TOKENS = 256
 PERIODS = (30, 120)
 """Fewest and most tokens after which a document repeats itself. With one number, a model would
-learn to look so many tokens back, whatever is there."""
+learn to look that number of tokens back, whatever is there."""
 NUM_NEEDLES = 6000
 NUM_REPEATED = 9000
 NUM_EVAL = 64
