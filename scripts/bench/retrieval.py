@@ -27,25 +27,32 @@ MODULE = "scripts.bench.retrieval"
 ROW_TOKENS = 256
 PERIODS = (30, 120)
 """Fewest and most tokens after which a document repeats itself. With one number, a model would
-learn to look so many tokens back, whatever is there."""
+learn to look that number of tokens back, whatever is there."""
 NUM_NEEDLES = 6000
 NUM_REPEATED = 9000
 NUM_EVAL = 64
 TRAINING_SEED = 10**6
 
 MODEL = {
-    "model_type": "mistral",
+    "model_type": "qwen3",
     "vocab_size": 257,
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
+    "head_dim": 32,
     "intermediate_size": 256,
     "initializer_range": 0.08,
-    "sliding_window": None,
+    "use_sliding_window": True,
+    "sliding_window": 8,
 }
 
-WINDOWS = {"whole context": None, "window of 24": 24}
+LAYERS = {
+    "whole context": ["sliding_attention", "full_attention"],
+    "windows of 8": ["sliding_attention", "sliding_attention"],
+}
+"""Layers of the two models. The first layer of both collects the tokens before each token, which
+the second one of the first model finds again."""
 
 
 def main(arguments: list[str]) -> int:
@@ -60,8 +67,8 @@ def main(arguments: list[str]) -> int:
     work.mkdir(parents=True, exist_ok=True)
     write_data(work)
     runs = {}
-    for name, window in WINDOWS.items():
-        run = train(work, name, window, args.steps, args.learning_rate)
+    for name, layer_types in LAYERS.items():
+        run = train(work, name, layer_types, args.steps, args.learning_rate)
         runs[name] = {file: read_lines(run / file) for file in (metrics.EVAL_FILE, "tasks.jsonl")}
     shown = context_extension.shown_arguments(arguments, args.work)
     contents = results.open_results(MODULE, shown, **machine.read_cpu_versions("jax", "jaxlib"))
@@ -120,7 +127,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def train(
-    work: pathlib.Path, name: str, window: int | None, steps: int, learning_rate: float
+    work: pathlib.Path, name: str, layer_types: list[str], steps: int, learning_rate: float
 ) -> pathlib.Path:
     """Trains a model, and returns its run's folder."""
     run = work / name.replace(" ", "-")
@@ -137,7 +144,7 @@ def train(
         "model": {
             "tokenizer": "bytes",
             "compute_dtype": "float32",
-            "config": MODEL | {"sliding_window": window},
+            "config": MODEL | {"layer_types": layer_types},
         },
         "data": {
             "train": [{"source": str(work / "train.jsonl"), "format": "tokens"}],

@@ -46,7 +46,7 @@ def sum_losses(samples):
     return total
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 1, 1), marks=pytest.mark.e2e), (1, 2, 4)])
 def test_exact_answers_are_those_of_greedy_decoding(sizes):
     short = make_samples(LENGTHS["short"], 0.0) + make_samples(LENGTHS["short"], 1.0)[:2]
     long = [

@@ -40,6 +40,9 @@ CASES = {
     ),
 }
 
+QUICK = ("2 x 4", "ring")
+"""Cases of the default tier."""
+
 
 def make_spec(sizes=(1, 1, 1), **how):
     base = batches.make_config()
@@ -78,7 +81,10 @@ def compute_reference():
     return TokenLosses(*map(np.array, zip(*tokens, strict=True)))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in QUICK else pytest.mark.e2e) for case in CASES],
+)
 def test_sums_by_document_and_position_are_those_of_a_plain_program(case):
     sizes, how = CASES[case]
     spec = make_spec(sizes, **how)

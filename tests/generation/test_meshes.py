@@ -81,7 +81,10 @@ def check_logits(model, mesh):
     assert max(errors) < tolerances.MESH, errors
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(mesh, marks=[] if mesh == "2x4 Ulysses" else pytest.mark.e2e) for mesh in MESHES],
+)
 def test_logits_of_each_token_are_those_of_the_whole_text(mesh):
     check_logits(MIXED, mesh)
 
