@@ -115,6 +115,7 @@ def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS):
     return functools.partial(Generator(spec).generate, master)
 
 
+@pytest.mark.e2e
 def test_samples_do_not_depend_on_the_mesh_and_stop_at_stop_tokens():
     sampling = Sampling(temperature=0.9, top_p=0.95, seed=5)
     generate = make_generator()
