@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +35,26 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
     """
     from matplotlib import figure
 
-    lengths, depths, rates = tabulate(needles)
+    lengths, depths, _ = tabulate(needles)
     drawn = figure.Figure(
         figsize=(max(6.5, 2.5 + 0.8 * len(lengths)), 2.2 + 0.32 * len(depths)),
         layout="constrained",
     )
     panel = drawn.subplots()
+    drawn.colorbar(draw_heatmap(panel, needles), label="fraction of exact answers")
+    drawn.suptitle(
+        f"Needle at step {needles[0]['step']:,}, {_describe_samples(needles)}", fontsize=11
+    )
+    panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
+    drawn.savefig(path, dpi=120, format="png")
+
+
+def draw_heatmap(panel: Any, needles: Sequence[Line]) -> Any:
+    """Draws a heatmap into matplotlib's axes. Args: needles: see `write_heatmap`.
+
+    Returns: the image, for a color bar.
+    """
+    lengths, depths, rates = tabulate(needles)
     panel.set_facecolor("#dddddd")
     image = panel.imshow(rates, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
     for (row, column), rate in np.ndenumerate(rates):
@@ -51,12 +66,7 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
     panel.set_yticks(range(len(depths)), [f"{100 * float(depth):.3g}%" for depth in depths])
     panel.set_xlabel("length in tokens")
     panel.set_ylabel("depth of the needle\n(0% is the start)")
-    drawn.colorbar(image, label="fraction of exact answers")
-    drawn.suptitle(
-        f"Needle at step {needles[0]['step']:,}, {_describe_samples(needles)}", fontsize=11
-    )
-    panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
-    drawn.savefig(path, dpi=120, format="png")
+    return image
 
 
 def tabulate(needles: Sequence[Line]) -> tuple[list[int], list[str], np.ndarray]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.reporting import metrics
+from jaxsp.reporting import metrics, task_plots
 from jaxsp.tasks import samples
 from scripts.bench import context_extension, machine, results
 
@@ -69,16 +69,42 @@ def main(arguments: list[str]) -> int:
     runs = {}
     for name, layer_types in LAYERS.items():
         run = train(work, name, layer_types, args.steps, args.learning_rate)
-        runs[name] = {file: read_lines(run / file) for file in (metrics.EVAL_FILE, "tasks.jsonl")}
+        runs[name] = {
+            file: read_lines(run / file) for file in (metrics.EVAL_FILE, metrics.TASKS_FILE)
+        }
     shown = context_extension.shown_arguments(arguments, args.work)
     contents = results.open_results(MODULE, shown, **machine.read_cpu_versions("jax", "jaxlib"))
     results.write(args.out, contents | {"runs": runs})
     for name, files in runs.items():
-        last = [line for line in files["tasks.jsonl"] if line["step"] == args.steps]
+        last = [line for line in files[metrics.TASKS_FILE] if line["step"] == args.steps]
         rates = {f"{line['length']}": line["exact_rate"] for line in last}
         print(f"{name}: exact answers by length {rates}")
         print(f"  loss by position {files[metrics.EVAL_FILE][-1]['loss_by_position']}")
+    draw(runs, args.out.with_suffix(".png"))
     return 0
+
+
+def draw(runs: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws the loss by position and the rates of exact answers of both models."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (losses, *maps) = pyplot.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    for (name, files), panel in zip(runs.items(), maps, strict=True):
+        by_position = files[metrics.EVAL_FILE][-1]["loss_by_position"]
+        losses.plot([*by_position], [*by_position.values()], marker="o", label=name)
+        tasks = files[metrics.TASKS_FILE]
+        needles = [line for line in tasks if line["step"] == tasks[-1]["step"]]
+        image = task_plots.draw_heatmap(panel, needles)
+        panel.set_title(f"{name}: exact answers", fontsize=10)
+    losses.set(xlabel="from position", ylabel="loss", title="Text that repeats itself")
+    losses.set_ylim(bottom=0)
+    losses.grid(alpha=0.3)
+    losses.legend(frameon=False)
+    figure.colorbar(image, ax=maps)
+    figure.savefig(path, dpi=120)
 
 
 def write_data(work: pathlib.Path) -> None:
