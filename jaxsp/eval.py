@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import rich.console
@@ -28,16 +29,18 @@ from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, run_paths
-from jaxsp.setup import build, given_model, initial_weights, model_files
+from jaxsp.setup import build, given_model, initial_weights, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.metric_table import Line
+
+if TYPE_CHECKING:
+    from jaxsp.run.harness import HarnessTasks
 
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
     baseline = None if args.baseline is None else comparison.read(args.baseline)
-    _check_harness(args)
     given = given_model.find(args.what)
     checkpoint = given.checkpoint
     config = _load_config(given, args.config, args.changes, needs_data=args.lm_eval is None)
@@ -49,6 +52,7 @@ def main(arguments: list[str]) -> None:
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     given.fetch()
+    harness_tasks = _find_harness_tasks(args)
     resolved = given.resolve(config)
     spec = resolved.run_spec.longest
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
@@ -62,7 +66,7 @@ def main(arguments: list[str]) -> None:
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
     lines = []
-    for line in _evaluate(args, given, resolved, master, print_line):
+    for line in _evaluate(given, resolved, master, harness_tasks, print_line):
         lines.append(line)
         if out is not None:
             out.append(line)
@@ -73,36 +77,30 @@ def main(arguments: list[str]) -> None:
 
 
 def _evaluate(
-    args: argparse.Namespace,
     given: GivenModel,
     resolved: build.ResolvedConfig,
     master: Weights,
+    harness_tasks: "HarnessTasks | None",
     print_line: Callable[[str], None],
 ) -> Iterator[Line]:
     """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
     spec = resolved.run_spec.longest
-    for evaluator in (
-        Evaluator(spec, resolved.evals),
-        RetrievalEvaluator(spec, resolved.task_samples),
-    ):
+    eval_sets = Evaluator(spec, resolved.evals)
+    for evaluator in (eval_sets, RetrievalEvaluator(eval_sets, resolved.task_samples)):
         for line in evaluator.run(master, num_steps=given.step):
             print_line(output.format_result(line, with_step=given.meta is not None))
             yield line
-    if args.lm_eval is None:
+    if harness_tasks is None:
         return
     from jaxsp.run import harness
 
-    tokenizer = model_files.load_tokenizer(
-        spec.config, resolved.model_folder, given.find_model_dir(spec.config)
-    )
-    lines, table = harness.evaluate(
-        harness.HarnessModel(spec, master, tokenizer),
-        args.lm_eval.split(","),
-        num_steps=given.step,
-        limit=args.limit,
-        num_fewshot=args.num_fewshot,
-        include_path=args.lm_eval_tasks,
-    )
+    own_dir = given.find_model_dir(spec.config)
+    tokenizer = model_files.load_tokenizer(spec.config, resolved.model_folder, own_dir)
+    if own_dir is None and resolved.model_folder is not None:
+        own_dir = resolved.model_folder.path
+    stop_ids = stop_tokens.list_stop_ids(resolved.hf_config, own_dir, tokenizer)
+    model = harness.HarnessModel(eval_sets, master, tokenizer, stop_ids=stop_ids)
+    lines, table = harness.evaluate(model, harness_tasks, num_steps=given.step)
     print_line(table)
     yield from lines
 
@@ -150,8 +148,8 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_harness(args: argparse.Namespace) -> None:
-    """Checks the options of the harness before the model is read. Raises: UserError."""
+def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
+    """Finds the tasks of the harness before the model is read. Raises: UserError."""
     if args.lm_eval is None:
         for name in ("lm_eval_tasks", "limit", "num_fewshot"):
             if getattr(args, name) is not None:
@@ -159,11 +157,20 @@ def _check_harness(args: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')}: is for lm-evaluation-harness. Use it with "
                     "--lm-eval TASK."
                 )
-    elif importlib.util.find_spec("lm_eval") is None:
+        return None
+    if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             f"--lm-eval = {args.lm_eval}: needs lm-evaluation-harness, which is not installed. "
             "Use pip install 'jaxsp[lm-eval]'."
         )
+    from jaxsp.run import harness
+
+    return harness.find_tasks(
+        args.lm_eval,
+        folder=args.lm_eval_tasks,
+        limit=args.limit,
+        num_fewshot=args.num_fewshot,
+    )
 
 
 def _prepare_references(
@@ -207,6 +214,7 @@ def _load_config(
     The model, and the adapter of a run, are always those that are given.
     """
     fields = given.fields if file is None else config_file.read(file)
+    fields = fields | {"run": fields.get("run", {}) | {"generate_samples": 0}}
     replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
     if given.meta is not None and file is None and replaces_eval_sets:
         # held-out documents are replaced too: the run's training data may be on another machine

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.blocks import layers
+from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
@@ -80,8 +82,8 @@ class Evaluator:
         num_groups = device_mesh.num_groups(spec.mesh)
         rows_per_step = num_groups * config.batch.microbatch_rows
         batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
-        self._config = config.model_copy(update={"batch": batch})
-        self._spec = dataclasses.replace(spec, config=self._config, has_weights=False)
+        self.config = config.model_copy(update={"batch": batch})
+        self.spec = dataclasses.replace(spec, config=self.config, has_weights=False)
         self._eval_sets = eval_sets
 
     def __bool__(self) -> bool:
@@ -89,11 +91,28 @@ class Evaluator:
 
     @functools.cached_property
     def _compute_losses(self) -> jax.stages.Compiled:
-        return train_step.compile_token_losses(self._spec)
+        return train_step.compile_token_losses(self.spec)
 
-    def compile(self) -> None:
-        """Compiles now instead of at the first evaluation, if there are eval sets."""
-        _ = self._eval_sets and self._compute_losses
+    def compile(self, *, needs_eval_sets: bool = True) -> None:
+        """Compiles now instead of at the first evaluation, by default if there are eval sets."""
+        if self._eval_sets or not needs_eval_sets:
+            _ = self._compute_losses
+
+    def for_texts(self) -> "Evaluator":
+        """The evaluator for texts: itself, unless its data sets are pairs.
+
+        The losses of tokens are the same: a run with an objective for pairs trains a language
+        model. Raises: UserError for a reward model, which predicts no tokens.
+        """
+        if self.spec.objective is None:
+            return self
+        if self.spec.model.has_scores:
+            raise UserError(
+                "objective.type = reward: a reward model predicts no tokens, so it has no answers. "
+                "Leave out eval.tasks and --lm-eval."
+            )
+        config = self.config.model_copy(update={"objective": ObjectiveConfig()})
+        return Evaluator(dataclasses.replace(self.spec, config=config, has_split_pairs=False), [])
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
@@ -120,19 +139,19 @@ class Evaluator:
         began = time.perf_counter()
         documents = DocumentSums(len(data.documents.lengths))
         positions = PositionSums(data.documents.lengths)
-        is_sft = self._spec.objective is None
+        is_sft = self.spec.objective is None
         takers = [documents.add, positions.add] if is_sft else [documents.add]
         all_losses = None
-        if is_sft and self._config.eval.long_ppl:
+        if is_sft and self.config.eval.long_ppl:
             all_losses = DocumentLosses(data.documents.lengths)
             takers.append(all_losses.add)
         sums = self._run_batches(data, master, on_batch, takers)
-        if not self._spec.model.has_scores:  # a score predicts no token
-            sums["num_correct"] = documents.num_correct_D.sum()
+        if self.spec.model.has_scores:  # a score predicts no token
+            del sums["num_correct"]
         sums |= (
             {"loss_sum": documents.losses_D.sum()}
             if is_sft
-            else _sum_pairs(self._spec, data.documents, documents)
+            else _sum_pairs(self.spec, data.documents, documents)
         )
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
@@ -173,7 +192,7 @@ class Evaluator:
         texts = long_ppl.cut(data)
         short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
         if texts:
-            short_data = long_ppl.pack(texts, self._config)
+            short_data = long_ppl.pack(texts, self.config)
             self._run_batches(short_data, master, on_batch, [short_losses.add])
         return long_ppl.compute(texts, all_losses, short_losses)
 
@@ -186,10 +205,10 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        schedule = data.make_schedule(self._config, epochs=1)
-        placement = self._spec.placement
-        placements = {self._config.data.max_row_tokens: placement}
-        loader = data.make_loader(self._config, schedule, placements)
+        schedule = data.make_schedule(self.config, epochs=1)
+        placement = self.spec.placement
+        placements = {self.config.data.max_row_tokens: placement}
+        loader = data.make_loader(self.config, schedule, placements)
         sums: Sums = {}
         dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
         for losses, counts in _fetch_one_behind(dispatched):

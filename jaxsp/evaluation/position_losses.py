@@ -6,9 +6,8 @@ one before it over the same documents: those that fill both.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import numpy as np
 
@@ -22,21 +21,21 @@ FIRST_BUCKET = 128
 class PositionFields:
     """Fields of a line of eval.jsonl, by the first position of each bucket that has tokens."""
 
-    loss_by_position: dict[str, float]
+    loss_by_position: dict[str, float | None]
     """Mean loss of tokens by their position in the document, in buckets 0 to 127, 128 to 255, 256
     to 511 and so on. Keys are the first positions. Empty with an objective other than sft."""
     token_accuracy_by_position: dict[str, float]
     """token_accuracy of the same tokens."""
     num_loss_tokens_by_position: dict[str, int]
     """Number of these tokens."""
-    loss_of_filled_by_position: dict[str, float]
+    loss_of_filled_by_position: dict[str, float | None]
     """loss_by_position over the documents that fill the bucket."""
-    loss_change_by_position: dict[str, float]
-    """Loss in the bucket minus the loss in the one before it, over the documents that fill both. It
-    is negative if the model makes use of its context."""
+    loss_change_by_position: dict[str, float | None]
+    """Loss in the bucket minus the loss in the one before it: mean over the documents that fill
+    both and have loss tokens in both, each by the means of its tokens. It is negative if the model
+    makes use of its context."""
     loss_per_doubling: float | None
-    """Mean of loss_change_by_position, weighted by the documents that fill the bucket. null if none
-    fills two."""
+    """Mean of loss_change_by_position, weighted by the number of documents. null without any."""
 
 
 _NUM_BUCKETS = 19
@@ -52,74 +51,78 @@ def find_buckets(positions: np.ndarray) -> np.ndarray:
 
 
 class PositionSums:
-    """Sums over the loss tokens of a data set by bucket, for documents that fill as many buckets.
+    """Sums over the loss tokens of each document of a data set in each bucket that it reaches.
 
-    Dims: P buckets, F number of buckets that a document fills.
+    Dims: C cells, those of a document one after another; D documents.
     """
 
     def __init__(self, lengths: np.ndarray):
         """Starts at 0. Args: lengths: number of tokens of each document."""
-        self._num_filled_D = find_buckets(lengths)
-        self._documents_F = np.bincount(self._num_filled_D, minlength=_NUM_BUCKETS + 1)
-        shape = (_NUM_BUCKETS, _NUM_BUCKETS + 1)
-        self._losses_PF = np.zeros(shape)
-        self._num_tokens_PF = np.zeros(shape, np.int64)
-        self._num_correct_PF = np.zeros(shape, np.int64)
+        num_reached_D = find_buckets(lengths - 1) + 1
+        self._first_cell_D = np.cumsum(num_reached_D) - num_reached_D
+        self._bucket_C = np.arange(num_reached_D.sum()) - np.repeat(
+            self._first_cell_D, num_reached_D
+        )
+        self._is_filled_C = np.repeat(find_buckets(lengths), num_reached_D) > self._bucket_C
+        self._losses_C = np.zeros(len(self._bucket_C))
+        self._num_tokens_C = np.zeros(len(self._bucket_C), np.int64)
+        self._num_correct_C = np.zeros(len(self._bucket_C), np.int64)
 
     def add(self, tokens: TokenLosses) -> None:
         """Adds the tokens of a batch."""
-        shape = self._losses_PF.shape
-        cell_T = np.ravel_multi_index(
-            (find_buckets(tokens.position_T), self._num_filled_D[tokens.document_T]), shape
-        )
-        count = functools.partial(np.bincount, minlength=self._losses_PF.size)
-        self._losses_PF += count(cell_T, tokens.losses_T).reshape(shape)
-        self._num_tokens_PF += count(cell_T).reshape(shape)
-        self._num_correct_PF += count(cell_T[tokens.is_correct_T]).reshape(shape)
+        cell_T = self._first_cell_D[tokens.document_T] + find_buckets(tokens.position_T)
+        np.add.at(self._losses_C, cell_T, tokens.losses_T)
+        np.add.at(self._num_tokens_C, cell_T, 1)
+        np.add.at(self._num_correct_C, cell_T, tokens.is_correct_T)
 
-    def make_fields(self) -> "PositionFields":
+    def make_fields(self) -> PositionFields:
         """Means over the tokens of each bucket that has some."""
-        all_documents = self._select(lambda bucket: slice(None))
-        filled = self._select(lambda bucket: slice(bucket + 1, None))
-        before = self._select(lambda bucket: slice(bucket + 2, None))
-        changes = {
-            bucket: filled[bucket].loss - before[bucket - 1].loss
-            for bucket in filled
-            if bucket - 1 in before
-        }
-        weights = [self._documents_F[bucket + 1 :].sum() for bucket in changes]
-        slope = np.average(list(changes.values()), weights=weights) if changes else None
+        has_tokens_C = self._num_tokens_C > 0
+        counts = self._sum_buckets(self._num_tokens_C, has_tokens_C)
+        losses = self._sum_buckets(self._losses_C, has_tokens_C)
+        correct = self._sum_buckets(self._num_correct_C, has_tokens_C)
+        is_filled_C = has_tokens_C & self._is_filled_C
+        filled_counts = self._sum_buckets(self._num_tokens_C, is_filled_C)
+        filled_losses = self._sum_buckets(self._losses_C, is_filled_C)
+        changes, weights = self._find_changes()
+        slope = np.average([*changes.values()], weights=weights).item() if changes else None
+        divide = lambda sums, counts: _name({b: sums[b] / counts[b] for b in counts})
         return PositionFields(
-            loss_by_position=_name({b: mean.loss for b, mean in all_documents.items()}),
-            token_accuracy_by_position=_name(
-                {b: mean.num_correct / mean.num_tokens for b, mean in all_documents.items()}
-            ),
-            num_loss_tokens_by_position=_name(
-                {b: mean.num_tokens for b, mean in all_documents.items()}
-            ),
-            loss_of_filled_by_position=_name({b: mean.loss for b, mean in filled.items()}),
+            loss_by_position=divide(losses, counts),
+            token_accuracy_by_position=divide(correct, counts),
+            num_loss_tokens_by_position=_name(counts),
+            loss_of_filled_by_position=divide(filled_losses, filled_counts),
             loss_change_by_position=_name(changes),
-            loss_per_doubling=None if slope is None else float(slope),
+            loss_per_doubling=None if slope is None else _or_none(slope),
         )
 
-    def _select(self, choose: Callable[[int], slice]) -> dict[int, "_Bucket"]:
-        """Sums of the buckets that have tokens, over the documents that `choose` selects."""
-        buckets = {}
-        for bucket in range(_NUM_BUCKETS):
-            cells = (bucket, choose(bucket))
-            num_tokens = int(self._num_tokens_PF[cells].sum())
-            if num_tokens:
-                loss = float(self._losses_PF[cells].sum()) / num_tokens
-                buckets[bucket] = _Bucket(loss, int(self._num_correct_PF[cells].sum()), num_tokens)
-        return buckets
+    def _sum_buckets(self, values_C: np.ndarray, is_chosen_C: np.ndarray) -> dict[int, Any]:
+        """Sum of the values of the chosen cells of each bucket that has some."""
+        bucket_C = self._bucket_C[is_chosen_C]
+        sums = np.zeros(_NUM_BUCKETS + 1, values_C.dtype)
+        np.add.at(sums, bucket_C, values_C[is_chosen_C])
+        return {bucket: sums[bucket].item() for bucket in np.unique(bucket_C).tolist()}
 
-
-class _Bucket(NamedTuple):
-    loss: float
-    num_correct: int
-    num_tokens: int
+    def _find_changes(self) -> tuple[dict[int, float], list[int]]:
+        """Mean change of the loss of a document from each bucket to the next, and the number of
+        documents: those that fill both and have loss tokens in both."""
+        with np.errstate(invalid="ignore"):
+            mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
+            change_C = np.diff(mean_C, prepend=0)
+        is_compared_C = self._is_filled_C & (self._bucket_C > 0) & (self._num_tokens_C > 0)
+        is_compared_C[1:] &= self._num_tokens_C[:-1] > 0
+        sums = self._sum_buckets(change_C, is_compared_C)
+        counts = self._sum_buckets(is_compared_C.astype(np.int64), is_compared_C)
+        return {bucket: sums[bucket] / counts[bucket] for bucket in counts}, [*counts.values()]
 
 
 def _name(values: dict[int, Any]) -> dict[str, Any]:
     """Values by the first position of their bucket."""
-    return {str(_ENDS[bucket - 1] if bucket else 0): value for bucket, value in values.items()}
+    return {
+        str(_ENDS[bucket - 1] if bucket else 0): _or_none(value) for bucket, value in values.items()
+    }
+
+
+def _or_none(value: Any) -> Any:
+    """The number, or None if it is not finite, as for an undefined number in a file."""
+    return value if math.isfinite(value) else None

@@ -53,7 +53,7 @@ Samples = Mapping[str, Sequence[Sample]]
 class _Group:
     """Samples that are evaluated in rows of one length."""
 
-    def __init__(self, spec: StepSpec, samples: Sequence[tuple[str, Sample]]):
+    def __init__(self, evaluator: Evaluator, samples: Sequence[tuple[str, Sample]]):
         self.samples = samples
         documents = [
             np.concatenate([sample.prompt_ids, sample.answer_ids]) for _, sample in samples
@@ -62,11 +62,11 @@ class _Group:
             np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
             for _, sample in samples
         ]
-        self._data = in_memory.pack_arrays("tasks", documents, labels, spec.config)
-        self._evaluator = Evaluator(spec, [self._data])
+        self._data = in_memory.pack_arrays("tasks", documents, labels, evaluator.config)
+        self._evaluator = evaluator
 
     def compile(self) -> None:
-        self._evaluator.compile()
+        self._evaluator.compile(needs_eval_sets=False)
 
     def score(self, master: layers.Weights, on_batch: Callable[[], None]) -> np.ndarray:
         """Loss, number of tokens, and number of correct tokens of each sample: [3, samples]."""
@@ -81,15 +81,17 @@ class RetrievalEvaluator:
     weights and RoPE, on the same mesh.
     """
 
-    def __init__(self, spec: StepSpec, samples: Samples):
-        longest_row = spec.config.data.max_row_tokens
+    def __init__(self, evaluator: Evaluator, samples: Samples):
+        """Prepares the rows. Args: evaluator: that of the eval sets, whose program is shared."""
+        of_texts = evaluator.for_texts()
+        longest_row = evaluator.config.data.max_row_tokens
         flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
-        groups = [[pair for pair in flat if pair[1].length <= longest_row]]
-        groups += [[pair for pair in flat if pair[1].length > longest_row]]
-        self._groups = [
-            _Group(lengthen_rows(spec, max(sample.length for _, sample in group)), group)
-            for group in filter(None, groups)
-        ]
+        short = [pair for pair in flat if pair[1].length <= longest_row]
+        long = [pair for pair in flat if pair[1].length > longest_row]
+        self._groups = [_Group(of_texts, short)] if short else []
+        if long:
+            spec = lengthen_rows(of_texts.spec, max(sample.length for _, sample in long))
+            self._groups.append(_Group(Evaluator(spec, []), long))
 
     def __bool__(self) -> bool:
         return bool(self._groups)

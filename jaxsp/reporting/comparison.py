@@ -45,7 +45,7 @@ def collect(lines: Iterable[Mapping[str, Any]]) -> Results:
         (_name(line), field): value
         for line in lines
         for field, value in _list_numbers(line)
-        if value is not None
+        if isinstance(value, int | float)
     }
 
 
@@ -76,13 +76,15 @@ def _format(number: float | None, sign: str) -> str:
 
 def _name(line: Mapping[str, Any]) -> str:
     if "task" in line:
-        return f"{line['task']} {line['length']:,}"
-    return str(line.get("data") or line["lm_eval"])
+        return f"task {line['task']}, {line.get('length')} tokens"
+    return str(line.get("data") or f"lm-eval {line['lm_eval']}")
 
 
 def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    scores = line.get("results") or {}
+    scores, losses = (
+        line[name] if isinstance(line.get(name), dict) else {}
+        for name in ("results", "loss_by_position")
+    )
     yield from ((name, score) for name, score in scores.items() if "_stderr" not in name)
     yield from ((field, line[field]) for field in COMPARED if field in line)
-    for first, loss in (line.get("loss_by_position") or {}).items():
-        yield f"loss from position {int(first):,}", loss
+    yield from ((f"loss from position {first}", loss) for first, loss in losses.items())

@@ -47,7 +47,7 @@ def choose(out: str | None, run: pathlib.Path | None) -> EvalFiles | None:
     """
     if out:
         path = pathlib.Path(out)
-        files = EvalFiles(path, path, path, path.with_suffix(".png"))
+        files = EvalFiles(path, path, path, path.with_name(f"{path.stem}-needle.png"))
     elif run is not None:
         names = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE, metrics.NEEDLE_PLOT)
         files = EvalFiles(*(run / name for name in names))

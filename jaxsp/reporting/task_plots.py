@@ -1,12 +1,14 @@
 """Plots of evaluation tasks."""
 
 import importlib.util
+import io
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxsp.core import files
 from jaxsp.training.metric_table import Line
 
 _COLORS = "cividis"
@@ -46,7 +48,9 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
         f"Needle at step {needles[0]['step']:,}, {_describe_samples(needles)}", fontsize=11
     )
     panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
-    drawn.savefig(path, dpi=120, format="png")
+    content = io.BytesIO()
+    drawn.savefig(content, dpi=120, format="png")
+    files.write_atomic(path, content.getvalue())
 
 
 def draw_heatmap(panel: Any, needles: Sequence[Line]) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -11,6 +11,7 @@ from jaxsp.evaluation import evaluator
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
+from jaxsp.processes import distributed
 from jaxsp.reporting import console, task_plots
 from jaxsp.reporting.metrics import NEEDLE_PLOT, MetricsWriter
 from jaxsp.runtime import run_paths
@@ -35,7 +36,7 @@ class Evaluations:
         self._eval_every = config.run.eval_every
         self._directory = run_paths.local_dir(config.run)
         self._eval_sets = Evaluator(run_spec.longest, inputs.eval_sets)
-        self._tasks = RetrievalEvaluator(run_spec.longest, inputs.task_samples)
+        self._tasks = RetrievalEvaluator(self._eval_sets, inputs.task_samples)
         self._samples = SampleGenerator(
             run_spec.longest,
             inputs.eval_sets,
@@ -84,10 +85,19 @@ class Evaluations:
             self._metrics.write_task(line)
             self._print_line(console.format_task(line))
         self._generate_samples(master, step)
-        if jax.process_index() == 0:
-            task_plots.draw_if_possible(self._directory / NEEDLE_PLOT, task_lines)
+        self._draw(task_lines)
         self._status.evaluation_s = time.perf_counter() - began
         return lines
+
+    def _draw(self, task_lines: Sequence[Line]) -> None:
+        """Draws the needles of an evaluation. A failure does not end the run."""
+        if jax.process_index() > 0:
+            return
+        path = self._directory / NEEDLE_PLOT
+        try:
+            task_plots.draw_if_possible(path, task_lines)
+        except OSError as error:
+            distributed.log(f"{path}: could not be written: {error.strerror}. The run continues")
 
     def _generate_samples(self, master: layers.Weights, step: int) -> None:
         """Answers documents of the eval sets; the first time, that includes compilation."""

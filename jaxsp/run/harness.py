@@ -4,15 +4,17 @@ Requests are documents, packed into rows and scored by the compiled evaluation, 
 process makes the same requests and runs the same programs.
 """
 
+import math
+import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval import evaluator as harness
-from lm_eval import tasks as harness_tasks
 from lm_eval import utils as harness_utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models import utils as harness_models
+from lm_eval.tasks import TaskManager
 
 from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
@@ -21,7 +23,6 @@ from jaxsp.data.packing import in_memory
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import StepSpec
 
 Request = tuple[Any, list[int], list[int]]
 """Texts, token ids of the context, and of the continuation whose likelihood is asked for."""
@@ -30,13 +31,30 @@ Request = tuple[Any, list[int], list[int]]
 class HarnessModel(TemplateLM):
     """Weights on a mesh as a model of the harness. Its longest document is a row."""
 
-    def __init__(self, spec: StepSpec, master: layers.Weights, tokenizer: Any):
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        master: layers.Weights,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int],
+    ):
+        """Prepares the model. Raises: UserError for a reward model, and without an end token.
+
+        Args: evaluator: that of the eval sets. stop_ids: tokens that end an answer.
+        """
         super().__init__()
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "--lm-eval: needs a tokenizer with an end token, which texts without a context "
+                "begin with. Set eos_token in its tokenizer_config.json."
+            )
         self.tokenizer = tokenizer
-        self._spec = spec
+        self._evaluator = evaluator.for_texts()
+        self._spec = self._evaluator.spec
         self._master = master
-        self._evaluator = Evaluator(spec, [])
-        self._generator = Generator(spec)
+        self._generator = Generator(self._spec)
+        self._stop_ids = stop_ids
 
     @property
     def eot_token_id(self) -> int:
@@ -86,20 +104,32 @@ class HarnessModel(TemplateLM):
 
         Contexts lose their beginning if they do not fit.
         """
+        scores = [(0.0, True)] * len(requests)  # of empty continuations
         documents = []
         labels = []
-        for _, context, continuation in requests:
+        asked = [number for number, request in enumerate(requests) if request[2]]
+        for number in asked:
+            _, context, continuation = requests[number]
+            if len(continuation) > self.max_length:
+                raise UserError(
+                    f"data.row_tokens = {self.max_length + 1:,}: must hold a continuation of "
+                    f"{len(continuation):,} tokens and a token before it. Use "
+                    f"data.row_tokens={2 * len(continuation)}."
+                )
             ids = np.array([*context, *continuation], np.int32)[-self.max_length - 1 :]
             targets = ids.copy()
             targets[: len(ids) - len(continuation)] = NO_LABEL
             documents.append(ids)
             labels.append(targets)
         if not documents:
-            return []
+            return scores
         data = in_memory.pack_arrays("requests", documents, labels, self._spec.config)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
-        return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))
+        found = zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True)
+        for number, score in zip(asked, found, strict=True):
+            scores[number] = score
+        return scores
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -144,15 +174,18 @@ class HarnessModel(TemplateLM):
                 )
             found = self._generator.generate(
                 self._master,
-                [self.tok_encode(requests[number].args[0])[-limit:] for number in numbers],
+                [self._encode_prompt(requests[number].args[0])[-limit:] for number in numbers],
                 max_new_tokens=max_new_tokens,
-                stop_ids=[self.eot_token_id],
+                stop_ids=self._stop_ids,
                 sampling=sampling,
             )
             for number, ids in zip(numbers, found, strict=True):
-                text = self.tokenizer.decode(ids)
+                text = self.tokenizer.decode(ids, skip_special_tokens=True)
                 answers[number] = harness_models.postprocess_generated_text(text, stops, None)
         return answers
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]
 
 
 def _choose_sampling(options: dict[str, Any]) -> Sampling:
@@ -163,42 +196,57 @@ def _choose_sampling(options: dict[str, Any]) -> Sampling:
             f"--lm-eval: its task asks for {', '.join(unknown)}, which jaxsp's generation does not "
             "have. Export the model with jaxsp export, and use the harness's own hf or vllm model."
         )
-    return Sampling(temperature=options.get("temperature", 0.0), top_p=options.get("top_p", 1.0))
+    temperature = options.get("temperature", 1.0 if options["do_sample"] else 0.0)
+    return Sampling(temperature=temperature, top_p=options.get("top_p", 1.0))
 
 
-def evaluate(
-    model: HarnessModel,
-    tasks: Sequence[str],
-    *,
-    num_steps: int,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    include_path: str | None = None,
-) -> tuple[list[Line], str]:
-    """Evaluates tasks of the harness, with its own prompts, scores and seeds.
+class HarnessTasks(NamedTuple):
+    """Tasks of the harness, which exist."""
 
-    Args:
-        tasks: names of tasks, groups or patterns.
-        num_steps: training steps of the weights.
-        limit: number of records of each task; None: all.
-        num_fewshot: number of examples in prompts; None: those of the task.
-        include_path: folder of more tasks.
-    Returns: a line for each task, and the harness's table of results.
-    Raises: UserError for tasks that there are none of.
+    names: Sequence[str]
+    manager: TaskManager
+    limit: int | None
+    """Number of records of each task; None: all."""
+    num_fewshot: int | None
+    """Number of examples in prompts; None: those of the task."""
+
+
+def find_tasks(
+    names: str, *, folder: str | None, limit: int | None, num_fewshot: int | None
+) -> HarnessTasks:
+    """Finds tasks before anything is computed.
+
+    Args: names: of tasks, groups or patterns, with commas between them. folder: of more tasks.
+    Raises: UserError for tasks that there are none of, and for numbers that are too small.
     """
-    manager = harness_tasks.TaskManager(include_path=include_path)
-    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if folder is not None and not pathlib.Path(folder).is_dir():
+        raise UserError(f"--lm-eval-tasks = {folder}: there is no such folder. Name one with YAML.")
+    for flag, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
+        if number is not None and number < least:
+            raise UserError(f"{flag} = {number}: must be at least {least}. Use {least} or more.")
+    manager = TaskManager(include_path=folder)
+    split = [name.strip() for name in names.split(",")]
+    unknown = [name for name in split if not name or not manager.match_tasks([name])]
     if unknown:
         raise UserError(
-            f"--lm-eval = {', '.join(unknown)}: lm-evaluation-harness has no such task. Use names "
-            "that `lm-eval ls tasks` lists, and --lm-eval-tasks FOLDER for your own."
+            f"--lm-eval = {names}: lm-evaluation-harness has no task {', '.join(unknown)}. Use "
+            "names that `lm-eval ls tasks` lists, and --lm-eval-tasks FOLDER for your own."
         )
+    return HarnessTasks(split, manager, limit, num_fewshot)
+
+
+def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tuple[list[Line], str]:
+    """Evaluates tasks of the harness, with its own prompts, scores and seeds.
+
+    Args: num_steps: training steps of the weights.
+    Returns: a line for each task, and the harness's table of results.
+    """
     found = harness.simple_evaluate(
         model,
-        tasks=[*tasks],
-        num_fewshot=num_fewshot,
-        limit=limit,
-        task_manager=manager,
+        tasks=[*tasks.names],
+        num_fewshot=tasks.num_fewshot,
+        limit=tasks.limit,
+        task_manager=tasks.manager,
         log_samples=False,
     )
     assert found is not None, "each process is the first one for the harness"
@@ -209,10 +257,11 @@ def evaluate(
     return lines, harness_utils.make_table(found)
 
 
-def _select_numbers(results: dict[str, Any]) -> dict[str, float]:
-    """Scores of a task and their standard errors, by the harness's names, such as `acc,none`."""
+def _select_numbers(results: dict[str, Any]) -> dict[str, float | None]:
+    """Scores of a task and their standard errors, by the harness's names, such as `acc,none`; None
+    for those that are not finite."""
     return {
-        name: float(value)
+        name: float(value) if math.isfinite(value) else None
         for name, value in results.items()
         if "," in name and isinstance(value, int | float)
     }

@@ -72,7 +72,7 @@ def sum_token_losses(
         are kept.
     """
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
-    compute_tile = functools.partial(_sum_tile, token_loss, transform_logits)
+    compute_tile = functools.partial(_sum_and_differentiate, token_loss, transform_logits)
 
     def split_inputs(hidden_BlD: Array) -> tuple[Array, Array, Array | None]:
         weights_TX = None if weights_Bl is None else split(weights_Bl)
@@ -115,23 +115,23 @@ def compute_token_losses(
     tile: int,
     token_loss: TokenLoss | None = None,
     transform_logits: TransformLogits = lambda logits: logits,
-) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"]]:
-    """Loss of each of this device's tokens, 0 without a label; and True where the label is the
-    likeliest token. Without gradients.
+) -> tuple[Float32[Array, "B l"], Bool[Array, "B l"], Sums]:
+    """Loss of each of this device's tokens, 0 without a label; True where the label is the
+    likeliest token; and the sums of `sum_token_losses`. Without gradients.
 
     Args: see `sum_token_losses`.
     """
     head_VD = gather.all_gather(head, jax.lax.stop_gradient(shard))
 
-    def compute(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        losses = _compute_tile(token_loss, transform_logits, head_VD, *inputs)
-        return losses.losses_X, losses.is_correct_X
+    def compute(inputs: tuple[Array, Array]) -> tuple[Sums, tuple[Array, Array]]:
+        tile = _compute_tile(token_loss, transform_logits, head_VD, *inputs)
+        return _sum_tile(tile, inputs[1], None), (tile.losses_X, tile.is_correct_X)
 
     split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
     tiles = (split(jax.lax.stop_gradient(hidden_BlD)), split(labels_Bl, pad_value=NO_LABEL))
     join = functools.partial(tiling.join_tiles, tile_ndim=1, lead=labels_Bl.shape)
-    losses_TX, is_correct_TX = jax.lax.map(compute, tiles)
-    return join(losses_TX), join(is_correct_TX)
+    sums, (losses_TX, is_correct_TX) = metric_table.scan_sums(compute, tiles)
+    return join(losses_TX), join(is_correct_TX), sums
 
 
 def _differentiate_tile(
@@ -154,7 +154,16 @@ def _differentiate_tile(
     return (sums, dhead_VD), dhidden_XD.astype(hidden_XD.dtype)
 
 
-def _sum_tile(
+def _sum_tile(tile: "_TileLosses", labels_X: Array, weights_X: Array | None) -> Sums:
+    """Sums over the tokens of a tile, of steps and evaluations."""
+    has_label_X = labels_X != NO_LABEL
+    return {
+        "loss_sum": _apply_weights(tile.losses_X, has_label_X, weights_X).sum(),
+        "num_correct": tile.is_correct_X.sum(dtype=jnp.int32),
+    }
+
+
+def _sum_and_differentiate(
     token_loss: TokenLoss | None,
     transform_logits: TransformLogits,
     head_VD: Array,
@@ -165,10 +174,7 @@ def _sum_tile(
     hidden_XD, labels_X, weights_X = inputs
     tile = _compute_tile(token_loss, transform_logits, head_VD, hidden_XD, labels_X)
     has_label_X = labels_X != NO_LABEL
-    sums = {
-        "loss_sum": _apply_weights(tile.losses_X, has_label_X, weights_X).sum(),
-        "num_correct": tile.is_correct_X.sum(dtype=jnp.int32),
-    }
+    sums = _sum_tile(tile, labels_X, weights_X)
     weights_X1 = None if weights_X is None else weights_X[:, None]
     dlogits_XV = _apply_weights(tile.dlogits_XV, has_label_X[:, None], weights_X1)
     return sums, tile.pull_logits(dlogits_XV)[0]

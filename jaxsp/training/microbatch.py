@@ -116,8 +116,8 @@ class TokenLosses(NamedTuple):
     """0 without a label."""
     is_correct_Bl: Bool[Array, "B l"]
     """True where the label is the likeliest token."""
-    statistics: Sums
-    """Sums of routers' statistics."""
+    sums: Sums
+    """Sums over the tokens, and of routers' statistics."""
 
 
 def compute_token_losses(
@@ -129,8 +129,8 @@ def compute_token_losses(
 ) -> TokenLosses:
     """Losses of this device's tokens in a microbatch, without gradients."""
     hidden_BlD, head, statistics = _run_layers(spec, values, holders, batch, token_keys)
-    losses = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
-    return TokenLosses(*losses, statistics)
+    losses_Bl, is_correct_Bl, sums = loss.compute_token_losses(hidden_BlD, batch.labels_BL, **head)
+    return TokenLosses(losses_Bl, is_correct_Bl, sums | statistics)
 
 
 def _run_layers(

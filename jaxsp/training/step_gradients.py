@@ -152,27 +152,27 @@ class BatchLosses(NamedTuple):
     outcomes_BL: Int8[Array, "microbatches B L"]
     """-1 without a label; 1 where the label is the likeliest token; otherwise 0."""
     sums: Sums
-    """Counts, and sums of routers' statistics."""
+    """Counts, and sums over the tokens and of routers' statistics."""
 
 
 def compute_token_losses(spec: StepSpec, master: layers.Weights, batch: Batch) -> BatchLosses:
     """Losses of the tokens of a batch, without gradients. Call under jit."""
 
     def compute(master: layers.Weights, holders: layers.Weights, batch: Batch) -> tuple[Sums, Any]:
-        losses_Bl, is_correct_Bl, statistics = microbatch.compute_token_losses(
+        losses_Bl, is_correct_Bl, sums = microbatch.compute_token_losses(
             spec, master, holders, batch
         )
         has_label_Bl = batch.labels_BL != NO_LABEL
         outcomes_Bl = jnp.where(has_label_Bl, is_correct_Bl.astype(jnp.int8), jnp.int8(-1))
-        return statistics, (losses_Bl, outcomes_Bl)
+        return sums, (losses_Bl, outcomes_Bl)
 
     def local(master: layers.Weights, batch: Batch) -> BatchLosses:
         batch = batch.without_pairs()
         holders = spec.gather.make_grad_holders(spec.table, master)
         compute_microbatch = functools.partial(compute, master, holders)
-        statistics, losses = metric_table.scan_sums(compute_microbatch, batch)
+        sums, losses = metric_table.scan_sums(compute_microbatch, batch)
         losses_BL, outcomes_BL = losses
-        return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(statistics, batch))
+        return BatchLosses(losses_BL, outcomes_BL, _sum_over_mesh(sums, batch))
 
     specs = BatchLosses(PER_TOKEN, PER_TOKEN, PartitionSpec())  # type: ignore[arg-type]
     return _run_on_mesh(spec, local, master, batch, out_specs=specs)

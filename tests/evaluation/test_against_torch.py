@@ -12,6 +12,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.setup import build, initial_weights
 from tests import tolerances
 
@@ -129,7 +130,9 @@ def harness_models(folder):
     )
     spec = resolved.run_spec.longest
     master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
-    return own, harness.HarnessModel(spec, master, tokenizers.load(str(folder)))
+    return own, harness.HarnessModel(
+        Evaluator(spec, []), master, tokenizers.load(str(folder)), stop_ids=[256]
+    )
 
 
 def make_requests(kind, *args):
@@ -181,6 +184,31 @@ def test_options_that_generation_does_not_have_are_refused(harness_models):
     request = ("def f(", {"until": [], "num_beams": 4})
     with pytest.raises(UserError, match=r"num_beams.*jaxsp export"):
         harness_models[1].generate_until(make_requests("generate_until", request))
+
+
+def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(harness_models):
+    longest = [7] * (ROW_TOKENS - 1)
+    request = lambda ids: [(None, [5], ids)]
+    expected, actual = (model._loglikelihood_tokens(request(longest)) for model in harness_models)
+    assert actual[0][0] == pytest.approx(expected[0][0], rel=1e-4)
+    with pytest.raises(UserError, match=r"data\.row_tokens = 192: .*192 tokens"):
+        harness_models[1]._loglikelihood_tokens(request([7] * ROW_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (["--lm-eval", ""], "has no task"),
+        (["--lm-eval", "no such task"], "has no task no such task"),
+        (["--lm-eval", "x", "--limit", "0"], "--limit = 0: must be at least 1"),
+        (["--lm-eval", "x", "--lm-eval-tasks", "missing"], "there is no such folder"),
+        (["--limit", "3"], "Use it with --lm-eval TASK"),
+    ],
+)
+def test_wrong_tasks_are_refused_before_anything_is_computed(folder, tmp_path, words, pattern):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
+    with pytest.raises(UserError, match=pattern):
+        run_eval(folder, tmp_path / "out.jsonl", "data.eval_fraction=0.5", *words)
 
 
 def test_rolling_likelihoods_are_those_of_the_harness(harness_models):

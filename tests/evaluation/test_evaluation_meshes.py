@@ -67,8 +67,9 @@ def evaluate(folder, num_devices, words):
     )
     spec = resolved.run_spec.longest
     master = initial_weights.open_sources(spec, None, None).make()
-    evaluators = (Evaluator(spec, resolved.evals), RetrievalEvaluator(spec, resolved.task_samples))
-    return [line for each in evaluators for line in each.run(master, num_steps=0)]
+    eval_sets = Evaluator(spec, resolved.evals)
+    tasks = RetrievalEvaluator(eval_sets, resolved.task_samples)
+    return [line for each in (eval_sets, tasks) for line in each.run(master, num_steps=0)]
 
 
 @pytest.fixture

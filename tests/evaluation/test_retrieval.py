@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxsp.config.objective_schema import ObjectiveConfig
+from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.tasks.task import Sample
 from tests.evaluation import plain
@@ -46,6 +48,27 @@ def sum_losses(samples):
     return total
 
 
+def test_models_that_are_trained_on_pairs_answer_too():
+    spec = make_spec()
+    expected, actual = (
+        [
+            *RetrievalEvaluator(evaluator, {"multi_key": make_samples(40, 0.0)}).run(
+                master, num_steps=0
+            )
+        ]
+        for evaluator, master in (
+            (Evaluator(changed, []), runs.put_weights(spec.table, plain.WEIGHTS, spec.mesh))
+            for changed in (spec, with_objective(spec, "dpo"))
+        )
+    )
+    assert actual == expected
+
+
+def with_objective(spec, name):
+    objective = ObjectiveConfig(type=name)
+    return dataclasses.replace(spec, config=spec.config.model_copy(update={"objective": objective}))
+
+
 @pytest.mark.parametrize("sizes", [pytest.param((1, 1, 1), marks=pytest.mark.e2e), (1, 2, 4)])
 def test_exact_answers_are_those_of_greedy_decoding(sizes):
     short = make_samples(LENGTHS["short"], 0.0) + make_samples(LENGTHS["short"], 1.0)[:2]
@@ -53,7 +76,7 @@ def test_exact_answers_are_those_of_greedy_decoding(sizes):
         dataclasses.replace(sample, depth=None) for sample in make_samples(LENGTHS["long"], 0.5)
     ]
     spec = make_spec(sizes)
-    evaluator = RetrievalEvaluator(spec, {"needle": short, "multi_key": long})
+    evaluator = RetrievalEvaluator(Evaluator(spec, []), {"needle": short, "multi_key": long})
     master = runs.put_weights(spec.table, plain.WEIGHTS, spec.mesh)
     needle, multi_key = evaluator.run(master, num_steps=7)
     assert (needle["step"], needle["task"], needle["length"]) == (7, "needle", LENGTHS["short"])

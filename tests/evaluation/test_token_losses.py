@@ -136,6 +136,29 @@ def check_positions(line, tokens):
     assert line["loss_per_doubling"] == pytest.approx(change, rel=1e-4)
 
 
+def test_only_documents_with_loss_tokens_in_both_buckets_are_compared():
+    """Documents 0 and 1 have loss tokens in one bucket each, and document 2 in both."""
+    sums = PositionSums(np.array([256, 256, 300]))
+    document_T = np.array([0, 1, 2, 2, 2])
+    position_T = np.array([5, 200, 7, 130, 131])
+    losses_T = np.array([1.0, 5.0, 3.0, 2.0, 1.0])
+    sums.add(TokenLosses(document_T, position_T, losses_T, losses_T > 2))
+    fields = sums.make_fields()
+    assert fields.loss_by_position == {"0": 2.0, "128": pytest.approx(8 / 3)}
+    assert fields.loss_change_by_position == {"128": -1.5}
+    assert fields.loss_per_doubling == -1.5
+
+
+def test_losses_that_are_not_finite_are_undefined():
+    sums = PositionSums(np.array([256]))
+    position_T = np.array([5, 200])
+    losses_T = np.array([1.0, np.nan])
+    sums.add(TokenLosses(np.zeros(2, np.int64), position_T, losses_T, losses_T > 2))
+    fields = sums.make_fields()
+    assert fields.loss_by_position == {"0": 1.0, "128": None}
+    assert (fields.loss_change_by_position, fields.loss_per_doubling) == ({"128": None}, None)
+
+
 def test_the_mean_change_is_weighted_by_documents():
     """Losses are 8 - bucket; documents of 128, 256 and 512 tokens fill 1, 2 and 3 buckets."""
     lengths = np.array([128, 256, 512])

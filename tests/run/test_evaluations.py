@@ -81,7 +81,7 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
     words = [f"data.eval={json.dumps([source])}", "mesh.data=8"]
     out = folder / "before.jsonl"
     evaluation.main([str(run / "checkpoints/4"), *words, "--out", str(out)])
-    assert out.with_suffix(".png").is_file()
+    assert out.with_name("before-needle.png").is_file()
     evaluation.main([str(run), *words, "--out", str(folder / "b.jsonl"), "--baseline", str(out)])
     text = capsys.readouterr().out
     first, *tasks = commands.read_lines(out)

@@ -42,13 +42,12 @@ def read_lines(path):
 def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report(
     tmp_path, monkeypatch
 ):
-    compute_tile = loss._sum_tile
+    sum_tile = loss._sum_tile
 
-    def count_even_labels(*arguments):
-        sums, gradient_XV = compute_tile(*arguments)
-        labels_X = arguments[-1][1]
+    def count_even_labels(tile, labels_X, weights_X):
         is_even_X = (labels_X != NO_LABEL) & (labels_X % 2 == 0)
-        return sums | {"num_even": is_even_X.sum(dtype=jnp.int32)}, gradient_XV
+        even = {"num_even": is_even_X.sum(dtype=jnp.int32)}
+        return sum_tile(tile, labels_X, weights_X) | even
 
     even = Metric(
         "Tokens before an even one, as a fraction of all.",

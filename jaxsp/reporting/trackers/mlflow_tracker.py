@@ -89,8 +89,9 @@ class MlflowTracker(Tracker):
         if point.texts:  # written again, a text replaces itself
             return False
         if point.group not in self._last_steps:
-            # a number that every point has
-            name = to_key(f"{point.group}/num_loss_tokens")
+            # a count, which every point of the group has
+            names = (name for name in point.numbers if "/num_" in name)
+            name = to_key(next(names, f"{point.group}/num_loss_tokens"))
             history = self._client.get_metric_history(self._run_id, name)
             self._last_steps[point.group] = max((metric.step for metric in history), default=-1)
         return point.step <= self._last_steps[point.group]
