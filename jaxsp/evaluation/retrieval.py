@@ -83,12 +83,16 @@ class RetrievalEvaluator:
 
     def __init__(self, evaluator: Evaluator, samples: Samples):
         """Prepares the rows. Args: evaluator: that of the eval sets, whose program is shared."""
+        self._groups: list[_Group] = []
+        if not samples:
+            return
         of_texts = evaluator.for_texts()
         longest_row = evaluator.config.data.max_row_tokens
         flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
         short = [pair for pair in flat if pair[1].length <= longest_row]
         long = [pair for pair in flat if pair[1].length > longest_row]
-        self._groups = [_Group(of_texts, short)] if short else []
+        if short:
+            self._groups.append(_Group(of_texts, short))
         if long:
             spec = lengthen_rows(of_texts.spec, max(sample.length for _, sample in long))
             self._groups.append(_Group(Evaluator(spec, []), long))
