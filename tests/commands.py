@@ -57,6 +57,18 @@ def run_python(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def flatten_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a line of metrics.jsonl or eval.jsonl, under the names that trackers show."""
+    numbers: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, dict):
+            inner = flatten_numbers(value).items()
+            numbers |= {f"{name}/{key}": number for key, number in inner}
+        elif value is not None:
+            numbers[name] = value
+    return numbers
+
+
 def write_documents(
     path: pathlib.Path, lengths: Sequence[int], *, seed: int = 0, has_labels: bool = False
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from jaxsp import report
+from tests import commands
 from tests.reporting import test_report
 
 pytestmark = pytest.mark.e2e
@@ -78,12 +79,11 @@ def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     numbers = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
     for name, group in (("metrics.jsonl", "train"), ("eval.jsonl", "eval/json")):
         for line in lines(folder / "first", name):
-            counts = line.pop("num_tokens_by_source", {})
-            line |= {f"num_tokens_by_source/{source}": count for source, count in counts.items()}
-            for field, value in line.items():
-                if field not in ("step", "data") and value is not None:
-                    number = numbers.pop((f"{group}/{field}", line["step"]))
-                    assert number == pytest.approx(value), field
+            step = line.pop("step")
+            line.pop("data", None)
+            for field, value in commands.flatten_numbers(line).items():
+                number = numbers.pop((f"{group}/{field}", step))
+                assert number == pytest.approx(value), field
     assert not numbers
 
 

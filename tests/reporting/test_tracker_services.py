@@ -145,11 +145,8 @@ def read_expected(directory):
         for line in commands.read_lines(directory / name):
             group = f"eval/{line.pop('data')}" if "data" in line else "train"
             step = line.pop("step")
-            counts = line.pop("num_tokens_by_source", {})
-            line |= {f"num_tokens_by_source/{source}": count for source, count in counts.items()}
-            for field, value in line.items():
-                if value is not None:
-                    numbers[f"{group}/{field}", step] = value
+            for field, value in commands.flatten_numbers(line).items():
+                numbers[f"{group}/{field}", step] = value
     return numbers
 
 
