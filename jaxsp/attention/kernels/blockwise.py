@@ -205,10 +205,11 @@ def _forward_block(
     def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, total, maximum = sums
         scores, _ = _scores(row, score, q, j, "qk")
-        mask = row.block_mask(i, j)
-        scores = jnp.where(mask, scores, _MASKED_SCORE)
+        scores = jnp.where(row.block_mask(i, j), scores, _MASKED_SCORE)
         new_maximum = jnp.maximum(maximum, scores.max(-1))
-        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)
+        # so that masked scores get a weight of 0 also in queries without a key so far
+        shift = jnp.where(new_maximum == _MASKED_SCORE, 0.0, new_maximum)
+        weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(maximum - new_maximum)
         v = row.v[j]
         out = out * shrink[..., None] + _dot("gqk,gkK->gqK", weights.astype(v.dtype), v)
