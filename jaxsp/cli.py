@@ -132,6 +132,16 @@ def add_config_arguments(
     )
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the name of a trained or published model, and changes of config fields."""
+    add_config_arguments(
+        parser,
+        "what",
+        metavar="WHAT",
+        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
+    )
+
+
 def detect_process(args: argparse.Namespace) -> Process:
     """Detects which process this is, from a multi-process parser's arguments or the launcher."""
     return cluster.detect_process(

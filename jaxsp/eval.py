@@ -24,6 +24,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.generation import generator
 from jaxsp.processes import distributed
 from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
@@ -55,6 +56,8 @@ def main(arguments: list[str]) -> None:
     harness_tasks = _find_harness_tasks(args)
     resolved = given.resolve(config)
     spec = resolved.run_spec.longest
+    if harness_tasks is not None:
+        generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
     _prepare_references(resolved, checkpoint, print_line)
@@ -112,12 +115,7 @@ def _make_parser() -> argparse.ArgumentParser:
         documents_fields=True,
         is_multi_process=True,
     )
-    cli.add_config_arguments(
-        parser,
-        "what",
-        metavar="WHAT",
-        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
-    )
+    cli.add_model_arguments(parser)
     parser.add_argument(
         "--config",
         metavar="CONFIG.yaml",

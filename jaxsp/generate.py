@@ -85,12 +85,7 @@ def _make_parser() -> argparse.ArgumentParser:
         documents_fields=True,
         is_multi_process=True,
     )
-    cli.add_config_arguments(
-        parser,
-        "what",
-        metavar="WHAT",
-        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
-    )
+    cli.add_model_arguments(parser)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--prompt", metavar="TEXT", help="text to continue")
     group.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")

@@ -55,6 +55,15 @@ class Sampling:
             raise UserError(f"seed = {self.seed}: must be at least 0 and below 2**31. Use 0.")
 
 
+def check_head(spec: StepSpec) -> None:
+    """Raises: UserError for a reward model, which has no tokens."""
+    if spec.model.has_scores:
+        raise UserError(
+            "objective.type = reward: a reward model scores texts and generates none. Use a model "
+            "that was trained with another objective."
+        )
+
+
 class Generator:
     """Answers prompts with the weights of a training step, sharded as in training.
 
@@ -65,11 +74,7 @@ class Generator:
 
     def __init__(self, spec: StepSpec):
         """Raises: UserError for a reward model, which has no tokens."""
-        if spec.model.has_scores:
-            raise UserError(
-                "objective.type = reward: a reward model scores texts and generates none. Use a "
-                "model that was trained with another objective."
-            )
+        check_head(spec)
         self._spec = spec
         self._find_programs = functools.lru_cache(maxsize=None)(self._make_programs)
 

@@ -224,9 +224,11 @@ def find_tasks(
     for flag, number, least in (("--limit", limit, 1), ("--num-fewshot", num_fewshot, 0)):
         if number is not None and number < least:
             raise UserError(f"{flag} = {number}: must be at least {least}. Use {least} or more.")
-    manager = TaskManager(include_path=folder)
     split = [name.strip() for name in names.split(",")]
-    unknown = [name for name in split if not name or not manager.match_tasks([name])]
+    if not all(split):
+        raise UserError(f"--lm-eval = {names}: has an empty name. Use --lm-eval TASK,TASK.")
+    manager = TaskManager(include_path=folder)  # takes some 10 s
+    unknown = [name for name in split if not manager.match_tasks([name])]
     if unknown:
         raise UserError(
             f"--lm-eval = {names}: lm-evaluation-harness has no task {', '.join(unknown)}. Use "

@@ -198,7 +198,7 @@ def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(
 @pytest.mark.parametrize(
     ("words", "pattern"),
     [
-        (["--lm-eval", ""], "has no task"),
+        (["--lm-eval", "a,,b"], "has an empty name"),
         (["--lm-eval", "no such task"], "has no task no such task"),
         (["--lm-eval", "x", "--limit", "0"], "--limit = 0: must be at least 1"),
         (["--lm-eval", "x", "--lm-eval-tasks", "missing"], "there is no such folder"),

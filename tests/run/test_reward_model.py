@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
 from jaxsp.setup import build
+from jaxsp.setup.given_model import GivenModel
 from tests import batches, commands
 from tests.hf import oracle
 from tests.run import test_preference_runs
@@ -169,6 +171,16 @@ def test_models_that_do_not_fit_the_objective_are_refused(folder):
         build.build_training(sft, devices=jax.devices()[:1])
     with pytest.raises(UserError, match=r"transformers has no model for the scores of granite"):
         model_config.make_reward_fields({"model_type": "granite"}, field="config.json")
+
+
+def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_read(
+    folder, monkeypatch
+):
+    monkeypatch.setattr(evaluation, "_find_harness_tasks", lambda args: "tasks")
+    monkeypatch.setattr(GivenModel, "load_weights", None)
+    with pytest.raises(UserError, match="a reward model scores texts"):
+        changes = ["objective.type=reward", "data.train.0.format=preference", "data.row_tokens=64"]
+        evaluation.main([str(folder / "scores"), *changes, "--lm-eval", "tasks"])
 
 
 def test_an_export_has_no_padding_token_that_ends_documents():
