@@ -98,6 +98,7 @@ class Generator:
         """
         sampling.check()
         self.check(prompts, max_new_tokens)
+        weights = self._spec.gather.cast_once(self._spec.table, master)
         answers: list[list[int]] = [[] for _ in prompts]
         # The longest first, so that memory runs out at the beginning if it does
         left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
@@ -107,7 +108,7 @@ class Generator:
             )
             numbers = left[: programs.num_rows]
             left = left[programs.num_rows :]
-            run = _Run(programs, master, numbers, sampling, max_new_tokens)
+            run = _Run(programs, weights, numbers, sampling, max_new_tokens)
             batch = programs.make_batch([prompts[number] for number in numbers])
             run.answer(batch, answers, frozenset(stop_ids), on_token or _ignore_token)
         return answers
@@ -187,7 +188,7 @@ class _Run:
     """Answers to prompts that fit into one batch of rows."""
 
     programs: Programs
-    master: Weights
+    weights: Weights
     numbers: list[int]
     """Number of each prompt among all prompts."""
     sampling: Sampling
@@ -202,7 +203,7 @@ class _Run:
     ) -> None:
         """Adds the tokens to `answers`, until all have ended."""
         programs = self.programs
-        logits, prompts, states = programs.prefill(self.master, batch)
+        logits, prompts, states = programs.prefill(self.weights, batch)
         cache = Answers(programs.make_slots(prompts, self.max_new_tokens), states)
         unfinished = set(self.numbers)
         tokens = self._choose(logits, 0)
@@ -211,7 +212,7 @@ class _Run:
             if number + 1 < self.max_new_tokens:
                 # Dispatched before this token is known here: devices need not wait
                 logits, cache = programs.decode(
-                    self.master, tokens, prompts, cache, np.int32(number)
+                    self.weights, tokens, prompts, cache, np.int32(number)
                 )
                 following = self._choose(logits, number + 1)
             for prompt, token in zip(self.numbers, np.asarray(tokens).tolist(), strict=False):

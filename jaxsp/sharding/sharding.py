@@ -185,6 +185,22 @@ class Gather:
 
         return jax.tree.map(copy, table, master)
 
+    def cast_once(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
+        """Copies shards to the device in the dtypes that `all_gather` casts them to, to be gathered
+        many times. To be called outside shard_map.
+
+        Shards that are there in this dtype are not copied, nor quantized ones.
+        """
+
+        def copy(param: Parameter, value: Any) -> Any:
+            if isinstance(value, QuantizedMatrix):
+                return value
+            on_device = host_memory.to_device(value)
+            dtype = self._dtype(param)
+            return on_device if on_device.dtype == dtype else on_device.astype(dtype)
+
+        return jax.tree.map(copy, table, master)
+
     def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
         """Casts one layer's shard to the compute dtype, and all-gathers it; of a quantized matrix
         gathers codes and scales, and dequantizes them.

@@ -25,10 +25,11 @@ def make_spec(
     sizes: tuple[int, int, int],
     row_tokens: int = ROW_TOKENS,
     adapter: dict[str, Any] | None = None,
+    compute_dtype: str = "float32",
     **fields: Any,
 ) -> StepSpec:
     """A step on a mesh. Args: fields: fields of the config's attention."""
-    config = batches.make_config(adapter=adapter)
+    config = batches.make_config(adapter=adapter, compute_dtype=compute_dtype)
     update = {
         "data": config.data.model_copy(update={"row_tokens": row_tokens}),
         "mesh": MeshConfig(**dict(zip(("replica", "data", "seq"), sizes, strict=True))),

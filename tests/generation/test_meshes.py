@@ -13,6 +13,7 @@ from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
+from jaxsp.sharding.sharding import Gather
 from tests import batches, tolerances, unsharded
 from tests.generation import models
 from tests.training import runs
@@ -107,6 +108,26 @@ def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
     (steps,) = models.compute_logits(generator, master, [prompt], [answer])
     (last,) = models.compute_logits(generator, master, [prompt + answer[:-1]], [answer[-1:]])
     assert batches.relative_error(steps[-1:], last) < tolerances.MESH
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_weights_that_are_cast_once_give_the_same_bits(monkeypatch):
+    spec = models.make_spec(HYBRID, (1, 2, 1), compute_dtype="bfloat16")
+    master = runs.put_weights(spec.table, runs.draw_weights(HYBRID), spec.mesh)
+    generator = Generator(spec)
+    weights = spec.gather.cast_once(spec.table, master)
+    for value, cast in zip(*map(jax.tree.leaves, (master, weights)), strict=True):
+        assert cast.sharding.is_equivalent_to(value.sharding, value.ndim)
+        assert cast is value if cast.dtype == jnp.float32 else cast.dtype == jnp.bfloat16
+    assert {cast.dtype.name for cast in jax.tree.leaves(weights)} == {"float32", "bfloat16"}
+    answers = [answer[:2] for answer in ANSWERS]
+    logits = [models.compute_logits(generator, x, PROMPTS, answers) for x in (master, weights)]
+    jax.tree.map(np.testing.assert_array_equal, *logits)
+
+    casts = []
+    monkeypatch.setattr(Gather, "cast_once", lambda *arguments: casts.append(1) or weights)
+    generator.generate(master, PROMPTS, max_new_tokens=2)
+    assert casts == [1]
 
 
 def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS):

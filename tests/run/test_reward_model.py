@@ -178,8 +178,8 @@ def test_the_harness_needs_a_model_of_tokens_and_says_so_before_the_weights_are_
 ):
     monkeypatch.setattr(evaluation, "_find_harness_tasks", lambda args: "tasks")
     monkeypatch.setattr(GivenModel, "load_weights", None)
+    changes = ["objective.type=reward", "data.train.0.format=preference", "data.row_tokens=64"]
     with pytest.raises(UserError, match="a reward model scores texts"):
-        changes = ["objective.type=reward", "data.train.0.format=preference", "data.row_tokens=64"]
         evaluation.main([str(folder / "scores"), *changes, "--lm-eval", "tasks"])
 
 
