@@ -15,6 +15,7 @@ from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import RecordError
@@ -41,6 +42,11 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(arguments)
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     sampling.check()
+    if args.top_p != 1 and args.temperature == 0:
+        raise UserError(
+            f"--top-p = {args.top_p}: is for samples, and answers are greedy. Use --temperature 1 "
+            "too."
+        )
     given = given_model.find(args.what)
     _check_head(given)
     config = _load_config(given, args.changes)
@@ -258,8 +264,8 @@ class _Answer:
         The first two tokens count apart, because their programs are compiled.
         """
         first = self.times[:2][-1]
-        text = f"{prompt_tokens:,} tokens of the prompt, {len(self.times):,} new ones"
-        text += f"; the first {len(self.times[:2])} in {first:.1f} s with compilation"
+        text = f"{format_count(prompt_tokens, 'token')} of the prompt, {len(self.times):,} new"
+        text += f"; prompt and compilation {first:.1f} s"
         if len(self.times) > 2:
             speed = (len(self.times) - 2) / (self.times[-1] - first)
             text += f", then {speed:,.1f} tokens/s"

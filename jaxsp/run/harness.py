@@ -242,15 +242,22 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
 
     Args: num_steps: training steps of the weights.
     Returns: a line for each task, and the harness's table of results.
+    Raises: UserError if a task's data cannot be downloaded.
     """
-    found = harness.simple_evaluate(
-        model,
-        tasks=[*tasks.names],
-        num_fewshot=tasks.num_fewshot,
-        limit=tasks.limit,
-        task_manager=tasks.manager,
-        log_samples=False,
-    )
+    try:
+        found = harness.simple_evaluate(
+            model,
+            tasks=[*tasks.names],
+            num_fewshot=tasks.num_fewshot,
+            limit=tasks.limit,
+            task_manager=tasks.manager,
+            log_samples=False,
+        )
+    except ConnectionError as error:  # of datasets
+        raise UserError(
+            f"--lm-eval = {','.join(tasks.names)}: {str(error).splitlines()[0]}. Run it once where "
+            "the hub can be reached, with the same HF_HOME."
+        ) from error
     assert found is not None, "each process is the first one for the harness"
     lines = [
         {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)}

@@ -223,6 +223,18 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
+def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line(monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
+    from jaxsp.run import harness
+
+    def fail(*arguments, **options):
+        raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
+
+    monkeypatch.setattr(harness.harness, "simple_evaluate", fail)
+    with pytest.raises(UserError, match=r"^--lm-eval = x: Couldn't reach 'a/b' on the Hub\. Run"):
+        harness.evaluate(None, harness.HarnessTasks(["x"], None, None, None), num_steps=0)
+
+
 @pytest.mark.e2e
 def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
     folder, harness_models, tmp_path, capsys

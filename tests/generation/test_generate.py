@@ -91,7 +91,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     new = answer[0, ids.shape[1] :].tolist()
     assert len(set(new)) > 3
-    assert f"{len(PROMPT)} tokens of the prompt, {len(new)} new ones" in speed
+    assert f"{len(PROMPT)} tokens of the prompt, {len(new)} new; prompt and compilation" in speed
     assert tokenizer.decode(new) == read_samples(run)[2, "code", 0]["answer"]
     expected = tokenizer.decode(new, skip_special_tokens=True)
     assert text == generate.escape(expected)
@@ -108,6 +108,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
         (["--chat", "Hi"], "--chat: the tokenizer has no chat template"),
         (["--prompt", "a", "--max-new-tokens", "500", *MESH], "data.row_tokens=512"),
         (["--prompt", "a", "--top-p", "2"], "top_p = 2"),
+        (["--prompt", "a", "--top-p", "0.5"], "--top-p = 0.5: is for samples"),
         (["--prompt", "a", "model.config=null", "model.source=x"], "model.source: must be the"),
     ],
 )
