@@ -17,6 +17,7 @@ from lm_eval.models import utils as harness_models
 from lm_eval.tasks import TaskManager
 
 from jaxsp.blocks import layers
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
@@ -255,7 +256,7 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
         )
     except ConnectionError as error:  # of datasets
         raise UserError(
-            f"--lm-eval = {','.join(tasks.names)}: {str(error).splitlines()[0]}. Run it once where "
+            f"--lm-eval = {','.join(tasks.names)}: {errors.first_line(error)}. Run it once where "
             "the hub can be reached, with the same HF_HOME."
         ) from error
     assert found is not None, "each process is the first one for the harness"
