@@ -1,7 +1,7 @@
 """jaxsp eval WHAT [key.path=value ...]: loss and accuracy on eval sets, and retrieval tasks.
 
-Results of a run's checkpoint are appended to the run's eval.jsonl, tasks.jsonl and lm_eval.jsonl.
-No field distinguishes them from the lines that training wrote; use --out to keep them apart.
+Results of a run's checkpoint are appended to the run's eval.jsonl, tasks.jsonl and lm_eval.jsonl,
+or to the file of --out.
 """
 
 import argparse
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
-    baseline = None if args.baseline is None else comparison.read(args.baseline)
+    baseline = None if args.baseline is None else _read_baseline(args)
     given = given_model.find(args.what)
     checkpoint = given.checkpoint
     config = _load_config(given, args.config, args.changes, needs_data=args.lm_eval is None)
@@ -130,7 +130,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--baseline",
         metavar="FILE",
-        help="file of --out of another model: also print a table of differences",
+        help="file of --out of another model, or its run: also print a table of differences",
     )
     group = parser.add_argument_group("lm-evaluation-harness (pip install 'jaxsp[lm-eval]')")
     group.add_argument(
@@ -144,6 +144,17 @@ def _make_parser() -> argparse.ArgumentParser:
         "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
     )
     return parser
+
+
+def _read_baseline(args: argparse.Namespace) -> list[Line]:
+    """Lines of --baseline. Raises: UserError if there are none, and if the command adds to them."""
+    paths = [pathlib.Path(path).resolve() for path in (args.baseline, args.out) if path]
+    if len(set(paths)) < len(paths):
+        raise UserError(
+            f"--out = {args.out}: is the file of --baseline, which must keep the results of one "
+            "model. Use another file."
+        )
+    return comparison.read(args.baseline)
 
 
 def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":

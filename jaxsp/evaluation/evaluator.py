@@ -21,9 +21,10 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.packing.step_records import StepCounts
-from jaxsp.evaluation import long_ppl, token_losses
+from jaxsp.evaluation import long_ppl, setting_fields, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
+from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
 from jaxsp.objectives import objective
 from jaxsp.objectives.objective import PairSums
@@ -35,16 +36,18 @@ from jaxsp.training.step_gradients import BatchLosses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalFields(PositionFields):
+class EvalFields(PositionFields, SettingFields):
     """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
 
-    jaxsp eval appends lines too. No field distinguishes them from the lines of the run.
+    jaxsp eval appends lines too, which may have other settings or documents.
     """
 
     step: int
     """Training steps of the weights; 0 for the weights of a Hugging Face folder."""
     data: str
     """Name of the eval set."""
+    data_digest: str | None
+    """Digest of its tokens, labels and cuts. null for documents in memory."""
     perplexity: float | None
     """exp(loss). null if it is not finite."""
     num_documents: int
@@ -155,17 +158,20 @@ class Evaluator:
         )
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
+        digest = identify_eval_set(data, self.config)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
         if all_losses is not None:
             long_ppl_result = self._measure_long_ppl(data, all_losses, master, on_batch)
         fields = EvalFields(
             step=num_steps,
             data=data.name,
+            data_digest=digest,
             perplexity=math.exp(values["loss"]) if has_perplexity else None,
             num_documents=len(data.documents.lengths),
             seconds=time.perf_counter() - began,
             **long_ppl_result._asdict(),
             **vars(positions.make_fields()),
+            **vars(setting_fields.describe(self.spec)),
         )
         return metric_table.make_line(fields, sums | values)
 

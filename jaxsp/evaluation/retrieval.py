@@ -15,14 +15,16 @@ from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import in_memory
+from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.tasks.task import Sample
 from jaxsp.training.metric_table import Line
 from jaxsp.training.specs import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskFields:
+class TaskFields(SettingFields):
     """One line of tasks.jsonl: the samples of one length of a task, at one step."""
 
     step: int
@@ -64,6 +66,7 @@ class _Group:
         ]
         self._data = in_memory.pack_arrays("tasks", documents, labels, evaluator.config)
         self._evaluator = evaluator
+        self.settings = setting_fields.describe(evaluator.spec)
 
     def compile(self) -> None:
         self._evaluator.compile(needs_eval_sets=False)
@@ -109,17 +112,22 @@ class RetrievalEvaluator:
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
     ) -> Iterator[Line]:
         """Yields the lines of these weights: see `TaskFields`. Args: see `Evaluator.run`."""
-        cells: dict[tuple[str, int], list[tuple[Sample, np.ndarray]]] = {}
         for group in self._groups:
+            cells: dict[tuple[str, int], list[tuple[Sample, np.ndarray]]] = {}
             scores = group.score(master, on_batch)
             for (task, sample), score in zip(group.samples, scores.T, strict=True):
                 cells.setdefault((task, sample.length), []).append((sample, score))
-        for (task, length), cell in cells.items():
-            yield dataclasses.asdict(_make_fields(num_steps, task, length, cell))
+            for (task, length), cell in cells.items():
+                fields = _make_fields(num_steps, task, length, cell, group.settings)
+                yield dataclasses.asdict(fields)
 
 
 def _make_fields(
-    num_steps: int, task: str, length: int, cell: Sequence[tuple[Sample, np.ndarray]]
+    num_steps: int,
+    task: str,
+    length: int,
+    cell: Sequence[tuple[Sample, np.ndarray]],
+    settings: SettingFields,
 ) -> TaskFields:
     """Makes a line from scores: loss, number of tokens, and number of correct ones."""
     by_depth: dict[str, list[np.ndarray]] = {}
@@ -137,6 +145,7 @@ def _make_fields(
         answer_loss_by_depth={depth: _compute_loss(part) for depth, part in by_depth.items()},
         num_samples=len(scores),
         num_answer_tokens=int(sum(score[1] for score in scores)),
+        **vars(settings),
     )
 
 

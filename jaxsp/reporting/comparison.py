@@ -1,4 +1,4 @@
-"""Table of differences between results of two models, evaluated with the same command."""
+"""Comparisons of results: the table of two models, and settings that make results differ."""
 
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,6 +9,8 @@ import rich.table
 
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
+from jaxsp.reporting import metrics
+from jaxsp.training.metric_table import Line
 
 COMPARED = (
     "loss token_accuracy loss_per_doubling long_ppl num_key_tokens reward_accuracy "
@@ -16,30 +18,93 @@ COMPARED = (
 ).split()
 """Fields of lines of eval.jsonl and tasks.jsonl that a table has, beside the loss by position."""
 
+SETTINGS = {
+    "compute_dtype": ("{} compute", ""),
+    "rope": ("RoPE {}", "the model's own RoPE"),
+    "num_samples": ("{} samples", ""),
+    "limit": ("{} records", "all records"),
+    "num_fewshot": ("{} examples", "the task's examples"),
+}
+"""Fields of a line that its numbers depend on, with a text for a value and for null."""
+
+_MAX_COLUMNS = 200
+
+_FILES = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE)
+
 Results = dict[tuple[str, str], float]
 """Numbers by what they were measured on, and by field."""
 
 
-def read(path: str | pathlib.Path) -> Results:
-    """Reads a file of `jaxsp eval --out`; of several lines for a set, the last one counts.
+def read(path: str | pathlib.Path) -> list[Line]:
+    """Reads the lines of a file of `jaxsp eval --out`, or of a run's directory.
 
-    Raises: UserError if it is no such file.
+    Raises: UserError if it has no results.
     """
     path = pathlib.Path(path)
-    if not path.is_file():
+    paths = [path / name for name in _FILES] if path.is_dir() else [path]
+    texts = [file.read_bytes() for file in paths if file.is_file()]
+    lines = [files.parse_json(line) or {} for text in texts for line in text.splitlines()]
+    lines = [line for line in lines if line.keys() & {"data", "task", "lm_eval"}]
+    if not lines:
+        reason = "has no results" if path.exists() else "there is no such file"
         raise UserError(
-            f"--baseline = {path}: there is no such file. Use one that jaxsp eval --out FILE wrote."
+            f"--baseline = {path}: {reason}. Use a file that jaxsp eval --out FILE wrote, or the "
+            "directory of an evaluated run."
         )
-    lines = [files.parse_json(line) or {} for line in path.read_bytes().splitlines()]
-    found = collect(line for line in lines if line.keys() & {"data", "task", "lm_eval"})
-    if not found:
-        raise UserError(
-            f"--baseline = {path}: has no results. Use a file that jaxsp eval --out FILE wrote."
-        )
-    return found
+    return lines
 
 
-def collect(lines: Iterable[Mapping[str, Any]]) -> Results:
+def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Settings of a line that make its numbers differ from those of another one of the same name.
+
+    Example: `["rows of 32,768 tokens", "float32 compute"]`.
+    """
+    common = line.keys() & other.keys()
+    changed = {name for name in common if line[name] != other[name]}
+    texts = []
+    if "row_tokens" in changed and ("data_digest" in changed or "lm_eval" in line):
+        texts.append(f"rows of {_format(line['row_tokens'])} tokens")
+    elif "data_digest" in changed:
+        texts.append("other documents")
+    for name, (form, null) in SETTINGS.items():
+        if name in changed:
+            texts.append(null if line[name] is None else form.format(_format(line[name])))
+    return texts
+
+
+def print_table(
+    console: rich.console.Console,
+    lines_before: Sequence[Mapping[str, Any]],
+    lines_after: Sequence[Mapping[str, Any]],
+) -> None:
+    """Prints the numbers of two models, their differences, and settings that differ.
+
+    Of several lines of a name, the last one counts.
+    """
+    before, after = map(_collect, (lines_before, lines_after))
+    table = rich.table.Table(box=None, pad_edge=False)
+    for header in ("", "", "before", "after", "difference"):
+        table.add_column(header, justify="left" if not header else "right")
+    last = None
+    for key in dict.fromkeys([*after, *before]):
+        name, field = key
+        numbers = [before.get(key), after.get(key)]
+        difference = None if None in numbers else after[key] - before[key]
+        texts = [_format_number(number, "") for number in numbers]
+        table.add_row("" if name == last else name, field, *texts, _format_number(difference, "+"))
+        last = name
+    # wider than a narrow terminal rather than wrapped
+    console.print(table, width=_MAX_COLUMNS, no_wrap=True, crop=False)
+    last_before = {_name(line): line for line in lines_before}
+    for name, line in {_name(line): line for line in lines_after}.items():
+        other = last_before.get(name, line)
+        settings = [", ".join(list_differences(*pair)) for pair in ((other, line), (line, other))]
+        if any(settings):
+            text = f"{name}: not the same evaluation: {settings[0]} before, {settings[1]} after"
+            console.print(text, highlight=False, soft_wrap=True)
+
+
+def _collect(lines: Iterable[Mapping[str, Any]]) -> Results:
     """Numbers of lines of eval.jsonl, tasks.jsonl and lm_eval.jsonl."""
     return {
         (_name(line), field): value
@@ -49,26 +114,11 @@ def collect(lines: Iterable[Mapping[str, Any]]) -> Results:
     }
 
 
-def print_table(
-    console: rich.console.Console, before: Results, lines: Sequence[Mapping[str, Any]]
-) -> None:
-    """Prints the numbers of both, and their differences. Args: lines: of the other model."""
-    after = collect(lines)
-    table = rich.table.Table(box=None, pad_edge=False)
-    for header in ("", "", "before", "after", "difference"):
-        table.add_column(header, justify="left" if not header else "right")
-    last = None
-    for key in dict.fromkeys([*after, *before]):
-        name, field = key
-        numbers = [before.get(key), after.get(key)]
-        difference = None if None in numbers else after[key] - before[key]
-        texts = [_format(number, "") for number in numbers]
-        table.add_row("" if name == last else name, field, *texts, _format(difference, "+"))
-        last = name
-    console.print(table)
+def _format(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _format(number: float | None, sign: str) -> str:
+def _format_number(number: float | None, sign: str) -> str:
     if number is None:
         return "-"
     return f"{number:{sign},}" if isinstance(number, int) else f"{number:{sign}.4f}"

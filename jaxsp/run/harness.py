@@ -21,6 +21,7 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
+from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.training.metric_table import Line
@@ -56,6 +57,7 @@ class HarnessModel(TemplateLM):
         self._master = master
         self._generator = Generator(self._spec)
         self._stop_ids = stop_ids
+        self.settings = vars(setting_fields.describe(self._spec))
 
     @property
     def eot_token_id(self) -> int:
@@ -260,8 +262,9 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
             "the hub can be reached, with the same HF_HOME."
         ) from error
     assert found is not None, "each process is the first one for the harness"
+    settings = model.settings | {"limit": tasks.limit, "num_fewshot": tasks.num_fewshot}
     lines = [
-        {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)}
+        {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)} | settings
         for name, numbers in found["results"].items()
     ]
     return lines, harness_utils.make_table(found)

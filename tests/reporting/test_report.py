@@ -179,6 +179,35 @@ def test_long_context_results_have_curves_tables_and_a_heatmap(tmp_path):
         assert text in page.text
 
 
+def test_results_of_other_settings_are_apart(tmp_path):
+    """jaxsp eval appends lines of the same steps, with whatever settings it was given."""
+    evals = synthetic_runs.eval_lines([25, 50])
+    cut = {"data_digest": "of other cuts", "row_tokens": 32_768}
+    changes = (cut, cut | {"compute_dtype": "float32"}, {"rope": "yarn"}, {"data_digest": "x"})
+    evals += [evals[-1] | {"loss": 0.5 + n} | change for n, change in enumerate(changes)]
+    # other rows that cut no document change nothing: the line replaces that of training
+    evals.append(evals[1] | {"loss": 2.25, "row_tokens": 512})
+    tasks = [
+        synthetic_runs.task_line(50, "needle", 64, exact_rate_by_depth={"0": 0.25}),
+        synthetic_runs.task_line(50, "needle", 64, exact_rate_by_depth={"0": 1.0}, rope="yarn"),
+        synthetic_runs.task_line(50, "needle", 512, exact_rate_by_depth={"0": 0.5}, num_samples=3),
+    ]
+    lines = synthetic_runs.metrics_lines(50)
+    page = make_page(tmp_path, write_run(tmp_path / "a", lines, evals=evals, tasks=tasks))
+    last = {trace["name"]: trace["y"][-1] for trace in page.charts["Evaluation loss"]["traces"]}
+    assert last == {
+        "held out": 2.25,
+        "held out, rows of 32,768 tokens": 0.5,
+        "held out, rows of 32,768 tokens, float32 compute": 1.5,
+        "held out, RoPE yarn": 2.5,
+        "held out, other documents": 3.5,
+    }
+    assert "held out 2.2500 at step 50; held out, rows of 32,768 tokens 0.5000" in page.text
+    assert "needle 64, RoPE yarn 50 50.0%" in page.text
+    light, dark = page.charts["Needles: exact answers"]["traces"]
+    assert [light["z"], dark["z"]] == [[[0.25, None]], [[None, 0.5]]]
+
+
 def test_long_context_results_of_several_runs_are_side_by_side(tmp_path):
     directories = [make_evaluated_run(tmp_path / name) for name in "ab"]
     page = make_page(

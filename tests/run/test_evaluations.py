@@ -1,5 +1,6 @@
 """Evaluations of runs: retrieval tasks in files, after a resume, and by command."""
 
+import itertools
 import json
 
 import jax
@@ -9,9 +10,11 @@ import rich.console
 from jaxsp import eval as evaluation
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
+from jaxsp.reporting import comparison
 from jaxsp.run import trainer
 from jaxsp.setup import build
 from tests import batches, commands
+from tests.reporting import synthetic_runs
 
 TASKS = [
     {"task": "needle", "lengths": [256, 300], "depths": 2, "samples": 1},
@@ -99,6 +102,50 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
         assert rows
         assert all(f"{new - old:+.4f}" in row for row in rows), name
     assert commands.read_lines(run / "tasks.jsonl") == before, "--out keeps them apart"
+    assert "not the same" not in text
+
+
+def test_a_baseline_with_other_settings_is_named(tmp_path):
+    """The files of a run's directory, against lines with other rows, documents and records."""
+    harness = {"lm_eval": "arc", "results": {"acc": 0.5}, "row_tokens": 64, "limit": 1000}
+    files = {
+        "eval.jsonl": synthetic_runs.eval_lines([0], names=("books", "code")),
+        "tasks.jsonl": [synthetic_runs.task_line(0, "needle", 64)],
+        "lm_eval.jsonl": [harness],
+    }
+    for name, lines in files.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    before = comparison.read(tmp_path)
+    assert before == list(itertools.chain(*files.values()))
+    changes = (
+        {"data_digest": "x", "row_tokens": 512},
+        {"row_tokens": 512},
+        {"rope": "yarn", "compute_dtype": "float32"},
+        {"limit": None, "row_tokens": 32},
+    )
+    after = [line | change for line, change in zip(before, changes, strict=True)]
+    console = rich.console.Console(width=40, file=None)
+    with console.capture() as capture:
+        comparison.print_table(console, before, after)
+    rows = capture.get().splitlines()
+    table, notes = rows[:-3], rows[-3:]
+    assert table[1].split() == "books loss 4.2000 4.2000 +0.0000".split()
+    assert len({len(row) for row in table}) == 1, "rows are not wrapped on a narrow terminal"
+    same = "not the same evaluation: "
+    assert notes == [
+        f"books: {same}rows of 4,096 tokens before, rows of 512 tokens after",
+        f"task needle, 64 tokens: {same}bfloat16 compute, the model's own RoPE before, "
+        "float32 compute, RoPE yarn after",
+        f"lm-eval arc: {same}rows of 64 tokens, 1,000 records before, rows of 32 tokens, "
+        "all records after",
+    ]
+
+
+def test_the_baseline_is_not_written_to(folder):
+    words = ["--baseline", str(folder / "a.jsonl"), "--out", f"{folder}/../{folder.name}/a.jsonl"]
+    (folder / "a.jsonl").write_text('{"data": "books"}')
+    with pytest.raises(UserError, match=r"--out.*is the file of --baseline"):
+        evaluation.main([str(folder), *words])
 
 
 def test_a_baseline_without_results_is_refused(folder):

@@ -12,7 +12,7 @@ import pandas as pd
 from jaxsp.config import config_file
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.reporting import metrics
+from jaxsp.reporting import comparison, metrics
 from jaxsp.reporting.starts import STARTS_FILE
 from jaxsp.runtime import run_dir
 from jaxsp.runtime.run_paths import CONFIG_FILE
@@ -40,7 +40,7 @@ class RunRecord:
     source_tokens: Mapping[str, float]
     """Tokens of each source in all lines of metrics.jsonl."""
     evals: Mapping[str, pd.DataFrame]
-    """Numbers of eval.jsonl by eval set and step."""
+    """Numbers of eval.jsonl by eval set, with settings that are not the run's, and step."""
     positions: Mapping[str, Mapping[int, pd.DataFrame]]
     """POSITION_LOSSES by eval set, step, and first position of a bucket."""
     tasks: Mapping[str, pd.DataFrame]
@@ -91,6 +91,8 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     by_task = _group(tasks, lambda line: f"{line.get('task')} {line['length']:,}")
     needles = [_clean_depths(line) for line in tasks if line.get("task") == "needle"]
     needles = [line for line in needles if line["exact_rate_by_depth"]]
+    by_length = _group(needles, lambda line: str(line["length"]))
+    needles = [line for name, lines in by_length.items() if name.isdecimal() for line in lines]
     last = max((line["step"] for line in needles), default=0)
     banner = directory / "banner.txt"
     return RunRecord(
@@ -121,10 +123,12 @@ def _read_lines(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _group(lines: Sequence[Line], name: Callable[[Line], str]) -> dict[str, list[Line]]:
-    """Returns lines by name."""
+    """Returns lines by name, and by settings if they are not those of its first line."""
     groups: dict[str, list[Line]] = {}
+    first: dict[str, Line] = {}
     for line in lines:
-        groups.setdefault(name(line), []).append(line)
+        differences = comparison.list_differences(line, first.setdefault(name(line), line))
+        groups.setdefault(", ".join([name(line), *differences]), []).append(line)
     return groups
 
 
