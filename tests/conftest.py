@@ -64,10 +64,10 @@ GPU_TESTS = REPO / "tests" / "gpu"
 TIERS = ("e2e", "slow", "gpu")
 """Markers of the tests that `python -m pytest` leaves out."""
 
-LIMIT_S = 25
+LIMIT_S = 40
 """Seconds of wall and CPU time that a test without a marker may take, with its fixtures.
 
-Machines differ: a test that passes a limit of 10 s when idle took 14 s on 2 busy cores.
+Keep tests below 20 s on an idle machine: others have taken 1.4 times as long.
 """
 
 MAX_WORKERS = 4
