@@ -62,6 +62,7 @@ def make_parser(
     description: str,
     *,
     documents_fields: bool = False,
+    names_sections: bool = False,
     is_multi_process: bool = False,
     verbose_help: str = "also prints the traceback of an error",
 ) -> argparse.ArgumentParser:
@@ -69,19 +70,22 @@ def make_parser(
 
     Args:
         documents_fields: --help documents every field of the config.
+        names_sections: --help names its sections instead, and documents one if asked.
         is_multi_process: the command can run in several processes; see `detect_process`.
     """
     epilog = None
     if documents_fields:
         epilog = f"fields of CONFIG.yaml:\n\n{config_errors.describe_fields()}"
+    if names_sections:
+        epilog = f"sections of the config:\n{config_errors.describe_sections()}"
     parser = _Parser(
         prog=f"jaxsp {command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=not documents_fields,
+        add_help=not (documents_fields or names_sections),
     )
-    if documents_fields:
+    if documents_fields or names_sections:
         parser.add_argument(
             "-h",
             "--help",

@@ -25,6 +25,7 @@ from jaxsp.data.packing import summary
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation import generator
+from jaxsp.hf.rope import context_range
 from jaxsp.processes import distributed
 from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
@@ -66,6 +67,8 @@ def main(arguments: list[str]) -> None:
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
+    if text := _describe_excess(resolved):
+        print_line(f"note: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
     lines = []
@@ -74,9 +77,21 @@ def main(arguments: list[str]) -> None:
         if out is not None:
             out.append(line)
     if out is not None:
-        print_line(f"-> {', '.join(map(str, out.draw(lines)))}")
+        print_line(f"-> {out.draw(lines)}")
     if baseline is not None:
         comparison.print_table(console, baseline, lines)
+
+
+def _describe_excess(resolved: build.ResolvedConfig) -> str:
+    """Describes eval sets and samples beyond the model's range; empty if there are none."""
+    lengths = [int(data.documents.lengths.max()) for data in resolved.evals]
+    samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
+    if not (lengths or samples):
+        return ""
+    row_tokens = max([resolved.run_spec.config.data.max_row_tokens, *samples])
+    return context_range.describe_excess(
+        resolved.hf_config, row_tokens=row_tokens, longest_document=max(*lengths, *samples, 0)
+    )
 
 
 def _evaluate(
@@ -112,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "eval",
         "Evaluates a model on data.eval, packed into rows as in training.",
-        documents_fields=True,
+        names_sections=True,
         is_multi_process=True,
     )
     cli.add_model_arguments(parser)

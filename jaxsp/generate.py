@@ -23,6 +23,7 @@ from jaxsp.data.tokenization import encoding
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
 from jaxsp.hf import folder, model_config
+from jaxsp.hf.rope import context_range
 from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(arguments)
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     sampling.check()
+    if args.system is not None and args.chat is None:
+        raise UserError("--system: is the first message of a chat. Use --chat TEXT too.")
     if args.top_p != 1 and args.temperature == 0:
         raise UserError(
             f"--top-p = {args.top_p}: is for samples, and answers are greedy. Use --temperature 1 "
@@ -68,6 +71,9 @@ def main(arguments: list[str]) -> None:
     output.print_line(
         console, f"{given.description}; {config.model.compute_dtype} compute on {mesh}"
     )
+    num_tokens = len(prompt) + args.max_new_tokens
+    if text := context_range.describe_excess(resolved.hf_config, row_tokens=num_tokens):
+        output.print_line(console, f"note: {text}")
     master = given.load_weights(resolved)
     answer = _Answer(TextStream(tokenizer), is_printed=jax.process_index() == 0)
     generator.generate(
@@ -88,7 +94,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "generate",
         "Continues a text, or answers a question of a chat, and prints the tokens as they come.",
-        documents_fields=True,
+        names_sections=True,
         is_multi_process=True,
     )
     cli.add_model_arguments(parser)
@@ -98,6 +104,7 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--chat", metavar="TEXT", help="message of a user to answer, in the chat template"
     )
+    parser.add_argument("--system", metavar="TEXT", help="system message before that of --chat")
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
@@ -194,7 +201,10 @@ def _find_model_folder(given: GivenModel, config: Config) -> pathlib.Path | None
 def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[int]:
     """Tokens of the prompt. Raises: UserError if there are none."""
     if args.chat is not None:
-        text = _render_chat(args.chat, config, tokenizer)
+        messages = [{"role": "user", "content": args.chat}]
+        if args.system is not None:
+            messages.insert(0, {"role": "system", "content": args.system})
+        text = _render_chat(messages, config, tokenizer)
     elif args.prompt_file is not None:
         try:
             text = files.read_text(args.prompt_file)
@@ -211,8 +221,8 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
     return ids
 
 
-def _render_chat(message: str, config: Config, tokenizer: Any) -> str:
-    """Text of a chat with one message, up to the answer. Raises: UserError without a template."""
+def _render_chat(messages: list[dict[str, str]], config: Config, tokenizer: Any) -> str:
+    """Text of a chat, up to the answer. Raises: UserError without a template."""
     if not tokenizer.chat_template and config.data.chat_template is None:
         raise UserError(
             "--chat: the tokenizer has no chat template. Use --prompt TEXT, or "
@@ -227,7 +237,7 @@ def _render_chat(message: str, config: Config, tokenizer: Any) -> str:
             with_marks=False,
             date=config.data.chat_template_date,
         )
-        return renderer([{"role": "user", "content": message}], prompt=True)[0]
+        return renderer(messages, prompt=True)[0]
     except RecordError as problem:
         raise UserError(f"--chat: {problem}.") from None
 

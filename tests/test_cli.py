@@ -93,6 +93,16 @@ def test_help_of_a_section_has_its_fields_only(capsys):
     assert "mesh.seq" in capsys.readouterr().out
 
 
+def test_help_of_commands_that_need_few_fields_names_sections(capsys):
+    parser = cli.make_parser("eval", "about", names_sections=True)
+    for words in ([], ["mesh"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help", *words])
+        printed = capsys.readouterr().out
+        assert "mesh: Device mesh" in printed
+        assert ("mesh.seq" in printed) == bool(words)
+
+
 def test_retries_of_the_hub_are_printed_once():
     """absl adds a handler to the root logger, and the hub's has its own."""
     with pytest.raises(SystemExit):

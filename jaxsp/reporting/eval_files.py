@@ -32,12 +32,12 @@ class EvalFiles(NamedTuple):
         if jax.process_index() == 0:
             jsonl.append_record(self.find(line), line)
 
-    def draw(self, lines: Sequence[Line]) -> list[pathlib.Path]:
+    def draw(self, lines: Sequence[Line]) -> str:
         """Draws needles if there are some. Returns: all files that have something of `lines`."""
-        paths = list(dict.fromkeys(map(self.find, lines)))
+        texts = [str(path) for path in dict.fromkeys(map(self.find, lines))]
         if jax.process_index() == 0:
-            paths += task_plots.draw_if_possible(self.plot, lines)
-        return paths
+            texts.append(task_plots.draw_if_possible(self.plot, lines))
+        return ", ".join(filter(None, texts))
 
 
 def choose(out: str | None, run: pathlib.Path | None) -> EvalFiles | None:

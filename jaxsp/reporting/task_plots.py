@@ -18,16 +18,18 @@ LIGHT_FROM = 0.47
 """Rate from which black text has more contrast to the cell than white."""
 
 
-def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> list[pathlib.Path]:
+def draw_if_possible(path: pathlib.Path, lines: Sequence[Line]) -> str:
     """Draws needles as in `write_heatmap`, if lines have some and matplotlib is installed.
 
-    Returns: the file, if it was written.
+    Returns: the file, or why there is none; empty without needles.
     """
     needles = [line for line in lines if line.get("task") == "needle"]
-    if not needles or importlib.util.find_spec("matplotlib") is None:
-        return []
+    if not needles:
+        return ""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"no {path.name}, which needs matplotlib (pip install 'jaxsp[plan]')"
     write_heatmap(path, needles)
-    return [path]
+    return str(path)
 
 
 def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:

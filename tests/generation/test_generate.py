@@ -100,6 +100,15 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     assert again == text
 
 
+def test_answers_beyond_the_positions_of_the_model_have_a_note(run, capsys):
+    words = ["--prompt", "a" * 60, "--max-new-tokens", 4, *MESH]
+    for positions, expected in ((64, ""), (63, "note: rows of 64 tokens are longer than the 63")):
+        change = f"model.max_position_embeddings={positions}"
+        text, _ = generate_text(capsys, run, *words, change)
+        assert text.startswith(expected)
+        assert ("note" in text) == bool(expected)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -108,6 +117,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
         (["--chat", "Hi"], "--chat: the tokenizer has no chat template"),
         (["--prompt", "a", "--max-new-tokens", "500", *MESH], "data.row_tokens=512"),
         (["--prompt", "a", "--top-p", "2"], "top_p = 2"),
+        (["--prompt", "a", "--system", "b"], "--system: is the first message of a chat"),
         (["--prompt", "a", "--top-p", "0.5"], "--top-p = 0.5: is for samples"),
         (["--prompt", "a", "model.config=null", "model.source=x"], "model.source: must be the"),
     ],
@@ -122,9 +132,10 @@ def test_a_chat_is_rendered_up_to_the_answer(run, capsys):
     template += "{% if add_generation_prompt %}assistant:{% endif %}"
     words = ["--max-new-tokens", 8, *MESH]
     change = f"data.chat_template={json.dumps(template)}"
-    chat, _ = generate_text(capsys, run, "--chat", "Hi", *words, change)
-    text, _ = generate_text(capsys, run, "--prompt", "user: Hi\nassistant:", *words)
-    assert chat == text
+    for system, options in (("", []), ("system: Be brief\n", ["--system", "Be brief"])):
+        chat = generate_text(capsys, run, "--chat", "Hi", *options, *words, change)[0]
+        prompt = f"{system}user: Hi\nassistant:"
+        assert chat == generate_text(capsys, run, "--prompt", prompt, *words)[0]
 
 
 def test_a_reward_model_is_refused_by_name(tmp_path):

@@ -67,7 +67,7 @@ def luminance(color):
 def test_without_needles_or_matplotlib_nothing_is_drawn(monkeypatch, tmp_path):
     path = tmp_path / "a.png"
     needle = result(512, {"0": 1.0})
-    assert task_plots.draw_if_possible(path, [result(512, {}, task="multi_key")]) == []
-    assert task_plots.draw_if_possible(path, [needle]) == [path]
+    assert task_plots.draw_if_possible(path, [result(512, {}, task="multi_key")]) == ""
+    assert task_plots.draw_if_possible(path, [needle]) == str(path)
     monkeypatch.setattr(task_plots.importlib.util, "find_spec", lambda name: None)
-    assert task_plots.draw_if_possible(path, [needle]) == []
+    assert "no a.png, which needs matplotlib" in task_plots.draw_if_possible(path, [needle])

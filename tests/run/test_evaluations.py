@@ -82,6 +82,7 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
     before = commands.read_lines(run / "tasks.jsonl")
     source = {"source": str(folder / "eval.jsonl"), "format": "text", "name": "held out"}
     words = [f"data.eval={json.dumps([source])}", "mesh.data=8"]
+    words.append("model.max_position_embeddings=300")
     out = folder / "before.jsonl"
     evaluation.main([str(run / "checkpoints/4"), *words, "--out", str(out)])
     assert out.with_name("before-needle.png").is_file()
@@ -103,6 +104,7 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
         assert all(f"{new - old:+.4f}" in row for row in rows), name
     assert commands.read_lines(run / "tasks.jsonl") == before, "--out keeps them apart"
     assert "not the same" not in text
+    assert text.count("note: rows of 448 tokens are longer than the 300 positions") == 2
 
 
 def test_a_baseline_with_other_settings_is_named(tmp_path):
