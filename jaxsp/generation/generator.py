@@ -14,8 +14,11 @@ from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.generation.programs import Programs
+from jaxsp.memory import available_memory
 from jaxsp.model.cached_layers import Answers
 from jaxsp.runtime import device_mesh
+from jaxsp.sharding import quantization
+from jaxsp.sharding.sharding import Gather
 from jaxsp.training.specs import StepSpec
 
 MAX_ROWS = 64
@@ -24,6 +27,10 @@ MAX_ROWS = 64
 MIN_TOKENS = 2**14
 """Tokens that a group may always have at a time: without gradients, a step of a few hundred tokens
 has room for as many."""
+
+WHOLE_FRACTION = 0.5
+"""Maximum fraction of a device's free memory for whole weights. The rest is for the caches of
+prompts and answers, and for the activations of prompts."""
 
 _CHUNK_MULTIPLE = 64
 """Divisor of the tokens of a chunk of a row of prompts: that of cuDNN's kernels."""
@@ -65,7 +72,10 @@ def check_head(spec: StepSpec) -> None:
 
 
 class Generator:
-    """Answers prompts with the weights of a training step, sharded as in training.
+    """Answers prompts with the weights of a training step.
+
+    Every device holds all weights if they fit into WHOLE_FRACTION of its free memory. If not, or if
+    some are quantized, they stay sharded as in training, and are gathered for each token.
 
     Prompts of similar lengths are answered together, in rows of a few lengths, so that few programs
     are compiled. A group's rows have at most as many tokens as in a microbatch of the step, or
@@ -75,7 +85,7 @@ class Generator:
     def __init__(self, spec: StepSpec):
         """Raises: UserError for a reward model, which has no tokens."""
         check_head(spec)
-        self._spec = spec
+        self.spec = spec
         self._find_programs = functools.lru_cache(maxsize=None)(self._make_programs)
 
     def generate(
@@ -98,13 +108,16 @@ class Generator:
         """
         sampling.check()
         self.check(prompts, max_new_tokens)
-        weights = self._spec.gather.cast_once(self._spec.table, master)
+        gather, weights = self._copy_weights(master)
         answers: list[list[int]] = [[] for _ in prompts]
         # The longest first, so that memory runs out at the beginning if it does
         left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         while left:
             programs = self.choose_programs(
-                len(left), prompt_tokens=len(prompts[left[0]]), new_tokens=max_new_tokens
+                len(left),
+                prompt_tokens=len(prompts[left[0]]),
+                new_tokens=max_new_tokens,
+                gather=gather,
             )
             numbers = left[: programs.num_rows]
             left = left[programs.num_rows :]
@@ -115,7 +128,7 @@ class Generator:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Checks the lengths of prompts and answers. Raises: UserError."""
-        limit = self._spec.config.data.max_row_tokens
+        limit = self.spec.config.data.max_row_tokens
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1. Use 128.")
         for number, prompt in enumerate(prompts):
@@ -133,19 +146,40 @@ class Generator:
                     f"{limit:,}. Use data.row_tokens={enough}, or fewer tokens."
                 )
 
-    def choose_programs(self, num_prompts: int, *, prompt_tokens: int, new_tokens: int) -> Programs:
-        """Programs for the first of several prompts, of which the longest has `prompt_tokens`."""
+    def _copy_weights(self, master: Weights) -> tuple[Gather, Weights]:
+        """Copies weights in the compute dtype. Returns: what gathers them, too."""
+        spec = self.spec
+        if not self._has_whole_weights:
+            return spec.gather, spec.gather.cast_once(spec.table, master)
+        return spec.gather.for_whole(), spec.gather.gather_once(spec.table, master, spec.mesh)
+
+    @functools.cached_property
+    def _has_whole_weights(self) -> bool:
+        """Chosen once, when training state, if there is some, is in memory."""
+        spec = self.spec
+        is_quantized = any(map(quantization.is_quantized, jax.tree.leaves(spec.table)))
+        if spec.gather.num_shards == 1 or is_quantized:
+            return False
+        free = available_memory.find_free_bytes(spec.mesh.devices.flat)
+        return spec.gather.whole_bytes(spec.table) <= WHOLE_FRACTION * free
+
+    def choose_programs(
+        self, num_prompts: int, *, prompt_tokens: int, new_tokens: int, gather: Gather
+    ) -> Programs:
+        """Programs for the first of several prompts, of which the longest has `prompt_tokens`.
+
+        Args: gather: that of the form that the programs get weights in.
+        """
         row_tokens = self._choose_row_tokens(prompt_tokens)
-        return self._find_programs(
-            row_tokens, self._choose_rows(num_prompts, row_tokens + new_tokens)
-        )
+        rows = self._choose_rows(num_prompts, row_tokens + new_tokens)
+        return self._find_programs(row_tokens, rows, gather)
 
     def _choose_row_tokens(self, prompt_tokens: int) -> int:
         """Length of the rows for prompts of at most this length, one of few.
 
         A power of two times what kernels and layouts need, and at most that of the step.
         """
-        config = self._spec.config
+        config = self.spec.config
         chunks = config.attention.chunks_per_device
         multiple = config.mesh.degree * (2 if chunks == "auto" else chunks) * _CHUNK_MULTIPLE
         row_tokens = multiple
@@ -155,18 +189,18 @@ class Generator:
 
     def _choose_rows(self, num_prompts: int, tokens_per_row: int) -> int:
         """Number of rows of a group, a power of two."""
-        config = self._spec.config
+        config = self.spec.config
         num_tokens = config.data.max_row_tokens * config.batch.microbatch_rows
         limit = min(MAX_ROWS, max(1, max(num_tokens, MIN_TOKENS) // tokens_per_row))
-        wanted = -(-num_prompts // device_mesh.num_groups(self._spec.mesh))
+        wanted = -(-num_prompts // device_mesh.num_groups(self.spec.mesh))
         rows = 1
         while rows < wanted and 2 * rows <= limit:
             rows *= 2
         return rows
 
-    def _make_programs(self, row_tokens: int, rows: int) -> Programs:
+    def _make_programs(self, row_tokens: int, rows: int, gather: Gather) -> Programs:
         """Makes the programs for rows of one length. Args: rows: rows of a group."""
-        spec = self._spec
+        spec = self.spec
         config = spec.config
         data = {"row_tokens": row_tokens, "max_segments_per_row": 1}
         batch = {
@@ -180,7 +214,7 @@ class Generator:
             }
         )
         choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
-        return Programs(dataclasses.replace(spec, config=config, attention=choice))
+        return Programs(dataclasses.replace(spec, config=config, attention=choice), gather)
 
 
 @dataclasses.dataclass(frozen=True)

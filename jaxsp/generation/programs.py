@@ -17,7 +17,7 @@ from jaxsp.core.batch import Batch
 from jaxsp.model import cached_layers, decoder
 from jaxsp.model.cached_layers import Answers, Arrays, Prompts
 from jaxsp.sharding import sharding
-from jaxsp.sharding.sharding import Shard
+from jaxsp.sharding.sharding import Gather, Shard
 from jaxsp.training.specs import StepSpec
 
 PER_TOKEN = PartitionSpec(axes.GROUPS, axes.SEQ)
@@ -39,6 +39,8 @@ class Programs:
 
     spec: StepSpec
     """Describes the rows of prompts: their length, the rows of a group, and attention."""
+    gather: Gather
+    """Gathers weights in the form that they are given in."""
 
     @property
     def num_rows(self) -> int:
@@ -85,7 +87,7 @@ class Programs:
                 batch,
                 config=spec.model,
                 attend=spec.attend,
-                gather=spec.gather,
+                gather=self.gather,
                 dtype=spec.dtype,
                 tile_tokens=spec.mlp_tile,
             )
@@ -128,7 +130,7 @@ class Programs:
                 number,
                 config=spec.model,
                 attend=spec.attend,
-                gather=spec.gather,
+                gather=self.gather,
                 dtype=spec.dtype,
             )
             return self._compute_logits(shards, hidden_BD), answers
@@ -152,7 +154,7 @@ class Programs:
         """
         spec = self.spec
         weights = jax.tree.map(
-            lambda param: sharding.partition_spec(param, spec.gather.num_shards), spec.table
+            lambda param: sharding.partition_spec(param, self.gather.num_shards), spec.table
         )
         on_mesh = jax.shard_map(
             local,
@@ -176,7 +178,7 @@ class Programs:
 
     def _compute_logits(self, shards: Weights, hidden_BD: Array) -> Float32[Array, "B V"]:
         spec = self.spec
-        head_VD = spec.gather.all_gather(decoder.lm_head(spec.table), decoder.lm_head(shards))
+        head_VD = self.gather.all_gather(decoder.lm_head(spec.table), decoder.lm_head(shards))
         products_BV = jnp.einsum(
             "BD,VD->BV", hidden_BD, head_VD, preferred_element_type=jnp.float32
         )

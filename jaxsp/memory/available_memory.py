@@ -67,18 +67,38 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
     return MemoryLimit(*map(float, gathered.min(0)))
 
 
+def find_free_bytes(devices: Iterable[Any]) -> float:
+    """Memory of a device that nothing uses now; of a CPU, its part of the host's memory.
+
+    The minimum over all devices and processes. All must call it together.
+    """
+    index = jax.process_index()
+    local = [device for device in devices if device.process_index == index]
+    stats = [device.memory_stats() or {} for device in local]
+    if all("bytes_limit" in device_stats for device_stats in stats):
+        free = float(min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats))
+    else:
+        free = _find_host_bytes(len(local))
+    if jax.process_count() == 1:
+        return free
+    return float(multihost_utils.process_allgather(np.float32(free)).min())
+
+
+def _find_host_bytes(num_devices: int) -> float:
+    """Memory of the host for each of this process's devices."""
+    num_processes = cluster.count_local_processes(
+        distributed.this_process(), os.environ, devices_per_process=num_devices
+    )
+    return memory_limits.host_bytes_per_device(num_processes=num_processes, num_devices=num_devices)
+
+
 @functools.cache
 def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     stats = [device.memory_stats() or {} for device in devices]
     limits = [limit for device_stats in stats if (limit := device_stats.get("bytes_limit"))]
     if not limits:
         return MemoryLimit(math.inf, math.inf)
-    num_processes = cluster.count_local_processes(
-        distributed.this_process(), os.environ, devices_per_process=len(devices)
-    )
-    host = memory_limits.host_bytes_per_device(
-        num_processes=num_processes, num_devices=len(devices)
-    )
+    host = _find_host_bytes(len(devices))
     return MemoryLimit(min(limits), host, memory_limits.pinned_pool_limit(os.environ))
 
 

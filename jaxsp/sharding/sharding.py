@@ -201,6 +201,28 @@ class Gather:
 
         return jax.tree.map(copy, table, master)
 
+    def gather_once(
+        self, table: layers.Weights, master: layers.Weights, mesh: Mesh
+    ) -> layers.Weights:
+        """Copies weights as `cast_once` does, whole to every device, for the Gather `for_whole`.
+
+        Quantized ones must not be among them. Memory: see `whole_bytes`.
+        """
+        whole = NamedSharding(mesh, PartitionSpec())
+
+        def gather(param: Parameter, value: Any) -> Any:
+            return jax.jit(functools.partial(remove_padding, param), out_shardings=whole)(value)
+
+        return jax.tree.map(gather, table, self.cast_once(table, master))
+
+    def for_whole(self) -> "Gather":
+        """The Gather for weights that every device holds whole, which moves nothing."""
+        return dataclasses.replace(self, num_shards=1)
+
+    def whole_bytes(self, table: layers.Weights) -> int:
+        """Bytes of all weights in the dtypes that the model gets them in."""
+        return sum(map(self._gathered_bytes, jax.tree.leaves(table)))
+
     def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
         """Casts one layer's shard to the compute dtype, and all-gathers it; of a quantized matrix
         gathers codes and scales, and dequantizes them.

@@ -14,6 +14,7 @@ from jaxsp.config.schema import AttentionConfig, MeshConfig
 from jaxsp.generation.generator import Generator
 from jaxsp.generation.programs import PER_ROW
 from jaxsp.model.cached_layers import Answers
+from jaxsp.sharding.sharding import Gather
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
@@ -46,12 +47,19 @@ def compute_logits(
     master: Weights,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
+    gather: Gather | None = None,
 ) -> list[np.ndarray]:
     """Logits after each prompt and after each token of its answer except the last, in the programs
-    that `Generator` runs. Shapes: [tokens of the answers, V] for each prompt."""
+    that `Generator` runs. Shapes: [tokens of the answers, V] for each prompt.
+
+    Args: gather: by default that for weights that are sharded as in training.
+    """
     num_tokens = len(answers[0])
     programs = generator.choose_programs(
-        len(prompts), prompt_tokens=max(map(len, prompts)), new_tokens=num_tokens
+        len(prompts),
+        prompt_tokens=max(map(len, prompts)),
+        new_tokens=num_tokens,
+        gather=gather or generator.spec.gather,
     )
     assert programs.num_rows >= len(prompts), "they are answered together"
     logits, cache, states = programs.prefill(master, programs.make_batch(prompts))

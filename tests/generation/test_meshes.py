@@ -11,6 +11,7 @@ from jaxsp.blocks.config import Lora
 from jaxsp.core.batch import Batch
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.hf import model_config
+from jaxsp.memory import available_memory
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.sharding.sharding import Gather
@@ -111,7 +112,7 @@ def test_adapters_of_a_quantized_model_answer_token_by_token_as_at_once():
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_weights_that_are_cast_once_give_the_same_bits(monkeypatch):
+def test_weights_that_are_cast_or_gathered_once_give_the_same_bits(monkeypatch):
     spec = models.make_spec(HYBRID, (1, 2, 1), compute_dtype="bfloat16")
     master = runs.put_weights(spec.table, runs.draw_weights(HYBRID), spec.mesh)
     generator = Generator(spec)
@@ -120,14 +121,37 @@ def test_weights_that_are_cast_once_give_the_same_bits(monkeypatch):
         assert cast.sharding.is_equivalent_to(value.sharding, value.ndim)
         assert cast is value if cast.dtype == jnp.float32 else cast.dtype == jnp.bfloat16
     assert {cast.dtype.name for cast in jax.tree.leaves(weights)} == {"float32", "bfloat16"}
-    prompts, answers = PROMPTS[:1], [ANSWERS[0][:2]]
-    logits = [models.compute_logits(generator, x, prompts, answers) for x in (master, weights)]
-    jax.tree.map(np.testing.assert_array_equal, *logits)
+    prompts = PROMPTS[:1]
+    answers = [ANSWERS[0][:2]]
+    whole = spec.gather.gather_once(spec.table, master, spec.mesh)
+    for param, value in zip(*map(jax.tree.leaves, (spec.table, whole)), strict=True):
+        assert value.shape == param.stacked_shape
+        assert value.is_fully_replicated
+    assert spec.gather.whole_bytes(spec.table) >= sum(x.nbytes for x in jax.tree.leaves(whole))
+    compute = functools.partial(models.compute_logits, generator, prompts=prompts, answers=answers)
+    (logits,) = compute(master)
+    np.testing.assert_array_equal(compute(weights)[0], logits)
+    np.testing.assert_array_equal(compute(whole, gather=spec.gather.for_whole())[0], logits)
 
-    casts = []
-    monkeypatch.setattr(Gather, "cast_once", lambda *arguments: casts.append(1) or weights)
-    generator.generate(master, prompts, max_new_tokens=2)
-    assert casts == [1]
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize(("free", "is_whole"), [(2.0, True), (1.9, False)])
+def test_weights_are_whole_where_they_fit_into_half_of_the_free_memory(monkeypatch, free, is_whole):
+    spec = models.make_spec(MIXED, (1, 2, 1), compute_dtype="bfloat16")
+    master = runs.put_weights(spec.table, runs.draw_weights(MIXED), spec.mesh)
+    free_bytes = free * spec.gather.whole_bytes(spec.table)
+    monkeypatch.setattr(available_memory, "find_free_bytes", lambda devices: free_bytes)
+    calls = []
+    for name in ("cast_once", "gather_once"):
+        function = getattr(Gather, name)
+
+        def run(*arguments, name=name, function=function):
+            calls.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(Gather, name, run)
+    Generator(spec).generate(master, PROMPTS[:1], max_new_tokens=2)
+    assert calls == (["gather_once", "cast_once"] if is_whole else ["cast_once"])
 
 
 def make_generator(sizes=(1, 1, 1), row_tokens=models.ROW_TOKENS):

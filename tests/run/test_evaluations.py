@@ -130,11 +130,11 @@ def test_a_baseline_with_other_settings_is_named(tmp_path):
     with console.capture() as capture:
         comparison.print_table(console, before, after)
     rows = capture.get().splitlines()
-    table, notes = rows[:-3], rows[-3:]
+    table = rows[:-3]
     assert table[1].split() == "books loss 4.2000 4.2000 +0.0000".split()
     assert len({len(row) for row in table}) == 1, "rows are not wrapped on a narrow terminal"
     same = "not the same evaluation: "
-    assert notes == [
+    assert rows[-3:] == [
         f"books: {same}rows of 4,096 tokens before, rows of 512 tokens after",
         f"task needle, 64 tokens: {same}bfloat16 compute, the model's own RoPE before, "
         "float32 compute, RoPE yarn after",
