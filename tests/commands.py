@@ -64,7 +64,7 @@ def flatten_numbers(line: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             inner = flatten_numbers(value).items()
             numbers |= {f"{name}/{key}": number for key, number in inner}
-        elif value is not None:
+        elif isinstance(value, int | float):
             numbers[name] = value
     return numbers
 

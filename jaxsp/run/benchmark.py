@@ -117,6 +117,7 @@ def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int
         update={
             "run": config.run.model_copy(update=run),
             "data": config.data.model_copy(update={"eval": ()}),
+            "eval": config.eval.model_copy(update={"tasks": ()}),
             "checkpoint": config.checkpoint.model_copy(update=checkpoint),
             "logging": config.logging.model_copy(update={"profile_steps": None}),
         }
