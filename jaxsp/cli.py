@@ -9,7 +9,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxsp.config import config_errors
 from jaxsp.core import errors, exit_codes
@@ -61,31 +61,30 @@ def make_parser(
     command: str,
     description: str,
     *,
-    documents_fields: bool = False,
-    names_sections: bool = False,
+    config_help: Literal["fields", "sections"] | None = None,
     is_multi_process: bool = False,
     verbose_help: str = "also prints the traceback of an error",
 ) -> argparse.ArgumentParser:
     """Makes the parser of `jaxsp COMMAND`, also started as `python -m jaxsp.COMMAND`.
 
     Args:
-        documents_fields: --help documents every field of the config.
-        names_sections: --help names its sections instead, and documents one if asked.
+        config_help: --help documents every field of the config, or names its sections; with
+            either, `--help SECTION` documents one. None: the command has no config.
         is_multi_process: the command can run in several processes; see `detect_process`.
     """
     epilog = None
-    if documents_fields:
+    if config_help == "fields":
         epilog = f"fields of CONFIG.yaml:\n\n{config_errors.describe_fields()}"
-    if names_sections:
+    elif config_help == "sections":
         epilog = f"sections of the config:\n{config_errors.describe_sections()}"
     parser = _Parser(
         prog=f"jaxsp {command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=not (documents_fields or names_sections),
+        add_help=config_help is None,
     )
-    if documents_fields or names_sections:
+    if config_help is not None:
         parser.add_argument(
             "-h",
             "--help",

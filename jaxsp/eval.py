@@ -29,6 +29,7 @@ from jaxsp.hf.rope import context_range
 from jaxsp.processes import distributed
 from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
+from jaxsp.reporting.eval_files import EvalFiles
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, run_paths
 from jaxsp.setup import build, given_model, initial_weights, model_files, stop_tokens
@@ -42,13 +43,15 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with every problem found before the first row is read."""
     args = _make_parser().parse_intermixed_args(arguments)
-    baseline = None if args.baseline is None else _read_baseline(args)
+    baseline = None if args.baseline is None else comparison.read(args.baseline)
     given = given_model.find(args.what)
     checkpoint = given.checkpoint
     config = _load_config(given, args.config, args.changes, needs_data=args.lm_eval is None)
     # a run may be writing to the store, so results are only printed
     run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
     out = eval_files.choose(args.out, None if urls.is_url(args.what) else run)
+    if args.baseline is not None and out is not None:
+        _check_baseline(args.baseline, out)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
@@ -67,7 +70,7 @@ def main(arguments: list[str]) -> None:
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
-    if text := _describe_excess(resolved):
+    for text in _list_excesses(resolved):
         print_line(f"note: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
@@ -82,16 +85,20 @@ def main(arguments: list[str]) -> None:
         comparison.print_table(console, baseline, lines)
 
 
-def _describe_excess(resolved: build.ResolvedConfig) -> str:
-    """Describes eval sets and samples beyond the model's range; empty if there are none."""
-    lengths = [int(data.documents.lengths.max()) for data in resolved.evals]
+def _list_excesses(resolved: build.ResolvedConfig) -> list[str]:
+    """Describes documents and samples that are longer than the model's range."""
+    row_tokens = resolved.run_spec.config.data.max_row_tokens
+    documents = [int(data.documents.lengths.max()) for data in resolved.evals]
     samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
-    if not (lengths or samples):
-        return ""
-    row_tokens = max([resolved.run_spec.config.data.max_row_tokens, *samples])
-    return context_range.describe_excess(
-        resolved.hf_config, row_tokens=row_tokens, longest_document=max(*lengths, *samples, 0)
-    )
+    texts = [
+        # samples are not cut into rows
+        context_range.describe_excess(
+            resolved.hf_config, row_tokens=max(row_tokens, least), longest_document=max(lengths)
+        )
+        for lengths, least in ((documents, 0), (samples, max(samples, default=0)))
+        if lengths
+    ]
+    return list(filter(None, dict.fromkeys(texts)))
 
 
 def _evaluate(
@@ -127,7 +134,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "eval",
         "Evaluates a model on data.eval, packed into rows as in training.",
-        names_sections=True,
+        config_help="sections",
         is_multi_process=True,
     )
     cli.add_model_arguments(parser)
@@ -161,15 +168,14 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_baseline(args: argparse.Namespace) -> list[Line]:
-    """Lines of --baseline. Raises: UserError if there are none, and if the command adds to them."""
-    paths = [pathlib.Path(path).resolve() for path in (args.baseline, args.out) if path]
-    if len(set(paths)) < len(paths):
+def _check_baseline(baseline: str, out: EvalFiles) -> None:
+    """Raises: UserError if results would be added to those that they are compared with."""
+    written = {path.resolve() for path in (out.evals, out.tasks, out.harness)}
+    if written & {path.resolve() for path in comparison.list_files(baseline)}:
         raise UserError(
-            f"--out = {args.out}: is the file of --baseline, which must keep the results of one "
-            "model. Use another file."
+            f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
+            "another file."
         )
-    return comparison.read(args.baseline)
 
 
 def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":

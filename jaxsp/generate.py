@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
     output.print_line(
         console, f"{given.description}; {config.model.compute_dtype} compute on {mesh}"
     )
-    num_tokens = len(prompt) + args.max_new_tokens
+    num_tokens = len(prompt) + args.max_new_tokens - 1  # nothing follows the last one
     if text := context_range.describe_excess(resolved.hf_config, row_tokens=num_tokens):
         output.print_line(console, f"note: {text}")
     master = given.load_weights(resolved)
@@ -94,7 +94,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "generate",
         "Continues a text, or answers a question of a chat, and prints the tokens as they come.",
-        names_sections=True,
+        config_help="sections",
         is_multi_process=True,
     )
     cli.add_model_arguments(parser)

@@ -113,7 +113,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "plan",
         "Compiles a config's training step for absent GPUs, and prints its memory, traffic and "
         "estimated time.",
-        documents_fields=True,
+        config_help="fields",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(

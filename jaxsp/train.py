@@ -81,7 +81,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "train",
         "Trains a model and writes a run directory.",
-        documents_fields=True,
+        config_help="fields",
         is_multi_process=True,
         verbose_help="also prints details of the run, and the traceback of an error",
     )

@@ -78,7 +78,7 @@ def test_other_errors_cannot_control_the_terminal(capsys):
 
 
 def test_help_of_a_section_has_its_fields_only(capsys):
-    parser = cli.make_parser("train", "about", documents_fields=True)
+    parser = cli.make_parser("train", "about", config_help="fields")
     for word, code in (("optimizer", 0), ("optimiser", 2)):
         with pytest.raises(SystemExit) as ended:
             parser.parse_args(["--help", word])
@@ -94,7 +94,7 @@ def test_help_of_a_section_has_its_fields_only(capsys):
 
 
 def test_help_of_commands_that_need_few_fields_names_sections(capsys):
-    parser = cli.make_parser("eval", "about", names_sections=True)
+    parser = cli.make_parser("eval", "about", config_help="sections")
     for words in ([], ["mesh"]):
         with pytest.raises(SystemExit):
             parser.parse_args(["--help", *words])

@@ -15,14 +15,13 @@ class SettingFields:
     compute_dtype: str
     """model.compute_dtype."""
     rope: str | None
-    """Rotary embeddings as the banner describes them. null if they are the model's own."""
+    """Rotary embeddings, as the banner describes changed ones. null without any."""
 
 
 def describe(spec: StepSpec) -> SettingFields:
     """Returns the settings of a step that evaluates."""
-    is_changed = spec.config.model.rope is not None
     return SettingFields(
         row_tokens=spec.config.data.max_row_tokens,
         compute_dtype=spec.config.model.compute_dtype,
-        rope=rope.describe(spec.model, is_changed=is_changed) or None,
+        rope=rope.describe(spec.model, is_changed=True) or None,
     )

@@ -68,17 +68,18 @@ def find_limits(devices: Iterable[Any]) -> MemoryLimit:
 
 
 def find_free_bytes(devices: Iterable[Any]) -> float:
-    """Memory of a device that nothing uses now; of a CPU, its part of the host's memory.
+    """Memory of a device that nothing uses now; of a CPU, its part of the host's memory; 0 if it is
+    unknown.
 
     The minimum over all devices and processes. All must call it together.
     """
     index = jax.process_index()
     local = [device for device in devices if device.process_index == index]
-    stats = [device.memory_stats() or {} for device in local]
-    if all("bytes_limit" in device_stats for device_stats in stats):
-        free = float(min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats))
+    if all(device.platform == "cpu" for device in local):
+        free = _find_host_bytes(max(1, len(local)))
     else:
-        free = _find_host_bytes(len(local))
+        stats = [device.memory_stats() or {} for device in local]
+        free = min(stat.get("bytes_limit", 0.0) - stat.get("bytes_in_use", 0.0) for stat in stats)
     if jax.process_count() == 1:
         return free
     return float(multihost_utils.process_allgather(np.float32(free)).min())

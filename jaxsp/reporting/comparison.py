@@ -18,14 +18,16 @@ COMPARED = (
 ).split()
 """Fields of lines of eval.jsonl and tasks.jsonl that a table has, beside the loss by position."""
 
-SETTINGS = {
-    "compute_dtype": ("{} compute", ""),
-    "rope": ("RoPE {}", "the model's own RoPE"),
-    "num_samples": ("{} samples", ""),
+WEIGHT_SETTINGS = {"compute_dtype": ("{} compute", "unknown dtype"), "rope": ("RoPE {}", "no RoPE")}
+"""Fields of a line that are the same for all data, with a text for a value and for null."""
+
+_HARNESS_SETTINGS = {
     "limit": ("{} records", "all records"),
     "num_fewshot": ("{} examples", "the task's examples"),
 }
-"""Fields of a line that its numbers depend on, with a text for a value and for null."""
+
+DATA_SETTINGS = {"data_digest", "row_tokens"}
+"""Fields of a line that say what was evaluated."""
 
 _MAX_COLUMNS = 200
 
@@ -36,22 +38,29 @@ Results = dict[tuple[str, str], float]
 
 
 def read(path: str | pathlib.Path) -> list[Line]:
-    """Reads the lines of a file of `jaxsp eval --out`, or of a run's directory.
+    """Reads the results in a file of `jaxsp eval --out`, or in a run's directory, by step.
 
-    Raises: UserError if it has no results.
+    Raises: UserError if there are none.
     """
-    path = pathlib.Path(path)
-    paths = [path / name for name in _FILES] if path.is_dir() else [path]
-    texts = [file.read_bytes() for file in paths if file.is_file()]
+    texts = [file.read_bytes() for file in list_files(path) if file.is_file()]
     lines = [files.parse_json(line) or {} for text in texts for line in text.splitlines()]
-    lines = [line for line in lines if line.keys() & {"data", "task", "lm_eval"}]
+    lines = [line for line in lines if _name(line) and _collect([line])]
     if not lines:
-        reason = "has no results" if path.exists() else "there is no such file"
+        reason = "has no results" if pathlib.Path(path).exists() else "there is no such file"
         raise UserError(
             f"--baseline = {path}: {reason}. Use a file that jaxsp eval --out FILE wrote, or the "
             "directory of an evaluated run."
         )
-    return lines
+    if not pathlib.Path(path).is_dir():
+        return lines
+    # jaxsp eval appends lines of earlier checkpoints
+    return sorted(lines, key=lambda line: step if type(step := line.get("step")) is int else 0)
+
+
+def list_files(path: str | pathlib.Path) -> list[pathlib.Path]:
+    """Files with the results in a path: itself, or those of a run's directory."""
+    path = pathlib.Path(path)
+    return [path / name for name in _FILES] if path.is_dir() else [path]
 
 
 def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -65,8 +74,8 @@ def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     if "row_tokens" in changed and ("data_digest" in changed or "lm_eval" in line):
         texts.append(f"rows of {_format(line['row_tokens'])} tokens")
     elif "data_digest" in changed:
-        texts.append("other documents")
-    for name, (form, null) in SETTINGS.items():
+        texts.append(f"data {str(line['data_digest'])[:6]}")
+    for name, (form, null) in (WEIGHT_SETTINGS | _HARNESS_SETTINGS).items():
         if name in changed:
             texts.append(null if line[name] is None else form.format(_format(line[name])))
     return texts
@@ -81,7 +90,10 @@ def print_table(
 
     Of several lines of a name, the last one counts.
     """
-    before, after = map(_collect, (lines_before, lines_after))
+    last_before, last_after = (
+        {_name(line): line for line in lines} for lines in (lines_before, lines_after)
+    )
+    before, after = (_collect(lines.values()) for lines in (last_before, last_after))
     table = rich.table.Table(box=None, pad_edge=False)
     for header in ("", "", "before", "after", "difference"):
         table.add_column(header, justify="left" if not header else "right")
@@ -95,12 +107,11 @@ def print_table(
         last = name
     # wider than a narrow terminal rather than wrapped
     console.print(table, width=_MAX_COLUMNS, no_wrap=True, crop=False)
-    last_before = {_name(line): line for line in lines_before}
-    for name, line in {_name(line): line for line in lines_after}.items():
+    for name, line in last_after.items():
         other = last_before.get(name, line)
         settings = [", ".join(list_differences(*pair)) for pair in ((other, line), (line, other))]
         if any(settings):
-            text = f"{name}: not the same evaluation: {settings[0]} before, {settings[1]} after"
+            text = f"{name}: settings differ: {settings[0]} before, {settings[1]} after"
             console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -125,9 +136,12 @@ def _format_number(number: float | None, sign: str) -> str:
 
 
 def _name(line: Mapping[str, Any]) -> str:
-    if "task" in line:
+    """Name of what was evaluated; empty if the line has no results."""
+    if line.get("task"):
         return f"task {line['task']}, {line.get('length')} tokens"
-    return str(line.get("data") or f"lm-eval {line['lm_eval']}")
+    if line.get("lm_eval"):
+        return f"lm-eval {line['lm_eval']}"
+    return str(line.get("data") or "")
 
 
 def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

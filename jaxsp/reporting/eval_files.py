@@ -33,7 +33,8 @@ class EvalFiles(NamedTuple):
             jsonl.append_record(self.find(line), line)
 
     def draw(self, lines: Sequence[Line]) -> str:
-        """Draws needles if there are some. Returns: all files that have something of `lines`."""
+        """Draws needles if there are some. Returns: files that have something of
+        `lines`, and why there is no plot."""
         texts = [str(path) for path in dict.fromkeys(map(self.find, lines))]
         if jax.process_index() == 0:
             texts.append(task_plots.draw_if_possible(self.plot, lines))

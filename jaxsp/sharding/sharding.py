@@ -191,15 +191,14 @@ class Gather:
 
         Shards that are there in this dtype are not copied, nor quantized ones.
         """
+        return jax.tree.map(self._cast_once, table, master)
 
-        def copy(param: Parameter, value: Any) -> Any:
-            if isinstance(value, QuantizedMatrix):
-                return value
-            on_device = host_memory.to_device(value)
-            dtype = self._dtype(param)
-            return on_device if on_device.dtype == dtype else on_device.astype(dtype)
-
-        return jax.tree.map(copy, table, master)
+    def _cast_once(self, param: Parameter, value: Any) -> Any:
+        if isinstance(value, QuantizedMatrix):
+            return value
+        on_device = host_memory.to_device(value)
+        dtype = self._dtype(param)
+        return on_device if on_device.dtype == dtype else on_device.astype(dtype)
 
     def gather_once(
         self, table: layers.Weights, master: layers.Weights, mesh: Mesh
@@ -209,11 +208,11 @@ class Gather:
         Quantized ones must not be among them. Memory: see `whole_bytes`.
         """
         whole = NamedSharding(mesh, PartitionSpec())
-
-        def gather(param: Parameter, value: Any) -> Any:
-            return jax.jit(functools.partial(remove_padding, param), out_shardings=whole)(value)
-
-        return jax.tree.map(gather, table, self.cast_once(table, master))
+        gather = jax.jit(remove_padding, static_argnums=0, out_shardings=whole)
+        # one after another, so that few cast shards are in memory
+        return jax.tree.map(
+            lambda param, value: gather(param, self._cast_once(param, value)), table, master
+        )
 
     def for_whole(self) -> "Gather":
         """The Gather for weights that every device holds whole, which moves nothing."""

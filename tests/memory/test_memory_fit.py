@@ -503,11 +503,15 @@ def test_large_arrays_of_a_checkpoint_have_no_buffers(monkeypatch):
 
 
 class Device:
-    def __init__(self, limit):
+    process_index = 0
+
+    def __init__(self, limit, used=0, platform="gpu"):
         self.limit = limit
+        self.used = used
+        self.platform = platform
 
     def memory_stats(self):
-        return {"bytes_limit": self.limit} if self.limit else None
+        return {"bytes_limit": self.limit, "bytes_in_use": self.used} if self.limit else None
 
 
 def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypatch):
@@ -521,6 +525,20 @@ def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypa
     assert actual == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
     assert actual.pinned == 5 * GIB
     assert available_memory._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ([Device(80 * GIB, 30 * GIB), Device(80 * GIB, 50 * GIB)], 30 * GIB),
+        # an allocator without statistics
+        ([Device(80 * GIB), Device(None)], 0),
+        ([Device(None, platform="cpu")] * 2, 43 * GIB),
+    ],
+)
+def test_free_memory_is_that_of_the_fullest_device(monkeypatch, devices, expected):
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
+    assert available_memory.find_free_bytes(devices) == expected
 
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):

@@ -185,12 +185,14 @@ def test_results_of_other_settings_are_apart(tmp_path):
     cut = {"data_digest": "of other cuts", "row_tokens": 32_768}
     changes = (cut, cut | {"compute_dtype": "float32"}, {"rope": "yarn"}, {"data_digest": "x"})
     evals += [evals[-1] | {"loss": 0.5 + n} | change for n, change in enumerate(changes)]
+    evals.append(evals[-2] | {"data": "code"})
     # other rows that cut no document change nothing: the line replaces that of training
     evals.append(evals[1] | {"loss": 2.25, "row_tokens": 512})
     tasks = [
         synthetic_runs.task_line(50, "needle", 64, exact_rate_by_depth={"0": 0.25}),
         synthetic_runs.task_line(50, "needle", 64, exact_rate_by_depth={"0": 1.0}, rope="yarn"),
-        synthetic_runs.task_line(50, "needle", 512, exact_rate_by_depth={"0": 0.5}, num_samples=3),
+        # a length that the run does not evaluate
+        synthetic_runs.task_line(50, "needle", 512, exact_rate_by_depth={"0": 0.5}, rope="yarn"),
     ]
     lines = synthetic_runs.metrics_lines(50)
     page = make_page(tmp_path, write_run(tmp_path / "a", lines, evals=evals, tasks=tasks))
@@ -200,12 +202,18 @@ def test_results_of_other_settings_are_apart(tmp_path):
         "held out, rows of 32,768 tokens": 0.5,
         "held out, rows of 32,768 tokens, float32 compute": 1.5,
         "held out, RoPE yarn": 2.5,
-        "held out, other documents": 3.5,
+        "held out, data x": 3.5,
+        "code, RoPE yarn": 2.5,
     }
-    assert "held out 2.2500 at step 50; held out, rows of 32,768 tokens 0.5000" in page.text
+    assert "held out 2.2500 at step 50 Median" in page.text, "the best of the run's own"
     assert "needle 64, RoPE yarn 50 50.0%" in page.text
+    dashes = {
+        trace["name"]: trace["line"]["dash"]
+        for trace in page.charts["Retrieval: exact answers"]["traces"]
+    }
+    assert dashes["needle 64"] == dashes["needle 64, RoPE yarn"] != dashes["needle 512, RoPE yarn"]
     light, dark = page.charts["Needles: exact answers"]["traces"]
-    assert [light["z"], dark["z"]] == [[[0.25, None]], [[None, 0.5]]]
+    assert [light["z"], dark["z"]] == [[[0.25]], [[None]]]
 
 
 def test_long_context_results_of_several_runs_are_side_by_side(tmp_path):

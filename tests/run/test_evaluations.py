@@ -103,7 +103,7 @@ def test_the_command_repeats_the_last_evaluation_and_compares_models(run, folder
         assert rows
         assert all(f"{new - old:+.4f}" in row for row in rows), name
     assert commands.read_lines(run / "tasks.jsonl") == before, "--out keeps them apart"
-    assert "not the same" not in text
+    assert "settings differ" not in text
     assert text.count("note: rows of 448 tokens are longer than the 300 positions") == 2
 
 
@@ -133,21 +133,43 @@ def test_a_baseline_with_other_settings_is_named(tmp_path):
     table = rows[:-3]
     assert table[1].split() == "books loss 4.2000 4.2000 +0.0000".split()
     assert len({len(row) for row in table}) == 1, "rows are not wrapped on a narrow terminal"
-    same = "not the same evaluation: "
+    differ = "settings differ: "
     assert rows[-3:] == [
-        f"books: {same}rows of 4,096 tokens before, rows of 512 tokens after",
-        f"task needle, 64 tokens: {same}bfloat16 compute, the model's own RoPE before, "
-        "float32 compute, RoPE yarn after",
-        f"lm-eval arc: {same}rows of 64 tokens, 1,000 records before, rows of 32 tokens, "
+        f"books: {differ}rows of 4,096 tokens before, rows of 512 tokens after",
+        f"task needle, 64 tokens: {differ}bfloat16 compute, no RoPE before, float32 compute, "
+        "RoPE yarn after",
+        f"lm-eval arc: {differ}rows of 64 tokens, 1,000 records before, rows of 32 tokens, "
         "all records after",
     ]
 
 
-def test_the_baseline_is_not_written_to(folder):
-    words = ["--baseline", str(folder / "a.jsonl"), "--out", f"{folder}/../{folder.name}/a.jsonl"]
-    (folder / "a.jsonl").write_text('{"data": "books"}')
-    with pytest.raises(UserError, match=r"--out.*is the file of --baseline"):
-        evaluation.main([str(folder), *words])
+def test_of_a_baseline_the_last_line_of_each_name_counts(tmp_path):
+    first, second = synthetic_runs.eval_lines([4, 9])
+    lines = [
+        second | {"long_ppl": 5.5},
+        second | {"long_ppl": None},
+        # jaxsp eval of an earlier checkpoint
+        first,
+        {"data": None, "loss": 1.0},
+        {"data": "samples.jsonl has no numbers"},
+    ]
+    for path in (tmp_path / "eval.jsonl", tmp_path / "out.jsonl"):
+        path.write_text("\n".join(map(json.dumps, lines)))
+    console = rich.console.Console(file=None)
+    for path, loss in ((tmp_path, second["loss"]), (tmp_path / "out.jsonl", first["loss"])):
+        with console.capture() as capture:
+            comparison.print_table(console, comparison.read(path), [second])
+        row = next(row.split() for row in capture.get().splitlines() if row.startswith("held"))
+        assert row[3] == f"{loss:.4f}"
+        assert "long_ppl" not in capture.get()
+
+
+@pytest.mark.e2e
+def test_the_baseline_is_not_written_to(run, folder):
+    tasks = run / "tasks.jsonl"
+    for baseline, options in ((run, []), (tasks, []), (run, ["--out", f"{run}/../run/eval.jsonl"])):
+        with pytest.raises(UserError, match=r"--baseline.*the results would be added to it"):
+            evaluation.main([str(run), "--baseline", str(baseline), *options])
 
 
 def test_a_baseline_without_results_is_refused(folder):

@@ -148,9 +148,14 @@ def _draw(runs: Sequence[RunRecord], index: int, field: str) -> list[dict[str, A
 def _draw_groups(
     runs: Sequence[RunRecord], index: int, groups: Mapping[str, pd.DataFrame], field: str
 ) -> list[dict[str, Any]]:
-    """Draws a field of each eval set, or of each task (color and marker) and length (dash)."""
-    is_task = field == "exact_rate"
-    parts = {name: name.rpartition(" ")[::2] if is_task else (name, name) for name in groups}
+    """Draws a field of each eval set, or of each task with its settings (color and marker) and
+    length (dash)."""
+    parts = {name: (name, name) for name in groups}
+    if field == "exact_rate":  # `needle 64, float32 compute`
+        for name in groups:
+            task, comma, settings = name.partition(", ")
+            kind, _, size = task.rpartition(" ")
+            parts[name] = (kind + comma + settings, size)
     kinds = list(dict.fromkeys(kind for kind, _ in parts.values()))
     sizes = list(dict.fromkeys(size for _, size in parts.values()))
     traces = []

@@ -53,9 +53,9 @@ def summarize(run: RunRecord) -> dict[str, str]:
     return {
         f"Loss, mean of the last {NUM_LAST_LOSSES}": _format(losses.mean(), "{:.4f}"),
         "Best evaluation": "; ".join(
-            f"{name} {frame['loss'].min():.4f} at step {frame['loss'].idxmin():,.0f}"
-            for name, frame in run.evals.items()
-            if frame["loss"].notna().any()
+            f"{name} {losses.min():.4f} at step {losses.idxmin():,.0f}"
+            for name in run.eval_sets
+            if (losses := run.evals[name]["loss"]).notna().any()
         )
         or UNKNOWN,
         "Median tokens/s": _format(run.metrics["tokens_per_s"].median(), "{:,.0f}"),
@@ -120,7 +120,7 @@ def measure_time(run: RunRecord) -> dict[str, float]:
     return {
         "steps, without waits": step_s - wait_s,
         "data wait": wait_s,
-        "evaluation": sum((frame["seconds"].sum() for frame in run.evals.values()), 0.0),
+        "evaluation": sum((run.evals[name]["seconds"].sum() for name in run.eval_sets), 0.0),
         "checkpoint wait": run.metrics["checkpoint_wait_s"].sum(),
         "compilation": sum((start.get("compile_s") or 0 for start in run.starts), 0.0),
     }

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class RunRecord:
     """Numbers of metrics.jsonl by step, NaN for null; and num_steps, those since the last line."""
     source_tokens: Mapping[str, float]
     """Tokens of each source in all lines of metrics.jsonl."""
+    eval_sets: Sequence[str]
+    """Names in `evals` without other settings than the run's."""
     evals: Mapping[str, pd.DataFrame]
     """Numbers of eval.jsonl by eval set, with settings that are not the run's, and step."""
     positions: Mapping[str, Mapping[int, pd.DataFrame]]
@@ -86,13 +88,17 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     # of several lines for a step, the last one counts
     lines = list({line["step"]: line for line in lines}.values())
     sources = [line.get("num_tokens_by_source") or {} for line in lines]
-    by_set = _group(evals, lambda line: str(line.get("data")))
+    set_names = [str(line.get("data")) for line in evals]
+    by_set = _group(evals, set_names)
     tasks = [line for line in tasks if type(line.get("length")) is int]
-    by_task = _group(tasks, lambda line: f"{line.get('task')} {line['length']:,}")
-    needles = [_clean_depths(line) for line in tasks if line.get("task") == "needle"]
-    needles = [line for line in needles if line["exact_rate_by_depth"]]
-    by_length = _group(needles, lambda line: str(line["length"]))
-    needles = [line for name, lines in by_length.items() if name.isdecimal() for line in lines]
+    by_task = _group(tasks, [f"{line.get('task')} {line['length']:,}" for line in tasks])
+    own_needles = [
+        _clean_depths(line)
+        for name, lines in by_task.items()
+        for line in lines
+        if line.get("task") == "needle" and name == f"needle {line['length']:,}"
+    ]
+    needles = [line for line in own_needles if line["exact_rate_by_depth"]]
     last = max((line["step"] for line in needles), default=0)
     banner = directory / "banner.txt"
     return RunRecord(
@@ -100,6 +106,7 @@ def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
         config=config_file.read(directory / CONFIG_FILE),
         metrics=_to_frame(lines),
         source_tokens=pd.DataFrame(sources, dtype=float).sum().to_dict(),
+        eval_sets=[name for name in dict.fromkeys(set_names) if name in by_set],
         evals={name: _to_frame(lines) for name, lines in by_set.items()},
         positions={name: _read_positions(lines) for name, lines in by_set.items()},
         tasks={name: _to_frame(lines) for name, lines in by_task.items()},
@@ -122,13 +129,22 @@ def _read_lines(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
     return valid, len(records) - len(valid)
 
 
-def _group(lines: Sequence[Line], name: Callable[[Line], str]) -> dict[str, list[Line]]:
-    """Returns lines by name, and by settings if they are not those of its first line."""
+def _group(lines: Sequence[Line], names: Sequence[str]) -> dict[str, list[Line]]:
+    """Returns lines by name, and by settings that are not the run's, such as `books, float32`.
+
+    The settings of the run are the first in the file: those of weights, and of data by name.
+    """
     groups: dict[str, list[Line]] = {}
-    first: dict[str, Line] = {}
-    for line in lines:
-        differences = comparison.list_differences(line, first.setdefault(name(line), line))
-        groups.setdefault(", ".join([name(line), *differences]), []).append(line)
+    of_weights: dict[str, Any] = {}
+    of_data: dict[str, dict[str, Any]] = {}
+    for line, name in zip(lines, names, strict=True):
+        known = of_data.setdefault(name, {})
+        for field in comparison.DATA_SETTINGS & line.keys():
+            known.setdefault(field, line[field])
+        for field in comparison.WEIGHT_SETTINGS.keys() & line.keys():
+            of_weights.setdefault(field, line[field])
+        differences = comparison.list_differences(line, of_weights | known)
+        groups.setdefault(", ".join([name, *differences]), []).append(line)
     return groups
 
 
