@@ -532,7 +532,7 @@ def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypa
     [
         ([Device(80 * GIB, 30 * GIB), Device(80 * GIB, 50 * GIB)], 30 * GIB),
         # an allocator without statistics
-        ([Device(80 * GIB), Device(None)], 0),
+        ([Device(None), Device(None)], 0),
         ([Device(None, platform="cpu")] * 2, 43 * GIB),
     ],
 )
