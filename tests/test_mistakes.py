@@ -1,0 +1,104 @@
+"""Mistakes of users, and what jaxsp answers: exit code and lines, in tests/mistakes.yaml.
+
+`python -m tests.test_mistakes` writes the answers anew; read them as a diff.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+import yaml
+
+TABLE = pathlib.Path(__file__).parent / "mistakes.yaml"
+
+BASE = {
+    "run": {"directory": "run", "steps": 3},
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 257,
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+        },
+        "tokenizer": "bytes",
+    },
+    "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
+    "data": {"train": [{"source": "texts.jsonl", "format": "text"}], "row_tokens": 64},
+    "batch": {"rows_per_step": 4},
+    "optimizer": {"learning_rate": 0.01},
+    "logging": {"trackers": []},
+}
+
+FILES = {
+    "base.yaml": json.dumps(BASE),
+    "texts.jsonl": "\n".join(json.dumps({"text": "word " * count}) for count in range(1, 30)),
+    "broken.yaml": "run: {steps: 3",
+    "list.yaml": "[run, model]",
+    "empty.yaml": "",
+}
+"""Files that every case finds in its folder."""
+
+
+def answer(case: dict[str, Any], folder: pathlib.Path) -> tuple[int, list[str]]:
+    """Runs the command of a case, and returns its exit code and the lines of stderr."""
+    from jaxsp.__main__ import main
+
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "data.jsonl").write_text("\n".join(case.get("records", [])), encoding="utf-8")
+    errors = io.StringIO()
+    arguments, directory = sys.argv, os.getcwd()
+    sys.argv = ["jaxsp", *case["words"]]
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    finally:
+        sys.argv = arguments
+        os.chdir(directory)
+    lines = errors.getvalue().replace(str(folder), "FOLDER").splitlines()
+    return code, [line for line in lines if not line.startswith(("usage:", " "))]
+
+
+def read_table() -> list[dict[str, Any]]:
+    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+
+
+def name_case(case: dict[str, Any]) -> str:
+    return " ".join([*case["words"], *case.get("records", [])])
+
+
+@pytest.mark.parametrize("case", read_table(), ids=name_case)
+def test_each_mistake_has_its_exit_code_and_lines(case, tmp_path: pathlib.Path):
+    assert answer(case, tmp_path) == (case["exit"], case["lines"])
+
+
+def test_most_mistakes_are_answered_in_one_line():
+    table = read_table()
+    assert len(table) >= 150
+    assert sum(len(case["lines"]) == 1 for case in table) > 0.8 * len(table)
+
+
+def record() -> None:
+    """Writes the answers of today into the table."""
+    table = read_table()
+    for case in table:
+        with tempfile.TemporaryDirectory() as folder:
+            case["exit"], case["lines"] = answer(case, pathlib.Path(folder))
+    text = yaml.safe_dump(table, sort_keys=False, width=96, allow_unicode=True)
+    TABLE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record()
