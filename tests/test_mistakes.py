@@ -56,7 +56,8 @@ def answer(case: dict[str, Any], folder: pathlib.Path) -> tuple[int, list[str]]:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "data.jsonl").write_text("\n".join(case.get("records", [])), encoding="utf-8")
     errors = io.StringIO()
-    arguments, directory = sys.argv, os.getcwd()
+    arguments = sys.argv
+    directory = os.getcwd()
     sys.argv = ["jaxsp", *case["words"]]
     os.chdir(folder)
     try:

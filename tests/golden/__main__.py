@@ -18,8 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-
-
 VALUES = pathlib.Path(__file__).parent / "values.json"
 
 REPO = pathlib.Path(__file__).parents[2]

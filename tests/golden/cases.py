@@ -97,7 +97,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "DoRA": {"adapter": {"type": "dora", "rank": 4}, "mesh": {"data": 8, "seq": 1}},
     "FP8": {
         "model": {**LLAMA, "hidden_size": 64, "head_dim": 16, "intermediate_size": 1040},
-        "model.compute_dtype": "bfloat16", "model.linear_dtype": "float8",
+        "model.compute_dtype": "bfloat16",
+        "model.linear_dtype": "float8",
     },
     "DPO": {"objective": {"type": "dpo", "sft_weight": 0.1}},
     "KTO": {"objective": {"type": "kto"}, "batch": {"rows_per_step": 16}},
