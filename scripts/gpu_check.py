@@ -5,11 +5,11 @@
 
 scripts/README.md describes the stages.
 
-Every result is written as soon as it exists, so an interrupted stage keeps its results so far.
-Files are named DATE-GPU-STAGE in scripts/bench/results/: `.json` (versions, and each part's exit
-code, duration and summary), `.txt` (all output), and a `.json` or JUnit `.xml` per part. At its
-end, a stage adds a line to scripts/bench/LOG.md. With --out FOLDER, all of this is written to
-FOLDER instead. JAX's compilation cache, in build/jax_cache, is kept between stages.
+A stage that is interrupted keeps its results so far. Files are named DATE-GPU-STAGE in
+scripts/bench/results/: `.json` (versions, and each part's exit code, duration and summary), `.txt`
+(all output), and a `.json` or JUnit `.xml` per part. At its end, a stage adds a line to
+scripts/bench/LOG.md. With --out FOLDER, all of this is written to FOLDER instead. JAX's compilation
+cache, in build/jax_cache, is kept between stages.
 
 Exit code: 0 success, 1 if a part failed or ran out of time, 2 without a GPU or for an invalid
 command.
@@ -30,8 +30,8 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
+from xml.etree import ElementTree
 
-from scripts import junit_log
 from scripts.bench import machine, report
 from scripts.gpu_stages import SECONDS, STAGES, Part
 
@@ -167,9 +167,9 @@ def run_part(
 ) -> Outcome:
     """Runs a part for at most `seconds`."""
     results = pathlib.Path(f"{base}-{part.name}.{'xml' if part.is_tests else 'json'}")
-    words = [word.format(base=base) for word in part.arguments]
+    words = list(part.arguments)
     if part.is_tests:
-        words += ["--junit-log", str(results)]
+        words += [f"--junitxml={results}"]
     else:
         words += ["--out", str(results), "--seconds", f"{max(seconds - part.case_seconds, 0):.0f}"]
         if args.commit:
@@ -177,19 +177,17 @@ def run_part(
         if args.resume and part.is_resumable:
             words += ["--resume", str(args.resume.resolve())]
     command = [sys.executable, "-m", part.module, *words]
-    has_input = part.needs is None or pathlib.Path(f"{base}-{part.needs}.json").exists()
     began = time.monotonic()
     code = None
     status = report.NOT_RUN
-    if seconds >= LEAST_S and has_input:
+    if seconds >= LEAST_S:
         _log(f"== {part.name}: python {' '.join(command[1:])}", log)
-        runner = run_tests if part.is_tests else run
-        code = runner(command, seconds, log)
+        code = run(command, seconds, log)
         status = {0: report.OK, None: report.TIMED_OUT}.get(code, report.FAILED)
     elapsed = time.monotonic() - began
     summary = _summarize(results) if results.exists() else "no results"
-    if part.is_tests and status == report.OK and not junit_log.has_passed(results):
-        status = report.FAILED  # a test of an earlier process failed, or all tests were skipped
+    if part.is_tests and summary.startswith("0 passed"):
+        status = report.FAILED  # all tests were skipped
     return Outcome(
         name=part.name,
         command=command,
@@ -198,25 +196,6 @@ def run_part(
         seconds=elapsed,
         summary=summary if status == report.OK else f"{summary} ({status})",
     )
-
-
-def run_tests(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
-    """Runs pytest, and the remaining tests in a new process after a crash.
-
-    Args: command, which ends with the path of the JUnit file.
-    Returns: the exit code of the last process, None if it ran out of time.
-    """
-    results = pathlib.Path(command[-1])
-    until = time.monotonic() + seconds
-    while True:
-        num_before = junit_log.num_tests(results)
-        code = run(command, until - time.monotonic(), log)
-        has_crashed = code is not None and (code < 0 or code == junit_log.CUDA_ERROR)
-        if not has_crashed or junit_log.num_tests(results) == num_before:
-            return code
-        if until - time.monotonic() < LEAST_S:
-            return None
-        _log("== pytest ended early: the remaining tests, in a new process", log)
 
 
 def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
@@ -263,10 +242,15 @@ def _signal_group(group: int, number: int) -> None:
 
 
 def _summarize(results: pathlib.Path) -> str:
-    if results.suffix == ".xml":
-        return junit_log.summarize(results)
-    contents = json.loads(results.read_text(encoding="utf-8"))
-    return contents.get("summary") or report.summarize(contents)
+    if results.suffix == ".json":
+        contents = json.loads(results.read_text(encoding="utf-8"))
+        return contents.get("summary") or report.summarize(contents)
+    (suite,) = ElementTree.parse(results).getroot()
+    names = {"failures": "failed", "errors": "errors", "skipped": "skipped"}
+    counts = {text: int(suite.get(name, 0)) for name, text in names.items()}
+    words = [f"{int(suite.get('tests', 0)) - sum(counts.values())} passed"]
+    words += [f"{count} {text}" for text, count in counts.items() if count]
+    return f"{', '.join(words)} in {float(suite.get('time', 0)):.0f} s"
 
 
 def _log(line: str, log: TextIO) -> None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 
+CHECKS = ("checkpoint", "offload", "outside", "pinning", "workspace", "profile")
+"""Those of scripts/bench/first_checks.py, in this order."""
+
 SECONDS = 460
 """Time of a stage. A part that is still running then is interrupted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One command of a stage. `{base}` in its arguments is the path of the stage's files."""
+    """One command of a stage."""
 
     name: str
     seconds: int
@@ -20,8 +23,6 @@ class Part:
     is_tests: bool = False
     is_resumable: bool = False
     """True if this part uses --resume."""
-    needs: str | None = None
-    """Name of the part whose results this part reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,49 +34,48 @@ class Stage:
     parts: tuple[Part, ...]
 
 
-def _tests(*files: str) -> Part:
-    options = ["-p", "scripts.junit_log", "-vv", "-rs", "--durations=20"]
+def _tests(*files: str) -> tuple[Part, ...]:
+    """A part for each file of tests/gpu/: after a CUDA error, later tests need a new process."""
+    options = ["-vv", "-rs", "--durations=20"]
     for verb in ("reading", "writing"):
         # the cache warns about a program that it cannot keep, and warnings fail tests
         options += ["-W", f"ignore:Error {verb} persistent compilation cache"]
-    return Part(
-        name="tests",
-        seconds=SECONDS,
-        module="pytest",
-        arguments=(*files, *options),
-        is_tests=True,
+    return tuple(
+        Part(
+            name=file,
+            seconds=SECONDS,
+            module="pytest",
+            arguments=(f"tests/gpu/test_{file}.py", *options),
+            is_tests=True,
+        )
+        for file in files
     )
+
+
+def _check(name: str) -> Part:
+    return Part(name=name, seconds=300, module="scripts.bench.first_checks", arguments=(name,))
 
 
 _STEP = tuple("--shapes llama8b-4layers --lengths 32768 --steps 5 --case-seconds 120".split())
 
 _PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
 
-_PLAN_ERRORS = Part(
-    name="plans",
-    seconds=SECONDS,
-    case_seconds=20,
-    module="scripts.bench.plan_error",
-    arguments=("{base}-table.json",),
-    needs="table",
-)
-
 
 def _steps(
-    shape: str,
-    *lengths: int,
+    *shapes: str,
+    lengths: tuple[int, ...],
     name: str = "table",
-    seconds: int = 400,
+    seconds: int = SECONDS,
     options: tuple[str, ...] = (),
 ) -> Part:
-    """Step times of a model with rows of these lengths."""
+    """Step times of models with rows of these lengths."""
     return Part(
         name=name,
         seconds=seconds,
         case_seconds=100,
         module="scripts.bench.step",
         arguments=(
-            *("--shapes", shape, "--lengths", *map(str, lengths)),
+            *("--shapes", *shapes, "--lengths", *map(str, lengths)),
             *"--steps 3 --case-seconds 180".split(),
             *options,
         ),
@@ -86,39 +86,18 @@ def _steps(
 STAGES = {
     "first": Stage(
         topics="assumptions that no CPU test covers, most harmful first; each with its range",
-        parts=(
-            Part(
-                name="checks",
-                seconds=SECONDS,
-                case_seconds=30,
-                module="scripts.bench.first_hour",
-                arguments=(),
-            ),
-        ),
+        parts=tuple(map(_check, CHECKS)),
     ),
     "kernels": Stage(
         topics="versions; accuracy of cuDNN attention, delta rules, experts and 8-bit products",
-        parts=(
-            _tests(
-                *("tests/gpu/test_kernels.py", "tests/gpu/test_delta_rule.py"),
-                "tests/gpu/test_experts.py",
-                "tests/gpu/test_float8.py",
-            ),
-        ),
+        parts=_tests("kernels", "delta_rule", "experts", "float8"),
     ),
     "memory": Stage(
-        topics="cuDNN's workspace against the formula; cost of tiles and offloading",
+        topics="cost of tiles and offloading",
         parts=(
             Part(
-                name="workspace",
-                seconds=130,
-                case_seconds=15,
-                module="scripts.bench.workspace",
-                arguments=(),
-            ),
-            Part(
                 name="tiles",
-                seconds=250,
+                seconds=300,
                 case_seconds=60,
                 module="scripts.bench.step",
                 arguments=(
@@ -140,41 +119,27 @@ STAGES = {
         ),
     ),
     "speed": Stage(
-        topics="tokens/s, MFU and memory, compared with Transformers; errors of plans",
-        parts=(
-            Part(
-                name="table",
-                seconds=400,
-                case_seconds=100,
-                module="scripts.bench.peer_transformers",
-                arguments=(
-                    *"--shapes llama8b-4layers qwen3-0.6b --lengths 32768 131072 8192".split(),
-                    *"--steps 3 --case-seconds 180".split(),
-                ),
-                is_resumable=True,
-            ),
-            _PLAN_ERRORS,
-        ),
+        topics="tokens/s, MFU and memory, measured and planned",
+        parts=(_steps("llama8b-4layers", "qwen3-0.6b", lengths=(32768, 131072, 8192)),),
     ),
     "hybrid": Stage(
-        topics="step times and errors of plans of a model with gated delta nets",
-        parts=(_steps("qwen3.5-9b-4layers", 16_384, 131_072), _PLAN_ERRORS),
+        topics="step times of a model with gated delta nets",
+        parts=(_steps("qwen3.5-9b-4layers", lengths=(16384, 131072)),),
     ),
     "experts": Stage(
-        topics="step times of a model with experts, with both kernels; errors of plans",
+        topics="step times of a model with experts, with both kernels",
         parts=(
-            _steps("qwen3-30b-a3b-4layers", 16_384, 65_536, seconds=200),
+            _steps("qwen3-30b-a3b-4layers", lengths=(16384, 65536), seconds=230),
             _steps(
-                *("qwen3-30b-a3b-4layers", 16_384, 65_536),
+                "qwen3-30b-a3b-4layers",
+                lengths=(16384, 65536),
                 name="xla",
-                seconds=200,
                 options=("--experts-kernel", "xla"),
             ),
-            _PLAN_ERRORS,
         ),
     ),
     "options": Stage(
         topics="do memory options change only memory; does a GPU learn as a CPU does?",
-        parts=(_tests("tests/gpu/test_memory_options.py", "tests/gpu/test_training.py"),),
+        parts=_tests("memory_options", "training"),
     ),
 }

@@ -6,11 +6,9 @@ import re
 
 import pytest
 
-from scripts.bench import isolation, report, step
-from scripts.bench.cases import Case
+from scripts.bench import report, step, timing
+from scripts.bench.timing import Result
 from tests import commands, messages
-
-CASE = Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +53,34 @@ def test_a_case_has_its_figures(benchmark):
 def run(monkeypatch, tmp_path, results, *words):
     """Exit code and file of a benchmark whose cases have these results."""
     results = iter(results)
-    monkeypatch.setattr(step, "run_case", lambda case, *, seconds: next(results))
+    monkeypatch.setattr(timing, "run_case", lambda module, case, *, seconds: next(results))
     out = tmp_path / "results.json"
     code = step.main(["--shapes", "tiny", "--lengths", "256", "--out", str(out), *words])
     return code, json.loads(out.read_text())
 
 
-GOOD = step.Result(
+GOOD = Result(
     status=report.OK,
     step_s=0.5,
     peak_gib=4.0,
     tflops_per_device=1.0,
+    planned_gib=8.0,
     kernel_used="blockwise",
     device="cpu",
 )
 
-FULL = step.Result(status=report.OUT_OF_MEMORY)
+FULL = Result(status=report.OUT_OF_MEMORY)
 
 
 def test_a_case_that_fails_fails_the_benchmark_after_the_others(monkeypatch, tmp_path):
-    failed = isolation.explain_exit(-6, "", step.Result)
+    failed = timing.explain_exit(-6, "")
     assert failed.status == report.FAILED
     assert "-6" in failed.message
     code, results = run(monkeypatch, tmp_path, [failed, GOOD])
     assert code == 1
     assert [case["status"] for case in results["cases"]] == [report.FAILED, report.OK]
     assert results["device"] == "cpu"
+    assert "0.500 times the plan" in report.summarize(results)
 
 
 def test_a_comparison_has_speedup_and_memory_ratio(monkeypatch, tmp_path, capsys):
@@ -96,7 +96,7 @@ def test_a_comparison_has_speedup_and_memory_ratio(monkeypatch, tmp_path, capsys
 def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
     words = ["--lengths", "256", "512"]
     first = [dataclasses.replace(GOOD, step_s=0.25), FULL]
-    first += [step.Result(status=report.TIMED_OUT), step.Result(status=report.NOT_RUN)]
+    first += [Result(status=report.TIMED_OUT), Result(status=report.NOT_RUN)]
     run(monkeypatch, tmp_path, first, *words)
     old = tmp_path / "old.json"
     (tmp_path / "results.json").rename(old)

@@ -31,11 +31,6 @@ TEXT_FILES = (
 
 MAX_COLUMNS = 100
 
-MAX_FUNCTION_LINES = 60
-
-LONG_FUNCTIONS: dict[str, str] = {}
-"""Functions that may be longer, with the reason: `jaxsp/package/module.py:function`."""
-
 DOCSTRING_STARTS = "what where whether that of how which why and but as if who whose".split()
 """First words of a docstring that is not a verb or a noun phrase."""
 
@@ -148,14 +143,6 @@ def long_lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
 
 
-def long_functions(text: str, name: str = "") -> Iterator[tuple[int, str]]:
-    for node in ast.walk(parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES and f"{name}:{node.name}" not in LONG_FUNCTIONS:
-                yield node.lineno, f"{node.name}: {length} lines, at most {MAX_FUNCTION_LINES}"
-
-
 def compressed_code(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(parse(text)):
         if isinstance(node, ast.For | ast.comprehension):
@@ -208,10 +195,9 @@ def violations(*paths: pathlib.Path) -> Iterator[str]:
         if file.suffix != ".py":
             yield from (f"{name}:{line}: {problem}" for line, problem in bad_text(text))
             continue
-        problems = [*long_functions(text, name)]
-        if file != pathlib.Path(__file__):
-            problems += [problem for check in CHECKS for problem in check(text)]
-        for line, problem in sorted(problems):
+        if file == pathlib.Path(__file__):
+            continue
+        for line, problem in sorted(problem for check in CHECKS for problem in check(text)):
             yield f"{name}:{line}: {problem}"
 
 
@@ -234,7 +220,6 @@ def test_readmes_configs_and_scripts_follow_the_rules():
         (banned_idioms, 'raise ValueError(f"{1}: there is no way out")', 1),
         (banned_idioms, '"""\n\nNobody reads it.\n"""', 3),
         (long_lines, "x = 1\n" + "#" * 101, 2),
-        (long_functions, "def f():\n" + "    x = 1\n" * 60, 1),
         (compressed_code, "a, b = 1, 2", 1),
         (compressed_code, "[one for one in range(3)]", 1),
         (compressed_code, "for found in range(3):\n    pass", 1),

@@ -208,7 +208,7 @@ def format_time(plan: Plan) -> str:
         f"about {durations.describe(plan.step_s_estimate)} per step (likely {low} to {high}), "
         f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
         f"limited by {plan.time_bottleneck}: an ESTIMATE from published rates "
-        "(planner/compile/gpus.py); scripts/bench/anchors.py compares such estimates with "
+        "(planner/compile/gpus.py); scripts/bench/published_runs.py compares such estimates with "
         "published runs"
     )
 

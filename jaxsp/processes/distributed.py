@@ -43,7 +43,7 @@ MAX_POLLS_PER_S = 200
 """Reads per second that process 0 answers, at most: with more processes, each reads less often.
 
 They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
-processes share; `scripts.bench.polling`).
+processes share: scripts/bench/LOG.md, 2026-11-26).
 """
 
 MAX_PEER_READS = 10

@@ -15,7 +15,6 @@ from jaxsp.core.batch import PER_ROW, PER_TOKEN, SPECS, Batch, Pairs, max_pairs
 from jaxsp.optimizers import optimizer, optimizer_state
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import quantization, sharding
-from jaxsp.training import weight_init
 from jaxsp.training.specs import StepSpec
 
 
@@ -30,14 +29,6 @@ class TrainState:
     """Optimizer state of each weight; None for a frozen one."""
     step: batch.Leaf
     """Number of steps done, an int32 scalar."""
-
-
-def random_state(spec: StepSpec, *, seed: int) -> TrainState:
-    """Random weights and an initial optimizer state, each on its devices."""
-    master = weight_init.random_weights(
-        spec.table, seed=seed, mesh=spec.mesh, is_on_host=spec.is_on_host
-    )
-    return init_state(spec, master)
 
 
 def init_state(spec: StepSpec, master: layers.Weights) -> TrainState:

@@ -60,15 +60,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16,
         "tie_word_embeddings": True,
     },
-    "llama-30m": {
-        "model_type": "llama",
-        "vocab_size": 16384,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
     "tiny": {
         "model_type": "llama",
         "vocab_size": 512,

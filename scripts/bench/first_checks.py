@@ -1,6 +1,10 @@
-"""The checks of scripts/bench/first_hour.py: each returns numbers and the ranges that are assumed.
+"""Checks an assumption that no CPU test covers, on the GPUs of this node.
 
-A process runs one of them, and sets the limits of its memory before JAX finds its devices.
+    python -m scripts.bench.first_checks checkpoint
+    python -m scripts.bench.first_checks profile --out scripts/bench/results/today-profile.json
+
+Prints each number when it is measured, beside the range that jaxsp assumes. A process runs one
+check, and sets the limits of its memory before JAX finds its devices.
 """
 
 import concurrent.futures
@@ -8,15 +12,22 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import datasets
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxsp import attention
+from jaxsp.attention import KernelSettings
+from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
+from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.checkpoint import array_writer, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.core import host_memory
@@ -28,8 +39,11 @@ from jaxsp.run import benchmark, jax_limits, selfcheck
 from jaxsp.runtime import memory_limits, run_paths
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
-from scripts.bench import cases, kernel_trace, machine, report, workspace
+from jaxsp.training.compile_options import CompileOptions
+from scripts.bench import cases, kernel_trace, machine, results
 from scripts.bench.cases import Case
+
+MODULE = "scripts.bench.first_checks"
 
 LONGEST_POOL_GIB = 206
 """Pool of each process for the longest rows of 8B on eight H100s."""
@@ -41,12 +55,6 @@ PIN_SECONDS = 140
 """Time limit for a process that pins memory."""
 
 _POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-
-TRIED_OPTIONS = (
-    "xla_gpu_experimental_enable_nccl_symmetric_buffers",
-    "xla_gpu_enable_dus_accumulator_zero_init_elimination",
-)
-"""Flags that are off in XLA, and may make a step faster."""
 
 
 class Number(NamedTuple):
@@ -127,16 +135,58 @@ def measure_checkpoint(folder: pathlib.Path, *, mib: int = 512) -> list[Number]:
     ]
 
 
+_WORKSPACES = ((32, 8, 1), (32, 8, 64), (8, 8, 64))
+"""Query heads, K/V heads and slots for documents. The formula is exact without shared K/V heads."""
+
+
 def measure_workspace(folder: pathlib.Path) -> Iterator[Number]:
     """Compiles attention and compares cuDNN's workspace with `cudnn_memory.workspace_bytes`."""
-    for index in (0, 1, -4):
-        case = workspace.CASES[index]
-        result = workspace.measure(case, jax.devices()[0])
-        if result.status == report.FAILED:
-            raise RuntimeError(result.message)
-        if result.ratio is not None:
-            kind = f"{case.row_tokens:,} tokens in up to {case.max_segments} documents"
-            yield Number(f"workspace over formula, {kind}", result.ratio, "", 0.9, 1.03)
+    device = jax.devices()[0]
+    for num_heads, num_kv_heads, max_segments in _WORKSPACES:
+        work = make_workload(num_heads, num_kv_heads, max_segments)
+        work = cudnn_memory.adapt_to_devices(work, [device])
+        split = cudnn_memory.choose_split(work)
+        program = compile_attention(work, split, device).as_text() or ""
+        workspace = cudnn_calls.read_workspace_bytes(program)
+        if workspace is not None:
+            ratio = workspace / cudnn_memory.workspace_bytes(work, split)
+            kind = f"{num_heads}/{num_kv_heads} heads, up to {max_segments} documents"
+            yield Number(f"workspace over formula, {kind}", ratio, "", 0.9, 1.03)
+
+
+def make_workload(
+    num_heads: int, num_kv_heads: int, max_segments: int, *, row_tokens: int = 32768
+) -> KernelWorkload:
+    """Attention over one row in bfloat16."""
+    return KernelWorkload(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        row_tokens=row_tokens,
+        num_rows=1,
+        max_segments=max_segments,
+        window=None,
+        dtype="bfloat16",
+    )
+
+
+def compile_attention(work: KernelWorkload, split: CallSplit, device: Any) -> jax.stages.Compiled:
+    """Compiles cuDNN's attention, forward and backward, for a device."""
+    settings = KernelSettings(**split._asdict(), copies_segments=work.copies_segments)
+    attend = attention.make_attend(kernel="cudnn", settings=settings)
+
+    def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+        return out, pull(dout)
+
+    place = SingleDeviceSharding(device)
+    q, k = (
+        jax.ShapeDtypeStruct((1, work.row_tokens, heads, work.head_dim), work.dtype, sharding=place)
+        for heads in (work.num_heads, work.num_kv_heads)
+    )
+    segments = jax.ShapeDtypeStruct((1, work.max_segments), np.int32, sharding=place)
+    lowered = jax.jit(gradients).lower(q, k, k, q, segments, segments)
+    return compile_options.compile_lowered(lowered, CompileOptions(options={}, description=""))
 
 
 def measure_outside(folder: pathlib.Path) -> list[Number]:
@@ -214,26 +264,6 @@ def _pin(index: int, gib: int) -> float:
     return float(done.stdout.split()[-1])
 
 
-def measure_options(folder: pathlib.Path) -> Iterator[Number]:
-    """Times a step of 8,192 tokens per GPU with options of XLA, over that without.
-
-    An option that this jaxlib lacks is named.
-    """
-    base = _run_steps(folder / "base", {})
-    for option in TRIED_OPTIONS:
-        try:
-            result = _run_steps(folder / option, {option: True})
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-            print(f"  {option}: not in this jaxlib", flush=True)
-            continue
-        ratio = result.step_s / base.step_s
-        yield Number(f"step with {option}, over that without", ratio, "", 0.85, 1.02)
-        loss_error = abs(result.losses[-1] / base.losses[-1] - 1)
-        yield Number(f"relative change of the loss with {option}", loss_error, "", 0, 1e-3)
-
-
 def measure_offload(folder: pathlib.Path) -> Iterator[Number]:
     """Errors of gradients with offloaded activations on all GPUs, as the self-check has them."""
     for activations in ("layer_inputs", "layer_inputs_and_attention"):
@@ -250,9 +280,9 @@ def measure_offload(folder: pathlib.Path) -> Iterator[Number]:
 
 def measure_profile(folder: pathlib.Path) -> list[Number]:
     """Profiles steps of 8,192 tokens per GPU, compiled before."""
-    _run_steps(folder / "before", {})
+    _run_steps(folder / "before")
     with jax.profiler.trace(str(folder / "trace")):
-        result = _run_steps(folder / "profiled", {})
+        result = _run_steps(folder / "profiled")
     kernels = kernel_trace.read_kernels(folder / "trace")
     last = kernel_trace.last_kernels(kernels, result.step_s)
     numbers = [
@@ -268,16 +298,11 @@ def measure_profile(folder: pathlib.Path) -> list[Number]:
     return numbers
 
 
-def _run_steps(folder: pathlib.Path, xla_options: dict[str, Any]) -> benchmark.BenchmarkResult:
+def _run_steps(folder: pathlib.Path) -> benchmark.BenchmarkResult:
     """Times steps of 4 layers of Llama-3.1-8B, with a row of 8,192 tokens for each GPU."""
     folder.mkdir(parents=True)
     case = Case(
-        shape="llama8b-4layers",
-        row_tokens=8192,
-        documents="one",
-        kernel="auto",
-        steps=NUM_STEPS,
-        xla_options=xla_options,
+        shape="llama8b-4layers", row_tokens=8192, documents="one", kernel="auto", steps=NUM_STEPS
     )
     source = folder / "documents.jsonl"
     cases.write_documents(case, source, num_rows=(1 + NUM_STEPS) * count_gpus())
@@ -286,3 +311,45 @@ def _run_steps(folder: pathlib.Path, xla_options: dict[str, Any]) -> benchmark.B
     config = config.model_copy(update={"batch": batch})
     jax_limits.choose_platform(config)
     return benchmark.benchmark_steps(config, num_steps=NUM_STEPS)
+
+
+CHECKS: dict[str, tuple[str, Callable[[pathlib.Path], Iterable[Number]]]] = {
+    "checkpoint": ("a checkpoint while the pool for offloaded arrays is small", measure_checkpoint),
+    "offload": ("gradients with offloaded activations, prefetched and not", measure_offload),
+    "outside": ("memory of CUDA and NCCL outside of JAX's part", measure_outside),
+    "pinning": ("pinning host memory in one process, and in one per GPU", measure_pinning),
+    "workspace": ("cuDNN's workspace over the formula", measure_workspace),
+    "profile": ("a step: gaps, slowdown beside NCCL, error of the plan", measure_profile),
+}
+"""Topic and function of each check, most harmful first."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command. Returns: 1 for numbers out of range or none, 2 without a GPU."""
+    parser = results.make_parser(MODULE, __doc__)
+    topics = "; ".join(f"{name}: {topic}" for name, (topic, _) in CHECKS.items())
+    parser.add_argument("check", choices=CHECKS, help=topics)
+    results.add_limits(parser, case="check")
+    args = parser.parse_args(arguments)
+    # asking JAX for its devices would take the GPU's memory
+    if not count_gpus():
+        print("There is no NVIDIA GPU here. Use a machine with one.", file=sys.stderr)
+        return 2
+    versions = machine.read_gpu_versions()
+    contents = results.open_results(MODULE, arguments, commit=args.commit, **versions)
+    topic, measure = CHECKS[args.check]
+    print(f"{args.check}: {topic}", flush=True)
+    numbers: list[Number] = []
+    with tempfile.TemporaryDirectory(prefix="jaxsp-check-") as folder:
+        datasets.config.HF_DATASETS_CACHE = pathlib.Path(folder, "cache")
+        for number in measure(pathlib.Path(folder)):
+            print(f"  {number.describe()}", flush=True)
+            numbers.append(number)
+            contents["cases"].append(number._asdict())
+            contents["summary"] = "; ".join(number.describe() for number in numbers)
+            results.write(args.out, contents)
+    return int(not numbers or not all(number.is_in_range for number in numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

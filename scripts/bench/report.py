@@ -1,14 +1,11 @@
-"""Text of benchmark results: lines of tables, ratios to earlier results, and summaries.
+"""Text of the results of scripts/bench/step.py: lines, ratios to earlier results, and a summary.
 
-`python -m scripts.bench.report RESULTS.json` prints one line for LOG.md. Results of
-peer_transformers.py are those of step.py, with the result of the peer under "transformers".
+`python -m scripts.bench.report RESULTS.json` prints one line for LOG.md.
 """
 
-import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 OK = "ok"
@@ -33,9 +30,6 @@ TILES = ("mlp_tile_tokens", "loss_tile_tokens")
 MEMORY_OPTIONS = ("remat", "offload_activations", "offload_optimizer")
 """Other fields of the config's section `memory` in which cases differ."""
 
-SIDES = ("jaxsp", "transformers")
-"""The two programs that peer_transformers.py compares."""
-
 _COLUMNS = (
     *("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:<18}"),
     *("{:>9}", "{:>9}", "{:>10}", "{:>8}", "{:>7}", "{:>9}", "{:>9}", "{:>9}"),
@@ -47,17 +41,6 @@ HEADER = _LINE.format(
     *("compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "host GiB", "loss"),
 )
 
-_SIDE = "{:>14}  {:>5}  {:>8}  {:>8}"
-_PAIR = f"{{:<16}}  {{:>9}}  {{:<9}}  {_SIDE}  {_SIDE}  {{:>7}}  {{:>8}}  {{}}"
-
-PAIR_HEADER = _PAIR.format(
-    *("shape", "row", "documents"),
-    *("jaxsp tokens/s", "MFU %", "peak GiB", "loss"),
-    *("HF tokens/s", "MFU %", "peak GiB", "loss"),
-    *("speed x", "memory x", "HF attention"),
-)
-"""speed x, memory x: jaxsp's figure over that of transformers."""
-
 _ON_HOST = {
     "layer_inputs": "inputs",
     "layer_inputs_and_attention": "inputs+attention",
@@ -65,21 +48,6 @@ _ON_HOST = {
     "state_and_gradients": "optimizer+gradients",
 }
 """Short names for values of memory.offload_activations and memory.offload_optimizer."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Longest:
-    """The longest rows of a model that each side could train, of those that were tried."""
-
-    shape: str
-    documents: str
-    jaxsp: int | None
-    """Tokens; None if no row succeeded."""
-    jaxsp_is_limit: bool
-    """True if a longer row ran out of memory; otherwise longer rows may work."""
-    transformers: int | None
-    transformers_is_limit: bool
-    ratio: float | None
 
 
 def format_case(case: dict[str, Any]) -> str:
@@ -103,28 +71,8 @@ def format_case(case: dict[str, Any]) -> str:
     return f"{line}  {', '.join(filter(None, notes))}".rstrip()
 
 
-def format_pair(case: dict[str, Any]) -> str:
-    """Formats a case of both sides as a line under PAIR_HEADER, with its problems at the end."""
-    formats = {"tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
-    figures = [
-        format_number(get_side(case, side)[name], text).rstrip("%")
-        for side in SIDES
-        for name, text in formats.items()
-    ]
-    ratios = [format_number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
-    attention = case["transformers"]["attention"] or "-"
-    line = _PAIR.format(
-        case["shape"], case["row_tokens"], case["documents"], *figures, *ratios, attention
-    )
-    for side in SIDES:
-        problems = _problems(get_side(case, side))
-        if problems:
-            line += f"  {', '.join([side, *problems])}"
-    return line
-
-
 def _problems(result: dict[str, Any]) -> list[str]:
-    """Status and message of a side that did not succeed, and a loss that is not finite."""
+    """Status and message of a case that did not succeed, and a loss that is not finite."""
     problems = []
     if result["status"] != OK:
         problems.append(result["status"])
@@ -155,10 +103,8 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def summarize(results: dict[str, Any]) -> str:
-    """Figures of each model's longest rows in one line; of all cases if they have two sides."""
+    """Figures of each model's longest rows in one line."""
     cases = results["cases"]
-    if all("transformers" in case for case in cases):
-        return "; ".join(_figures(case) for case in cases if case["status"] != NOT_RUN)
     longest: dict[str, int] = {}
     for case in cases:
         longest[case["shape"]] = max(case["row_tokens"], longest.get(case["shape"], 0))
@@ -167,51 +113,9 @@ def summarize(results: dict[str, Any]) -> str:
     )
 
 
-def get_side(case: dict[str, Any], side: str) -> dict[str, Any]:
-    """Result of a case on a side."""
-    return case if side == "jaxsp" else case[side]
-
-
-def find_longest(cases: Sequence[dict[str, Any]]) -> list[Longest]:
-    """The longest rows of both sides, for each model, with one and with several documents."""
-    longest = []
-    for shape, documents in dict.fromkeys((case["shape"], case["documents"]) for case in cases):
-        rows: dict[str, int | None] = {}
-        limits = {}
-        for side in SIDES:
-            statuses = [
-                (get_side(case, side)["status"], case["row_tokens"])
-                for case in cases
-                if (case["shape"], case["documents"]) == (shape, documents)
-            ]
-            rows[side] = max((tokens for status, tokens in statuses if status == OK), default=None)
-            limits[f"{side}_is_limit"] = any(
-                status == OUT_OF_MEMORY and tokens > (rows[side] or 0)
-                for status, tokens in statuses
-            )
-        ratio = divide(rows["jaxsp"], rows["transformers"])
-        longest.append(Longest(shape=shape, documents=documents, **rows, **limits, ratio=ratio))
-    return longest
-
-
-def format_longest(longest: Longest) -> str:
-    """Formats the longest rows of a model as a line."""
-    jaxsp = _format_row(longest.jaxsp, longest.jaxsp_is_limit)
-    peer = _format_row(longest.transformers, longest.transformers_is_limit)
-    times = f", {longest.ratio:.2f} times as long" if longest.ratio else ""
-    case = f"{longest.shape} {longest.documents}"
-    return f"longest row, {case}: jaxsp {jaxsp}, transformers {peer}{times}"
-
-
-def _format_row(tokens: int | None, is_limit: bool) -> str:
-    if not tokens:
-        return "none"
-    return f"{tokens:,} tokens" if is_limit else f"{tokens:,} tokens or more"
-
-
-def divide(ours: float | None, peers: float | None) -> float | None:
+def divide(figure: float | None, base: float | None) -> float | None:
     """Ratio of two figures; None if one is missing."""
-    return ours / peers if ours and peers else None
+    return figure / base if figure and base else None
 
 
 def format_number(value: float | None, text: str, *, scale: int = 1) -> str:
@@ -230,16 +134,9 @@ def _figures(case: dict[str, Any]) -> str:
         figures += f" (MFU {100 * case['mfu']:.1f} %)"
     if case["peak_gib"] is not None:
         figures += f", {case['peak_gib']:.1f} GiB"
-    if "transformers" in case:
-        figures += f", {_format_ratios(case)}"
+    if over_plan := divide(case["peak_gib"], case["planned_gib"]):
+        figures += f", {over_plan:.3f} times the plan"
     return figures
-
-
-def _format_ratios(case: dict[str, Any]) -> str:
-    if case["transformers"]["status"] != OK:
-        return f"transformers {case['transformers']['status']}"
-    memory = f", {case['memory_ratio']:.2f} times the memory" if case["memory_ratio"] else ""
-    return f"{case['speed_ratio']:.2f} times as fast as transformers{memory}"
 
 
 def _format_memory(case: dict[str, Any]) -> str:

@@ -9,11 +9,9 @@ scripts/bench/cases.py describes the cases. Each one runs in a separate process.
 median over steps; each step is finished before the next is dispatched.
 """
 
-import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,42 +25,14 @@ from jaxsp.reporting import metrics
 from jaxsp.runtime import jax_platform
 from jaxsp.setup import build
 from jaxsp.training import train_state
-from scripts.bench import cases, isolation, report, results, timing
+from scripts.bench import cases, report, results, timing
 from scripts.bench.cases import Case
-from scripts.bench.timing import TimedResult
+from scripts.bench.timing import Result
 
 MODULE = "scripts.bench.step"
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 """Event that JAX records if a program comes from its compilation cache."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result(TimedResult):
-    """Result of a case with jaxsp."""
-
-    kernel_used: str | None = None
-    fallback_reason: str | None = None
-    """Reason that `auto` chose another kernel."""
-    remat_used: str | None = None
-    """Value of memory.remat in the compiled step; never `auto`."""
-    memory_used: str | None = None
-    """Description of the compiled step's memory options."""
-    compile_s: float | None = None
-    from_cache: bool | None = None
-    """True if the step came from JAX's compilation cache; compile_s is then the time to load it."""
-    planned_gib: float | None = None
-    """Device memory of the compiled step, with the estimate for the attention workspace."""
-    workspace_gib: float | None = None
-    """Largest workspace of cuDNN attention in the compiled step."""
-    host_gib: float | None = None
-    """Host memory of the compiled step."""
-    memory_limit_gib: float | None = None
-    """Device memory that JAX may use (runtime/memory_limits.py)."""
-    device: str | None = None
-    """JAX's name for the type of device."""
-    runtime: str | None = None
-    """JAX's platform version; for a GPU, the version of CUDA."""
 
 
 def main(arguments: list[str]) -> int:
@@ -77,27 +47,14 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     output = results.open_gpu_results(MODULE, arguments, commit=options.commit)
-
-    def run(case: Case, sides: Sequence[str]) -> dict[str, Any]:
-        result = Result(status=report.NOT_RUN)
-        if sides:
-            result = run_case(case, seconds=options.case_seconds)
-        output["device"] = output["device"] or result.device
-        output["runtime"] = output["runtime"] or result.runtime
-        return timing.make_record(case, result)
-
     print(report.HEADER, flush=True)
-    for record in timing.run_cases(options, output, run, sides=["jaxsp"]):
+    run = lambda case: timing.run_case(MODULE, case, seconds=options.case_seconds)
+    for record in timing.run_cases(options, output, run):
         print(report.format_case(record), flush=True)
     if options.compare:
         old = json.loads(options.compare.read_text(encoding="utf-8"))
         print(report.compare_results(old, output))
     return int(any(case["status"] in report.FAILURES for case in output["cases"]))
-
-
-def run_case(case: Case, *, seconds: float) -> Result:
-    """Times a case in a separate process."""
-    return timing.run_isolated(MODULE, case, Result, seconds=seconds)
 
 
 def measure(case: Case, folder: pathlib.Path) -> Result:
@@ -132,7 +89,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             state, results = jax.block_until_ready(fitted.executable(state, batch))
             seconds.append(time.perf_counter() - began)
     except (UserError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and isolation.EXHAUSTED not in str(error):
+        if isinstance(error, jax.errors.JaxRuntimeError) and timing.EXHAUSTED not in str(error):
             raise
         return Result(status=report.OUT_OF_MEMORY, message=_first_line(error), **fields)
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -188,4 +145,4 @@ def _first_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    isolation.start(main, Case, measure)
+    timing.start(main, measure)

@@ -1,12 +1,20 @@
-"""Runs cases of a training step, and makes their results and the records of a results file."""
+"""Runs the cases of scripts/bench/step.py in processes of their own, and makes their records.
+
+The memory of each process starts empty, a crash does not stop the other cases, and a case can be
+ended after a time.
+"""
 
 import argparse
 import collections
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,12 +23,20 @@ import numpy as np
 
 from jaxsp.hf import model_config
 from jaxsp.model import flops
-from scripts.bench import cases, isolation, report, results
+from scripts.bench import cases, machine, report, results
 from scripts.bench.cases import Case
+
+CASE_OPTION = "--case"
+"""First argument of the process of a case; the case as JSON and a folder follow."""
+
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""XLA's error code for running out of memory."""
+
+_RESULT_FILE = "result.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimedResult:
+class Result:
     """Result of a case. Figures are None if it ended earlier or the device does not report them."""
 
     status: str
@@ -40,46 +56,108 @@ class TimedResult:
     loss_finite: bool | None = None
     wall_s: float | None = None
     """Duration of the case's process."""
+    kernel_used: str | None = None
+    fallback_reason: str | None = None
+    """Reason that `auto` chose another kernel."""
+    remat_used: str | None = None
+    """Value of memory.remat in the compiled step; never `auto`."""
+    memory_used: str | None = None
+    """Description of the compiled step's memory options."""
+    compile_s: float | None = None
+    from_cache: bool | None = None
+    """True if the step came from JAX's compilation cache; compile_s is then the time to load it."""
+    planned_gib: float | None = None
+    """Device memory of the compiled step, with the estimate for the attention workspace."""
+    workspace_gib: float | None = None
+    """Largest workspace of cuDNN attention in the compiled step."""
+    host_gib: float | None = None
+    """Host memory of the compiled step."""
+    memory_limit_gib: float | None = None
+    """Device memory that JAX may use (runtime/memory_limits.py)."""
+    device: str | None = None
+    """JAX's name for the type of device."""
+    runtime: str | None = None
+    """JAX's platform version; for a GPU, the version of CUDA."""
 
 
-def run_isolated(module: str, case: Case, result_type: type, *, seconds: float) -> Any:
-    """Times a case in a process of its own. Args: result_type: a TimedResult."""
+def run_case(module: str, case: Case, *, seconds: float) -> Result:
+    """Times a case in a new process, which is ended after `seconds`.
+
+    Args: module: its main calls `start`.
+    """
     began = time.monotonic()
-    result = isolation.run_isolated(module, case, result_type, seconds=seconds)
+    with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:
+        file = pathlib.Path(folder) / _RESULT_FILE
+        words = [CASE_OPTION, json.dumps(dataclasses.asdict(case)), folder]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module, *words],
+                cwd=machine.REPO,
+                env={**os.environ, "HF_DATASETS_CACHE": f"{folder}/cache"},
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            result = Result(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
+        else:
+            result = explain_exit(done.returncode, done.stderr)
+            if file.exists():
+                result = Result(**json.loads(file.read_text(encoding="utf-8")))
+            elif result.status == report.FAILED:
+                sys.stderr.write(done.stderr)
     return dataclasses.replace(result, wall_s=time.monotonic() - began)
 
 
+def explain_exit(code: int, stderr: str) -> Result:
+    """The result of a process that ended without one."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    exhausted = next((line for line in lines if EXHAUSTED in line), None)
+    if exhausted is not None:
+        return Result(status=report.OUT_OF_MEMORY, message=exhausted)
+    last = lines[-1] if lines else "no output"
+    return Result(status=report.FAILED, message=f"exit code {code}: {last}")
+
+
+def start(
+    main: Callable[[list[str]], int], measure: Callable[[Case, pathlib.Path], Result]
+) -> None:
+    """Runs a benchmark's command, or measures a case if this is the process of one."""
+    if sys.argv[1:2] != [CASE_OPTION]:
+        sys.exit(main(sys.argv[1:]))
+    case, folder = sys.argv[2:]
+    result = measure(Case(**json.loads(case)), pathlib.Path(folder))
+    text = json.dumps(dataclasses.asdict(result), allow_nan=False)
+    pathlib.Path(folder, _RESULT_FILE).write_text(text, encoding="utf-8")
+
+
 def run_cases(
-    args: argparse.Namespace,
-    contents: dict[str, Any],
-    run: Callable[[Case, Sequence[str]], dict[str, Any]],
-    *,
-    sides: Sequence[str],
+    args: argparse.Namespace, contents: dict[str, Any], run: Callable[[Case], Result]
 ) -> Iterator[dict[str, Any]]:
     """Runs all cases. Adds the record of each to `contents`, and writes the file.
 
-    Args:
-        contents: contents of the results file.
-        run: runs a case on some of the sides and returns its record. It gets no side if time is up.
-        sides: from report.SIDES. With --until-it-fails, a side drops out when it fails.
+    Args: contents: contents of the results file; the first case adds device and runtime.
     """
     earlier = _read_earlier(args.resume, contents)
     began = time.monotonic()
-    queue = collections.deque((case, sides) for case in cases.expand_cases(args))
+    queue = collections.deque(cases.expand_cases(args))
     while queue:
-        case, case_sides = queue.popleft()
+        case = queue.popleft()
         record = _find_finished(case, earlier)
         if record is None:
-            is_in_time = time.monotonic() - began < args.seconds
-            record = run(case, case_sides if is_in_time else ())
+            result = Result(status=report.NOT_RUN)
+            if time.monotonic() - began < args.seconds:
+                result = run(case)
+            for name in ("device", "runtime"):
+                contents[name] = contents[name] or getattr(result, name)
+            record = make_record(case, result)
         contents["cases"].append(record)
         yield record
         results.write(args.out, contents)
-        passed_sides = [
-            side for side in case_sides if report.get_side(record, side)["status"] == report.OK
-        ]
-        if args.until_it_fails and passed_sides and case.row_tokens >= max(args.lengths):
-            queue.append((dataclasses.replace(case, row_tokens=2 * case.row_tokens), passed_sides))
+        has_passed = record["status"] == report.OK
+        if args.until_it_fails and has_passed and case.row_tokens >= max(args.lengths):
+            queue.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
 
 
 def _read_earlier(path: pathlib.Path | None, contents: dict[str, Any]) -> list[dict[str, Any]]:
@@ -93,17 +171,16 @@ def _read_earlier(path: pathlib.Path | None, contents: dict[str, Any]) -> list[d
 
 
 def _find_finished(case: Case, earlier: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Finds the record of a case that every side has finished."""
+    """Finds the record of a case that was finished."""
     fields = dataclasses.asdict(case)
     for record in earlier:
-        sides = [record, record.get("transformers", record)]
-        is_final = all(side["status"] in report.FINAL for side in sides)
-        if is_final and fields == {name: record.get(name) for name in fields}:
+        is_same = fields == {name: record.get(name) for name in fields}
+        if is_same and record["status"] in report.FINAL:
             return record
     return None
 
 
-def make_record(case: Case, result: Any) -> dict[str, Any]:
+def make_record(case: Case, result: Result) -> dict[str, Any]:
     """The record of a case in the file: its fields, the model's, and its result."""
     fields = dataclasses.asdict(result)
     del fields["device"], fields["runtime"]  # of the whole file
@@ -113,7 +190,6 @@ def make_record(case: Case, result: Any) -> dict[str, Any]:
         "max_segments": cases.MAX_SEGMENTS[case.documents],
         "rows_per_step": 1,
         "num_devices": 1,
-        "compute_dtype": "bfloat16",
         "optimizer": cases.OPTIMIZER["name"],
         **fields,
         "model": cases.SHAPES[case.shape],

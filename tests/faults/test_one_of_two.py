@@ -18,7 +18,7 @@ from jaxsp.config import run_schema
 from jaxsp.processes import cluster, distributed
 from jaxsp.runtime import device_mesh, jax_platform, run_paths
 from jaxsp.sharding import sharding
-from jaxsp.training import train_state
+from jaxsp.training import train_state, weight_init
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
@@ -34,7 +34,10 @@ spec = StepSpec(
     attention=batches.attention_choice(),
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
-state = train_state.random_state(spec, seed=0)
+master = weight_init.random_weights(
+    spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
+)
+state = train_state.init_state(spec, master)
 meta = lambda number: reader.CheckpointMeta(
     config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
 )

@@ -212,7 +212,10 @@ def test_a_run_continues_during_a_save_and_resumes_from_it(gpu, option, tmp_path
     """Offloaded state is written from host memory that the next step reuses."""
     spec = make_program(gpu, OPTIONS[option], "float32")
     run = train_step.compile(spec)
-    state = train_state.random_state(spec, seed=0)
+    start = weight_init.random_weights(
+        spec.table, seed=0, mesh=spec.mesh, is_on_host=spec.is_on_host
+    )
+    state = train_state.init_state(spec, start)
     rows = batches.put_on_mesh(ROWS, spec.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(

@@ -47,7 +47,7 @@ LIKELY_RANGE = (1.0, 1.3)
 """Likely range of a measured step's time over its estimate.
 
 Published runs of other systems with cuDNN's attention took 0.98 to 1.13 times the estimate. One on
-H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/anchors.py).
+H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/LOG.md).
 """
 
 _IN_DELTA_NET = re.compile(rf"\b{delta_net.SCOPE}\)*/")

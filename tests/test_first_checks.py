@@ -1,4 +1,4 @@
-"""scripts/bench/first_hour.py checks assumptions on GPUs; its parts that need none."""
+"""scripts/bench/first_checks.py checks assumptions on GPUs; its parts that need none."""
 
 import gzip
 import json
@@ -6,82 +6,56 @@ import json
 import jax
 import pytest
 
+from jaxsp.attention.kernels.cudnn import cudnn_memory
+from jaxsp.planner.compile import compiled
 from jaxsp.processes import hardware
 from jaxsp.run import selfcheck
-from scripts.bench import first_checks, first_hour, kernel_trace, machine, report
+from scripts import gpu_stages
+from scripts.bench import first_checks, kernel_trace
 from scripts.bench.first_checks import Number
-from scripts.bench.first_hour import Check, Result
 from scripts.bench.kernel_trace import Kernel
 
 
 @pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 def test_without_a_gpu_it_exits_2_and_names_what_is_missing(tmp_path, capsys):
     out = tmp_path / "first.json"
-    assert first_hour.main(["--out", str(out)]) == 2
+    assert first_checks.main(["offload", "--out", str(out)]) == 2
     assert "There is no NVIDIA GPU here" in capsys.readouterr().err
     assert not out.exists()
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
-    """Runs the command with invented results of each check on a node with 2 GPUs."""
-    monkeypatch.setattr(machine, "find_gpu_problem", lambda: None)
+@pytest.mark.parametrize(
+    ("values", "code"), [([1.0, 1.1], 0), ([1.0, 1.2], 1), ([], 1)], ids=["in", "out", "none"]
+)
+def test_numbers_are_kept_and_those_out_of_range_fail(monkeypatch, tmp_path, capsys, values, code):
     monkeypatch.setattr(first_checks, "count_gpus", lambda: 2)
-
-    def run(results, *words):
-        monkeypatch.setattr(
-            first_hour.isolation,
-            "run_isolated",
-            lambda module, case, result_type, seconds: results[case.check],
-        )
-        out = tmp_path / "first.json"
-        code = first_hour.main(["--out", str(out), "--checks", *results, *words])
-        return code, json.loads(out.read_text()), capsys.readouterr().out
-
-    return run
+    numbers = [Number("a ratio", value, "", 0.9, 1.1) for value in values]
+    monkeypatch.setitem(first_checks.CHECKS, "offload", ("a topic", lambda folder: iter(numbers)))
+    out = tmp_path / "first.json"
+    assert first_checks.main(["offload", "--out", str(out)]) == code
+    printed = capsys.readouterr().out
+    assert printed.count("a ratio") == len(values)
+    assert printed.count("NOT AS ASSUMED") == sum(value > 1.1 for value in values)
+    if values:
+        cases = json.loads(out.read_text())["cases"]
+        assert [case["value"] for case in cases] == values
 
 
-def numbers(*values):
-    fields = Number("a ratio", 0.0, "", 0.9, 1.1)._replace
-    return [fields(value=value)._asdict() for value in values]
-
-
-def test_numbers_out_of_their_range_fail_the_stage_and_are_marked(run):
-    good = Result(status=report.OK, numbers=numbers(1.0, 1.1))
-    bad = Result(status=report.OK, numbers=numbers(1.0, 1.2))
-    code, contents, printed = run({"workspace": good, "offload": bad})
-    assert code == 1
-    assert contents["summary"] == "workspace as assumed, offload NOT as assumed"
-    assert [line for line in printed.splitlines() if "NOT AS ASSUMED" in line] == [
-        "  a ratio: 1.2 (assumed: 0.9 to 1.1) <- NOT AS ASSUMED"
-    ]
-    assert run({"workspace": good})[0] == 0
-
-
-def test_a_check_that_fails_or_has_no_time_left_fails_the_stage(run):
-    failed = Result(status=report.FAILED, message="exit code 1: an error")
-    code, contents, printed = run({"pinning": failed})
-    assert (code, contents["summary"]) == (1, "pinning failed")
-    assert "an error" in printed
-    code, _, printed = run({"pinning": failed}, "--seconds", "0")
-    assert code == 1
-    assert "not run: run it with --checks pinning" in printed
-
-
-def test_a_check_without_a_number_is_not_as_assumed(run):
-    assert run({"workspace": Result(status=report.OK)})[0] == 1
-
-
-def test_numbers_are_printed_when_they_are_measured(monkeypatch, tmp_path, capsys):
+def test_numbers_before_an_error_are_kept(monkeypatch, tmp_path):
     def measure_then_fail(folder):
         yield Number("a ratio", 1.0, "", 0.9, 1.1)
         raise ValueError
 
-    check = Check(topic="a topic", measure=measure_then_fail)
-    monkeypatch.setitem(first_hour.CHECKS, "offload", check)
+    monkeypatch.setattr(first_checks, "count_gpus", lambda: 2)
+    monkeypatch.setitem(first_checks.CHECKS, "offload", ("a topic", measure_then_fail))
+    out = tmp_path / "first.json"
     with pytest.raises(ValueError):  # noqa: PT011 - the check's own, without a text
-        first_hour.measure(first_hour.Case(check="offload"), tmp_path)
-    assert "a ratio: 1" in capsys.readouterr().out
+        first_checks.main(["offload", "--out", str(out)])
+    assert len(json.loads(out.read_text())["cases"]) == 1
+
+
+def test_the_first_stage_has_every_check():
+    assert tuple(first_checks.CHECKS) == gpu_stages.CHECKS
 
 
 def test_nan_is_in_no_range():
@@ -109,25 +83,18 @@ def test_gradients_are_compared_with_and_without_prefetch_on_all_devices(tmp_pat
     assert [next(iter(options.values())) for _, options in tried] == [False, True, False, True]
 
 
-def test_steps_of_all_gpus_have_a_row_each(tmp_path, monkeypatch):
-    """The options of XLA that are tried reach the config."""
+def test_profiled_steps_have_a_row_for_each_gpu(tmp_path, monkeypatch):
     configs = []
     monkeypatch.setattr(first_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr(first_checks.jax_limits, "choose_platform", lambda config: None)
-    result = type("Result", (), {"step_s": 2.0, "losses": [3.0]})
     monkeypatch.setattr(
         first_checks.benchmark,
         "benchmark_steps",
-        lambda config, num_steps: configs.append(config) or result,
+        lambda config, num_steps: configs.append(config),
     )
-    checked = [*first_checks.measure_options(tmp_path)]
-    assert [number.value for number in checked] == [1.0, 0.0, 1.0, 0.0]
-    assert [list(config.run.xla_options) for config in configs] == [
-        [],
-        *([option] for option in first_checks.TRIED_OPTIONS),
-    ]
-    assert {config.batch.rows_per_step for config in configs} == {8}
-    source = tmp_path / "base" / "documents.jsonl"
+    first_checks._run_steps(tmp_path / "run")
+    assert configs[0].batch.rows_per_step == 8
+    source = tmp_path / "run" / "documents.jsonl"
     assert len(source.read_text().splitlines()) == 8 * (1 + first_checks.NUM_STEPS)
 
 
@@ -138,6 +105,14 @@ KERNELS = [
     Kernel("softmax", 42, 50),
     Kernel("gemm_b", 70, 80),
 ]
+
+
+def test_cudnn_attention_compiles_for_the_workspace_check():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    work = first_checks.make_workload(num_heads=4, num_kv_heads=2, max_segments=8, row_tokens=1024)
+    (device,) = compiled.make_devices("h100-80gb", 1)
+    split = cudnn_memory.choose_split(work)
+    assert "__cudnn$fmha" in first_checks.compile_attention(work, split, device).as_text()
 
 
 def test_idle_time_is_that_without_any_kernel():
