@@ -10,6 +10,7 @@ processes of a job do (`distributed.poll_interval_s`), and as often as they can.
 import contextlib
 import dataclasses
 import itertools
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 
 from jax._src.lib import _jax
 
-from jaxsp import launch
 from jaxsp.processes import distributed
 from scripts.bench import machine, results
 
@@ -84,7 +84,8 @@ def format_case(case: Case) -> str:
 
 def run_job(num_processes: int, seconds: float) -> Iterator[Case]:
     """Starts the clients of a job; the time of starting Python is not counted."""
-    port = launch.free_port()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     address = f"127.0.0.1:{port}"
     service = _jax.get_distributed_runtime_service(address, num_processes)
     count = min(PROCESSES, num_processes)

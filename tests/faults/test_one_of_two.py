@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from jaxsp import launch
-from tests import commands, messages
+from tests import messages, two_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -22,12 +21,12 @@ from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
-fault, folder_name, port, index_text = sys.argv[1:]
+fault, folder_name = sys.argv[1:]
 folder = pathlib.Path(folder_name)
-index = int(index_text)
+process = cluster.detect_process(os.environ)
+index = process.index
 jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
-coordinator = f"127.0.0.1:{port}"
-distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
+distributed.initialize(process)
 sharding.MIN_SHARDED_SIZE = 100
 spec = StepSpec(
     config=batches.make_config(name="adamw"), model=batches.model(), num_steps=9,
@@ -93,12 +92,9 @@ distributed.shutdown()
     ],
 )
 def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, tmp_path):
-    port = launch.free_port()
     folder = tmp_path / "checkpoints"
-    processes = [
-        commands.start_python("-c", SCRIPT, fault, folder, port, index) for index in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    processes = two_processes.start("-c", SCRIPT, fault, folder)
+    outputs = two_processes.wait(processes, timeout=120)
     assert [process.returncode for process in processes] == [0, 0], outputs
     # Gloo prints in the middle of lines
     results = [re.findall("RESULT (.*)", stdout) for stdout, _ in outputs]
