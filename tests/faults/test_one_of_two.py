@@ -12,6 +12,7 @@ SCRIPT = """
 import os, pathlib, sys
 import jax
 from jaxsp.checkpoint import files, reader
+from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.processes import cluster, distributed
@@ -40,19 +41,21 @@ meta = lambda number: reader.CheckpointMeta(
 is_broken = True
 
 
-def break_method(name, process):
-    method = getattr(CheckpointWriter, name)
+def break_method(owner, name, process):
+    method = getattr(owner, name)
 
     def fail(self, *arguments):
         if is_broken and index == process:
             raise OSError(28, "No space left on device")
         return method(self, *arguments)
 
-    setattr(CheckpointWriter, name, fail)
+    setattr(owner, name, fail)
 
 
-if fault in ("_copy", "_finalize"):
-    break_method(fault, {"_copy": 1, "_finalize": 0}[fault])
+if fault == "copy":
+    break_method(ArrayWriter, "copy", 1)
+elif fault == "_finalize":
+    break_method(CheckpointWriter, "_finalize", 0)
 retention = run_schema.CheckpointConfig()
 with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
     if fault != "read":
@@ -86,7 +89,7 @@ distributed.shutdown()
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("_copy", marks=pytest.mark.slow),
+        pytest.param("copy", marks=pytest.mark.slow),
         "_finalize",
         pytest.param("read", marks=pytest.mark.slow),
     ],
@@ -103,11 +106,11 @@ def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, t
         assert "bad block" in results[1][1]
         assert [lines[2] for lines in results] == ["moved: 4 None"] * 2
         return
-    failed = int(fault == "_copy")
+    failed = int(fault == "copy")
     assert "[Errno 28]" in results[failed][0]
     assert f"process {failed}" in results[1 - failed][0]
     assert [lines[1] for lines in results] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
     assert [lines[2] for lines in results] == ["restored"] * 2
-    if fault == "_copy":
+    if fault == "copy":
         message = messages.containing("process 1", "checkpoint 2", "[Errno 28]")
         assert re.search(message, outputs[1][1])
