@@ -13,7 +13,6 @@ _COMMANDS = {
     "export": "writes a run's weights as a Hugging Face folder",
     "report": "writes one HTML page about one run or several",
     "benchmark": "times steps of a config on this machine",
-    "launch": "trains with one process per GPU, and restarts after a hang",
     "convert": "writes a config from one of another system",
 }
 """Description of each command; its module has its name."""

@@ -101,7 +101,7 @@ def make_parser(
     if is_multi_process:
         group = parser.add_argument_group(
             "several processes",
-            "The process is detected under jaxsp launch, torchrun, srun and Open MPI's mpirun. "
+            "The process is detected under torchrun, srun and Open MPI's mpirun. "
             "For other launchers, set:",
         )
         group.add_argument(

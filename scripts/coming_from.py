@@ -2,9 +2,8 @@
 
     python -m scripts.coming_from
 
-Names are those of coming_from.yaml, their counterparts those of jaxsp/config/counterparts.yaml, and
-defaults those of jaxsp/conversion/systems.yaml. Each part of the file is between two marker
-comments.
+Names are those of coming_from.yaml, and their counterparts those of jaxsp/config/counterparts.yaml.
+Each part of the file is between two marker comments.
 """
 
 import pathlib
@@ -13,18 +12,9 @@ from collections.abc import Iterator
 
 from jaxsp.config import config_errors, foreign_names, yaml_io
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.conversion import draft
 from scripts import generated_text
 
 FILE = pathlib.Path(__file__).parent.parent / "configs/guide/coming_from.md"
-
-WIDTH = 100
-
-
-def read_names() -> dict[str, list[str]]:
-    """Reads the option names to list, by system."""
-    text = pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    return {system: names.split() for system, names in yaml_io.load(text).items()}
 
 
 def find_counterpart(name: str) -> Counterpart:
@@ -37,95 +27,49 @@ def find_counterpart(name: str) -> Counterpart:
 
 def render_parts() -> dict[str, str]:
     """The generated parts of the file, by name."""
-    return {
-        "options": "\n".join(_render_options()) + "\n",
-        "not needed": "\n".join(_render_reasons("not needed")) + "\n",
-        "not offered": "\n".join(_render_reasons("not offered")) + "\n",
-        "defaults": "\n".join(_render_defaults()) + "\n",
-    }
+    text = pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    names = {system: listed.split() for system, listed in yaml_io.load(text).items()}
+    found = {name: find_counterpart(name) for listed in names.values() for name in listed}
+    order = {counterpart: at for at, counterpart in enumerate(foreign_names.list_counterparts())}
+    found = dict(sorted(found.items(), key=lambda item: order.get(item[1], -1)))
+    parts = {"options": _render_options(names, found)}
+    parts |= {kind: _render_reasons(kind, found) for kind in ("not needed", "not offered")}
+    return {name: "\n".join(lines) + "\n" for name, lines in parts.items()}
 
 
-def _list_fields() -> list[str]:
-    """All fields of the config, in its order."""
-    lines = config_errors.describe_fields().splitlines()
-    return [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+def _render_options(names: dict[str, list[str]], found: dict[str, Counterpart]) -> Iterator[str]:
+    """A row for each field in the config's order, and the difference in values."""
+    yield f"| jaxsp | {' | '.join(names)} | difference |"
+    yield "|" + " --- |" * (len(names) + 2)
+    fields = {str(counterpart.field_name).replace(".0.", "[].") for counterpart in found.values()}
+    lines = (line.split() for line in config_errors.describe_fields().splitlines())
+    for field in [line[0] for line in lines if line[0] in fields]:
+        same = {
+            name: counterpart
+            for name, counterpart in found.items()
+            if str(counterpart.field_name).replace(".0.", "[].") == field
+        }
+        cells = [
+            ", ".join(f"`{name}`" for name in listed if name in same) for listed in names.values()
+        ]
+        notes = [
+            f"`{value}` {counterpart.note}" if value else counterpart.note
+            for counterpart in dict.fromkeys(same.values())
+            if not counterpart.takes_value
+            for value in [str(counterpart.field).partition("=")[2]]
+        ]
+        yield f"| `{field}` | {' | '.join(cells)} | {'; '.join(notes)} |"
 
 
-def _group_by_field() -> dict[str, dict[str, list[str]]]:
-    """Listed names by field, then by system."""
-    names = read_names()
-    fields: dict[str, dict[str, list[str]]] = {}
-    for system, listed in names.items():
-        for name in listed:
-            field = find_counterpart(name).field_name
-            if field is not None:
-                by_system = fields.setdefault(field.replace(".0.", "[]."), {})
-                by_system.setdefault(system, []).append(name)
-    order = {field: index for index, field in enumerate(_list_fields())}
-    return dict(sorted(fields.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _render_options() -> Iterator[str]:
-    systems = list(read_names())
-    notes = _group_notes()
-    yield f"| jaxsp | {' | '.join(systems)} | difference |"
-    yield "|" + " --- |" * (len(systems) + 2)
-    for field, by_system in _group_by_field().items():
-        cells = [_join(by_system.get(system, [])) for system in systems]
-        yield f"| `{field}` | {' | '.join(cells)} | {'; '.join(notes.get(field, []))} |"
-
-
-def _group_notes() -> dict[str, list[str]]:
-    """Notes of listed counterparts whose value is another one, by field."""
-    notes: dict[str, list[str]] = {}
-    for counterpart in _group_by_counterpart():
-        if counterpart.field_name is not None and not counterpart.takes_value:
-            _, equals, value = str(counterpart.field).partition("=")
-            note = f"`{value}` {counterpart.note}" if equals else counterpart.note
-            notes.setdefault(counterpart.field_name, []).append(note)
-    return notes
-
-
-def _render_reasons(kind: str) -> Iterator[str]:
-    """One line for each listed counterpart without a field."""
-    for counterpart, names in _group_by_counterpart().items():
-        if counterpart.field is None and counterpart.note.startswith(kind):
-            yield from _wrap(f"{_join(names)}: {counterpart.note.partition(': ')[2]}")
-
-
-def _group_by_counterpart() -> dict[Counterpart, list[str]]:
-    """Listed names by counterpart, in the order of counterparts.yaml."""
-    counterparts: dict[Counterpart, list[str]] = {}
-    listed = dict.fromkeys(name for names in read_names().values() for name in names)
-    for name in listed:
-        counterparts.setdefault(find_counterpart(name), []).append(name)
-    order = {entry: index for index, entry in enumerate(foreign_names.list_counterparts())}
-    return dict(sorted(counterparts.items(), key=lambda item: order.get(item[0], -1)))
-
-
-def _render_defaults() -> Iterator[str]:
-    for entry in draft.read_systems().values():
-        values = entry["defaults"] | entry["lora"]
-        settings = ", ".join(f"`{name}: {yaml_io.format_value(values[name])}`" for name in values)
-        yield from _wrap(f"{entry['title']}: {settings}")
-
-
-def _join(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _wrap(text: str) -> list[str]:
-    """Lines of an entry of a list, with asterisks outside of code escaped."""
-    parts = text.split("`")
-    parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
-    return textwrap.wrap(
-        "`".join(parts),
-        WIDTH,
-        initial_indent="- ",
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _render_reasons(kind: str, found: dict[str, Counterpart]) -> Iterator[str]:
+    """An entry of a list for each counterpart without a field."""
+    for counterpart in dict.fromkeys(found.values()):
+        reason, _, note = counterpart.note.partition(": ")
+        if counterpart.field is None and reason == kind:
+            names = ", ".join(f"`{name}`" for name in found if found[name] == counterpart)
+            yield textwrap.fill(
+                f"- {names}: {note}", 100, subsequent_indent="  ", break_on_hyphens=False
+            )
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ REPO = pathlib.Path(__file__).parent.parent
 LAYERS = (
     "core",
     "config",
-    "processes conversion",
+    "processes",
     "runtime",
     "storage",
     "attention data delta_rule experts objectives tasks",

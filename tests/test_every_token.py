@@ -182,7 +182,7 @@ LAYOUTS = [
     pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
     pytest.param(
         "one", 2, (1, 8), marks=pytest.mark.slow
-    ),  # two processes are in faults/ and test_launch.py
+    ),  # two processes are in faults/ and test_two_processes.py
     ("two", 1, (1, 8)),
     pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]

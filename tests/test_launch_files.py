@@ -10,13 +10,13 @@ import time
 import pytest
 import yaml
 
-from jaxsp import launch
+from jaxsp import train
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
-from jaxsp.processes import child_processes, hardware
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
+RESTART = REPO / "scripts/launch/restart.sh"
 JOBSET = yaml.safe_load((REPO / "scripts/launch/jobset.yaml").read_text())
 JOB = JOBSET["spec"]["replicatedJobs"][0]
 POD = JOB["template"]["spec"]["template"]["spec"]
@@ -110,15 +110,6 @@ def test_slurm_starts_only_a_run_that_hangs_or_is_killed_again(run_command, code
     assert not any(line.startswith("scontrol") for line in called)
 
 
-@pytest.mark.parametrize(("nodes", "cpus"), [(8, None), (9, 48)])
-def test_slurm_starts_one_task_per_node_above_64_gpus(run_command, nodes, cpus):
-    step = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "6", "SLURM_GPUS_ON_NODE": "8"}
-    _, _, called = run_command(SLURM, "a.yaml", codes="0", SLURM_NNODES=str(nodes), **step)
-    tasks = "" if cpus is None else f" --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus}"
-    assert called[0].startswith(f"srun --kill-on-bad-exit=0{tasks} python")
-    assert len(python_calls(called)) == 1
-
-
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"), [(0, "0", True), (0, "20", False), (1, "0", False)]
 )
@@ -141,32 +132,38 @@ def test_slurm_signals_a_run_early_enough_for_its_shutdown():
     assert float(re.search(r"run.shutdown_grace=(\d+)s", text)[1]) < warning_s
     subprocess.run(["bash", "-n", SLURM], check=True)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.MULTILINE))
-    assert options["ntasks-per-node"] == options["gpus-per-node"], "one task per GPU"
+    assert options["ntasks-per-node"] == "1", "one task drives a node"
 
 
-def test_the_command_of_a_pod_is_a_valid_launch(run_command, monkeypatch):
+def test_the_command_of_a_pod_is_valid(run_command, monkeypatch):
     code, _, called = run_command(*CONTAINER["command"], *CONTAINER["args"], codes="0", NODE="1")
     assert code == 0
     (words,) = [line.split() for line in python_calls(called)]
-    assert words[:3] == ["python", "-m", "jaxsp.launch"]
-    jobs = []
-
-    def run_processes(command, processes, signals):
-        jobs.append((command, processes))
-
-    num_gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    assert words[:3] == ["python", "-m", "jaxsp.train"]
+    args = train._make_parser().parse_intermixed_args(words[3:])
+    assert (args.process_id, args.num_processes) == (1, JOB["template"]["spec"]["parallelism"])
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
-    monkeypatch.setattr(child_processes, "run_processes", run_processes)
-    launch.main(words[3:])
-    ((command, processes),) = jobs
-    assert [process.index for process in processes] == list(range(8, 16))
-    assert {process.num_processes for process in processes} == {16}
-    config = config_file.load(command[3], command[4:])
+    config = config_file.load(args.config, args.changes)
     shutdown_grace_s = config.run.shutdown_grace.total_seconds()
     assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
     mounts = {volume["name"]: volume["mountPath"] for volume in CONTAINER["volumeMounts"]}
     assert config.run.directory.startswith(f"{mounts['shared']}/")
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts"), [("0", 0, 1), ("3", 3, 1), ("75 134 137 0", 0, 4), ("75 2", 2, 2)]
+)
+def test_the_loop_starts_only_a_run_that_hangs_or_is_killed_again(run_command, codes, code, starts):
+    exit_code, _, called = run_command(RESTART, "python", "a.yaml", codes=codes)
+    assert exit_code == code
+    assert python_calls(called) == ["python a.yaml"] * starts
+
+
+def test_the_loop_ends_with_the_run_that_a_signal_stops(run_command):
+    code, _, called = run_command(
+        RESTART, "python", "a.yaml", codes="stops75 0", signal_number=signal.SIGTERM
+    )
+    assert (code, len(python_calls(called))) == (75, 1)
 
 
 def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_it():

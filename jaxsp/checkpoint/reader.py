@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -297,19 +296,9 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
 def silence_orbax_errors() -> None:
     """Stops orbax from also printing the errors that it raises, from now on.
 
-    When one of many reads fails, orbax closes the event loop that the others report to. The
-    tracebacks of its threads, and of reads that are not waited for, are hundreds of lines. Other
-    output is unchanged.
+    When one of many reads fails, orbax closes the event loop that the others report to. What it
+    logs about reads that are not waited for is hundreds of lines. Other output is unchanged.
     """
-    hook = sys.unraisablehook
-
-    def skip_orbax_errors(error: "sys.UnraisableHookArgs") -> None:
-        code = getattr(error.object, "cr_code", None)
-        is_from_orbax = code is not None and "orbax" in code.co_filename
-        if not is_from_orbax and str(error.exc_value) != "Event loop is closed":
-            hook(error)
-
-    sys.unraisablehook = skip_orbax_errors
     logging.getLogger("absl").addFilter(
         lambda record: "orbax" not in pathlib.Path(record.pathname).parts
     )

@@ -105,7 +105,11 @@ def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
             continue
         section_name = ".".join(path[:-1])
         section = _find_section(path)
-        for name, inner_value in foreign_names.flatten(".".join(path), value):
+        name = ".".join(path)
+        known = foreign_names.find(name)
+        is_section = isinstance(value, dict) and (known is None or known.field is not None)
+        options = foreign_names.flatten(name, value) if is_section else [(name, value)]
+        for name, inner_value in options:
             line = explain_unknown(name, inner_value)
             if line is None:
                 line = f"{_format_setting(name, inner_value)}: unknown."
@@ -155,21 +159,6 @@ def find_counterpart(name: str) -> Counterpart | None:
     return Counterpart(names=(name,), field=names[0], takes_value=True)
 
 
-def format_override(counterpart: Counterpart, value: Any) -> str | None:
-    """Returns `field=value` for another system's option, or None if that value cannot be kept."""
-    field = counterpart.field
-    if field is None or "=" in field:
-        return None if value is False else field
-    translated = foreign_names.translate_value(field, value)
-    if isinstance(translated, str) and " and " in translated:
-        return f"{field}={translated}"
-    kept = coerce_value(field, value) if counterpart.takes_value else None
-    if kept is None:
-        return None
-    text = yaml_io.format_value(kept)
-    return None if text.endswith("...") else f"{field}={text}"
-
-
 def suggest_override(name: str) -> str | None:
     """Returns a `field=value` that works for the field that a name stands for, if that is clear."""
     example = format_example(name)
@@ -184,7 +173,6 @@ def coerce_value(field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
     *_, name = path = field.split(".")
     section = _find_section(path)
-    value = foreign_names.translate_value(field, value)
     is_whole = isinstance(value, float) and value.is_integer()
     for candidate in (value, int(value)) if is_whole else (value,):
         try:
@@ -203,14 +191,8 @@ def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
     if field is None:
         return counterpart.note
     note = f" ({counterpart.note})" if counterpart.note else ""
-    is_kept = counterpart.takes_value and coerce_value(field, value) is not None
-    if foreign_names.is_off(value) and not is_kept:
-        # no value: an example would turn on what is off here
-        return f"unknown. It is off; jaxsp's field is {field}{note}"
-    use = format_override(counterpart, value) or field
-    if use == field and counterpart.takes_value:
-        use += f", for example {format_example(field)}"
-    return f"unknown. Use {use}{note}"
+    # the value of a table would turn on what is off here
+    return f"unknown. Use {field if foreign_names.is_off(value) else counterpart.field}{note}"
 
 
 def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
@@ -230,8 +212,7 @@ def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
     rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
     counterpart = foreign_names.find(name)
     if rule == _MAPPING_RULE and counterpart is not None:
-        override = format_override(counterpart, finding["input"]) or counterpart.field_name
-        rule += f"; to keep this value, set {override}"
+        rule += f"; {finding['input']} is a value of {counterpart.field_name}"
     return rule
 
 

@@ -34,10 +34,6 @@ def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
     path = pathlib.Path(path)
-    if path.suffix in (".py", ".sh"):
-        raise UserError(
-            f"{path}: is a script, but a config must be a YAML file. {_suggest_converter(path)}"
-        )
     try:
         text = files.read_text(path)
     except FileNotFoundError:
@@ -72,7 +68,7 @@ def parse(
     for word in changes:
         key = word.partition("=")[0]
         example = config_errors.suggest_override(key) or "mesh.seq=4"
-        problem = _apply_override(fields, word, example_override=example)
+        problem = apply_override(fields, word, example_override=example)
         if problem:
             problems.append(problem)
     problems += cross_checks.check(fields)
@@ -85,7 +81,7 @@ def parse(
     return config
 
 
-def _apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
+def apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
     """Sets one `key.path=value` in nested fields, or returns the problem with it.
 
     Args:

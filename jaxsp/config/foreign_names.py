@@ -4,18 +4,17 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jaxsp.config import yaml_io
 
-_NOT_NEEDED = "not needed"
-_NOT_OFFERED = "not offered"
+_REASONS = ("not needed", "not offered")
 
 _MAX_WORDS = 4
 """Largest number of words in a dotted name of the table."""
 
-_LIST_ENTRY = re.compile(r"^data\.(train|eval)\.(\d+)(?=\.|$)")
+_LIST_ENTRY = re.compile(r"^data\.(train|eval)\.\d+(?=\.|$)")
 """The entry of a list of data sets, at the start of a dotted name."""
 
 
@@ -38,18 +37,6 @@ class Counterpart:
         """The dotted field without a value."""
         return None if self.field is None else self.field.partition("=")[0]
 
-    @property
-    def is_not_needed(self) -> bool:
-        """True if jaxsp always does what the option requests."""
-        return self.note.startswith(_NOT_NEEDED)
-
-    def with_list_entry(self, name: str) -> "Counterpart":
-        """This counterpart for a name inside a list of data sets, with that list's entry."""
-        place = _LIST_ENTRY.match(name)
-        if place is None or self.field is None:
-            return self
-        return dataclasses.replace(self, field=_LIST_ENTRY.sub(place.group(), self.field))
-
 
 def find(name: str) -> Counterpart | None:
     """Returns the counterpart of an option, or None if the name is not known.
@@ -57,29 +44,38 @@ def find(name: str) -> Counterpart | None:
     Ignores case and leading dashes, and reads `-` as `_`. The longest known end of a dotted name
     counts.
     """
-    by_name = _read_table().by_name
+    table = _read_table().by_name
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
-    for start in range(max(len(words) - _MAX_WORDS, 0), len(words)):
-        end = ".".join(words[start:])
-        if end in by_name and (start == 0 or end not in _TOP_LEVEL_ONLY):
-            return by_name[end].with_list_entry(name)
-    for pattern, counterpart in by_name.items():
-        if pattern.endswith("*") and words[-1].startswith(pattern[:-1]):
-            return counterpart.with_list_entry(name)
-    return None
+    ends = [".".join(words[start:]) for start in range(max(len(words) - _MAX_WORDS, 0), len(words))]
+    known = [
+        end
+        for end in ends
+        if end in table and (end == normalize(name) or end not in _TOP_LEVEL_ONLY)
+    ]
+    known += [key for key in table if key.endswith("*") and words[-1].startswith(key[:-1])]
+    if not known:
+        return None
+    found = table[known[0]]
+    entry = _LIST_ENTRY.match(name)
+    if entry is None or found.field is None:
+        return found
+    return dataclasses.replace(found, field=_LIST_ENTRY.sub(entry.group(), found.field))
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the options in a section of another system, with dotted names.
 
-    A section for which jaxsp has no field is one option.
+    The mappings of a list are numbered. An empty section is one option.
     """
-    counterpart = find(name)
-    has_no_field = counterpart is not None and counterpart.field is None
-    if not isinstance(value, dict) or not value or has_no_field:
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        items = enumerate(value)
+    if not items or not value:
         yield name, value
         return
-    for inner, inner_value in value.items():
+    for inner, inner_value in items:
         yield from flatten(f"{name}.{inner}", inner_value)
 
 
@@ -105,36 +101,17 @@ def is_off(value: Any) -> bool:
     return (value.lower() if isinstance(value, str) else value) in _OFF_VALUES
 
 
-_FORMATS = {"completion": "text", "pretraining": "text", "text": "text", "tokens": "tokens"}
-"""Formats of data sources for types of other systems; most others are messages."""
-
-
-def _translate_sources(value: Any) -> Any:
-    """Data sources from names of data sets, or from entries with a path and a type."""
-    sources = []
-    for entry in value if isinstance(value, list | tuple) else [value]:
-        fields = entry if isinstance(entry, dict) else {"path": entry}
-        names = ("path", "source", "dataset", "name", "data_files")
-        path = next((fields[name] for name in names if isinstance(fields.get(name), str)), None)
-        if not path:
-            return value
-        kind = str(fields.get("type", ""))
-        sources.append({"source": path, "format": _FORMATS.get(kind, "messages")})
-    return sources
-
-
 def translate_value(field: str, value: Any) -> Any:
     """Returns jaxsp's value for one of another system: adamw for adamw_torch; others unchanged.
 
     A value that stands for several fields is `value and field=value`.
     """
-    if field in ("data.train", "data.eval"):
-        return _translate_sources(value)
     if field == "objective.type" and isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, str):
         return value
-    return _read_table().values.get((field, normalize(value)), value)
+    key = _LIST_ENTRY.sub("data.train.0", field)
+    return _read_table().values.get((key, normalize(value)), value)
 
 
 def normalize(name: str) -> str:
@@ -173,7 +150,7 @@ def _parse_entry(entry: dict[str, str]) -> Counterpart:
     """Parses an entry of the file, whose first key is a field or a reason."""
     field, names = next(iter(entry.items()))
     note = entry.get("note", "")
-    is_field = field not in (_NOT_NEEDED, _NOT_OFFERED)
+    is_field = field not in _REASONS
     return Counterpart(
         names=tuple(names.split()),
         field=field.removesuffix("=...") if is_field else None,

@@ -86,7 +86,7 @@ class RunConfig(ConfigSection):
     the launcher resets the time. null: never."""
     step_timeout: Annotated[PositiveDuration | None, with_examples("30m")] = None
     """Time without progress after which the run exits with code 75. It applies to a step, an
-    evaluation batch and a checkpoint write; jaxsp launch then restarts the run. null: ten times the
+    evaluation batch and a checkpoint write; the same command resumes the run. null: ten times the
     usual duration, and at least 10 minutes. For the first step, that is ten times its duration at
     1 % MFU, one day on GPUs of unknown speed, or, on CPUs, 10 minutes without CPU time."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -33,6 +33,11 @@ def strip_credentials(address: str) -> str:
     return f"{scheme}{separator}{rest}"
 
 
+def is_secret_name(name: str) -> bool:
+    """True for the name of a variable or an option whose value is a secret."""
+    return _SECRET_NAME.search(name.upper()) is not None
+
+
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Returns a text with *** instead of secrets.
 
@@ -47,7 +52,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 def _find_secrets(environment: Mapping[str, str]) -> Iterator[str]:
     for name, value in environment.items():
-        if _SECRET_NAME.search(name.upper()):
+        if is_secret_name(name):
             yield value
         elif _ADDRESS_NAME.search(name.upper()):
             yield from _find_url_secrets(value)

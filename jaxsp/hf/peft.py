@@ -20,7 +20,6 @@ from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.fields import MAX_COUNT
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
-from jaxsp.core import limits
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
@@ -83,9 +82,6 @@ _RULES = {
         "path_initial_model_for_weight_conversion",
     ),
 }
-
-_PATTERN_SECONDS = 10.0
-"""CPU time to match patterns with the names of all projections."""
 
 _OTHER_FIELDS = {
     *("use_rslora", "use_dora", "ensure_weight_tying"),
@@ -208,13 +204,7 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
     parameters: tuple[str, ...] = ()
     try:
         parameters = _match_parameters(fields, model)
-        with limits.limit_time(_PATTERN_SECONDS):
-            targets = _match_targets(fields, model)
-    except limits.LimitError as error:
-        problems.append(
-            f"target_modules = {format_value(fields.get('target_modules'))}: {error} to match. "
-            "Write a simpler regular expression, or a list of names."
-        )
+        targets = _match_targets(fields, model)
     except ValueError as error:
         problems.append(f"{error}.")
     if problems:

@@ -84,7 +84,7 @@ def detect_process(
     if "PMI_SIZE" in variables and _parse_int(variables, "PMI_SIZE", minimum=1) > 1:
         raise UserError(
             f"PMI_SIZE = {variables['PMI_SIZE']}: mpirun must be that of Open MPI. "
-            f"Use srun, torchrun or jaxsp launch, or pass {_ARGUMENTS}."
+            f"Use srun or torchrun, or pass {_ARGUMENTS}."
         )
     return Process()
 
@@ -112,7 +112,7 @@ def find_count_warning(process: Process) -> str | None:
     return (
         f"{process.num_processes} processes start slowly: with more than {MAX_ONE_GPU_PROCESSES} "
         "GPUs, start one process per node, which uses all GPUs there: srun --ntasks-per-node=1, "
-        "torchrun --nproc-per-node=1, mpirun --map-by ppr:1:node, or jaxsp launch."
+        "torchrun --nproc-per-node=1 or mpirun --map-by ppr:1:node."
     )
 
 

@@ -11,12 +11,10 @@ from typing import Any, NoReturn
 
 from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import UserError
-from jaxsp.processes import cluster, hardware, join_timeout, local_peers, standard_streams
+from jaxsp.processes import cluster, hardware, standard_streams
 from jaxsp.processes.cluster import Process
-from jaxsp.processes.local_peers import LocalPeers
 
-# jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
-# a thread.
+# jax is imported in functions: every command imports this module, also those that print a help.
 
 JOIN_TIMEOUT_S = 300
 """Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
@@ -26,9 +24,8 @@ HEARTBEAT_TIMEOUT_S = 100
 """Time without a heartbeat after which JAX takes a process for dead and ends the others.
 
 JAX's default. Pinning host memory holds a lock of the kernel and has delayed heartbeats for longer
-than 20 s (jax issue 23599). A process that is killed is detected in 2 s if another one runs on its
-node (local_peers.py), and at once by launchers. If it was the only one, the others end after 97 to
-99 s (two processes, jax 0.10.1).
+than 20 s (jax issue 23599). The program that started the processes detects one that is killed at
+once. Without it, the others end after 97 to 99 s (two processes, jax 0.10.1).
 """
 
 SHUTDOWN_TIMEOUT_S = 1200
@@ -45,9 +42,6 @@ MAX_POLLS_PER_S = 200
 They take 6 % of a core; without a limit, 1,024 processes make 1,900 to 4,600 (2 cores, which the
 processes share: scripts/bench/LOG.md, 2026-11-26).
 """
-
-MAX_PEER_READS = 10
-"""Reads in which a process looks for others on its node, which publish their ids when they join."""
 
 OWN_ERROR_GRACE_S = 1.0
 """Time that a process has, after another has failed, to find the same error and to print its own
@@ -89,7 +83,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Joins the job; does nothing if it has a single process.
 
     Call it after jax_platform.choose_platform and before JAX counts devices. If the other processes
-    do not join in time, this one prints which are missing and ends with exit code 1.
+    do not join in time, JAX aborts this one.
     """
     global _this_process, _kv_client
     _this_process = process
@@ -99,8 +93,6 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
 
     # Otherwise JAX takes SIGTERM as a preemption notice, and `kill` does nothing
     jax.config.update("jax_enable_preemption_service", False)
-    joined = threading.Event()
-    join_timeout.start(process, joined, timeout_s)
     num_gpus = hardware.count_gpus(os.environ)
     local_gpus = cluster.choose_local_gpus(process, num_gpus)
     if num_gpus == 0:
@@ -115,7 +107,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             local_device_ids=local_gpus,
             cluster_detection_method="deactivate",
             coordinator_bind_address=process.coordinator if is_one_node else None,
-            initialization_timeout=int(timeout_s) + 60,
+            initialization_timeout=int(timeout_s),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
@@ -125,12 +117,8 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
             "Use a host name of process 0 and a free port."
         ) from None
-    finally:
-        joined.set()
     _kv_client = _get_kv_client()
     _disconnected.clear()
-    name, pid = local_peers.describe_process()
-    publish(f"process/{name}", str(pid))
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
 
@@ -297,50 +285,24 @@ def find_failed_peer() -> tuple[int, int] | None:
 
 
 def _watch_peers() -> None:
-    """Ends this process after another has failed, or has been killed on this node."""
+    """Ends this process after another has failed."""
     import jax
 
-    local = LocalPeers()
-    num_reads = 0
-    next_read = 0.0
-    num_ended = 0
-    while not _disconnected.is_set():
-        ended = local.wait(POLL_INTERVAL_S)
-        if time.monotonic() < next_read and len(ended) == num_ended:
-            continue
-        num_ended = len(ended)
-        next_read = time.monotonic() + poll_interval_s()
+    while not _disconnected.wait(poll_interval_s()):
         # After the end of process 0 nothing can be read, and JAX ends this process
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _read_events()
-            if num_reads < MAX_PEER_READS:
-                with contextlib.suppress(OSError):  # a /proc that cannot be read
-                    local.add(_read_local_pids())
-            num_reads += 1
         failed = last_read(_FAILED_KEY)
-        killed = ended - failed.keys() - last_read(_EXITED_KEY).keys()
         peers = [index for index in failed if index != _this_process.index]
-        if not (peers or killed) or _disconnected.is_set():
+        if not peers or _disconnected.is_set():
             continue
         time.sleep(OWN_ERROR_GRACE_S)
-        if peers:
-            index = min(peers)
-            code = int(failed[index])
-            log(f"ends because process {index} has failed, with exit code {code}")
-        else:
-            code = exit_codes.INTERNAL_ERROR
-            log(f"ends because process {min(killed)} on this node has been killed")
+        index = min(peers)
+        code = int(failed[index])
+        log(f"ends because process {index} has failed, with exit code {code}")
         if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
-        # Processes on other nodes learn of a killed one in this way
-        exit_now(code, key=_EXITED_KEY if peers else _FAILED_KEY)
-
-
-def _read_local_pids() -> dict[int, int]:
-    """Ids of the other processes of this node, by their index."""
-    name, _ = local_peers.describe_process()
-    published = read_published(f"process/{name}")
-    return {index: int(pid) for index, pid in published.items() if index != _this_process.index}
+        exit_now(code)
 
 
 def _get_kv_client() -> Any:

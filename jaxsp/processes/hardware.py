@@ -1,7 +1,4 @@
-"""Hardware of this node: its GPUs and its memory.
-
-Must not import jax, which starts threads: `jaxsp.launch` forks after it has counted the GPUs.
-"""
+"""Hardware of this node: its GPUs and its memory."""
 
 import ctypes
 import os

@@ -1,7 +1,4 @@
-"""Signals that ask a run to stop, in training and in the launcher.
-
-Must not import jax, which starts threads: `jaxsp.launch` forks.
-"""
+"""Signals that ask a run to stop."""
 
 import signal
 import time
@@ -12,8 +9,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """A process gets SIGHUP when its terminal or ssh session closes."""
 
 SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
-processes, and the launcher forwards it."""
+"""Signals within this time count as one: a terminal sends one to mpirun or torchrun and to their
+processes, and they forward it."""
 
 
 def install(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:

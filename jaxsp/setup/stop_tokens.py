@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from jaxsp.config.schema import Config
-from jaxsp.data.chat import chat_template, turn_ends
+from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
@@ -72,8 +72,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
         )
     except RecordError:  # several templates, none of which is for all records
         return StopTokens()
-    with chat_template.limit_render_time(0), chat_template.limit_render_memory(0):
-        end = turn_ends.find(tokenizer, renderer.template)
+    end = turn_ends.find(tokenizer, renderer.template)
     alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)
     description = f"turns end with {' or '.join(map(''.join, end.stops))}"
     if not end.stops:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on several nodes under SLURM, with one task per GPU, or one per node if there are more than
-# 64 GPUs. Submit it from a folder that all nodes share, with jaxsp's environment activated:
+# Trains on several nodes under SLURM, with one task per node, which drives all its GPUs. Submit it
+# from a folder that all nodes share, with jaxsp's environment activated:
 #
 #   sbatch scripts/launch/slurm.sh configs/llama31_8b_128k_8xh100.yaml \
 #       run.directory=/shared/runs/first
@@ -10,9 +10,9 @@
 # is restarted within the job, at most 3 times.
 #SBATCH --job-name=jaxsp
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=8
+#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=8
+#SBATCH --cpus-per-task=64
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300
@@ -36,22 +36,14 @@ step=
 trap 'time_is_up=yes; [ -z "$step" ] || scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
-
-# The only task of a node uses all GPUs there, and needs the CPUs of the tasks that it replaces
-tasks=()
-if [ $((${SLURM_NNODES:-1} * ${SLURM_GPUS_ON_NODE:-8})) -gt 64 ]; then
-    cpus=$((${SLURM_NTASKS_PER_NODE:-1} * SRUN_CPUS_PER_TASK))
-    tasks=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$cpus")
-fi
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-64}
 
 # Exit codes: 75 the run hung; 134 SIGABRT, with which JAX ends a process when another one is lost;
 # 137 a process was killed. srun returns the highest code of its tasks, which end each other.
 for restarts_left in 3 2 1 0; do
     [ -z "$time_is_up" ] || break
     # 270 of the 300 s: SLURM and the processes need some time to respond
-    srun --kill-on-bad-exit=0 "${tasks[@]}" \
-        python -m jaxsp.train "$config" run.shutdown_grace=270s "$@" &
+    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.shutdown_grace=270s "$@" &
     step=$!
     wait "$step"
     code=$?

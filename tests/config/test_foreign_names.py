@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
+from jaxsp.config import config_errors, config_file, foreign_names
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
@@ -118,7 +118,7 @@ def test_a_name_of_another_system_is_answered_wherever_it_stands(name, answer):
     messages = [problems({name: 4}), problems({group: {name: 4}}), problems({}, f"{name}=4")]
     messages.append(problems({}, f"training.{name.upper().replace('_', '-')}=4"))
     for (line,) in messages:
-        assert re.search(rf"{re.escape(answer)}(?![\w.])", line) or answer in (
+        assert re.search(rf"{re.escape(answer)}(?!\w|\.\w)", line) or answer in (
             NOT_NEEDED,
             NOT_OFFERED,
         )
@@ -172,79 +172,23 @@ def test_no_name_with_a_group_is_a_field():
 
 
 @pytest.mark.parametrize(
-    ("word", "suggestion"),
-    [
-        ("data.seq_len=4096", "data.row_tokens=4096"),
-        ("num_train_epochs=3.0", "run.epochs=3"),
-        ("--lr=3e-4", "optimizer.learning_rate=0.0003"),
-        ("eval_strategy=epoch", "run.eval_every=epoch"),
-        ("load_best_model_at_end=true", "checkpoint.keep_best=1"),
-        ("optim=adamw", "optimizer.name=adamw"),
-        ("optimizer.params.lr=1.0", "optimizer.learning_rate=1.0"),
-        ("seed=3", "run.seed=3"),
-        ("training.steps=7", "run.steps=7"),
-        ("dataset_subset=en", "data.train.0.subset=en"),
-        ("data.train.0.path=b.txt", "data.train.0.source=b.txt"),
-        ("optimizer=adamw", "optimizer.name=adamw"),
-        ("lora_r=8", "adapter.rank=8"),
-        ("use_peft=true", "adapter.type=lora"),
-        ("model=Qwen/Qwen3-0.6B", "model.source=Qwen/Qwen3-0.6B"),
-        ("ring_attn_func=varlen_llama3", "attention.strategy=all_gather"),
-        ("cp_comm_type=p2p", "attention.strategy=ring"),
-        ("train_type=full", "adapter.type=none"),
-        ("rl=ipo", "objective.type=ipo"),
-        ("loss_type=[sigmoid]", "objective.type=dpo"),
-        ("stage=rm", "objective.type=reward"),
-        ("loss._component_=torchtune.rlhf.loss.DPOLoss", "objective.type=dpo"),
-        ("cpo_alpha=1.0", "objective.sft_weight=1.0"),
-    ],
-)
-def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
-    (line,) = (line for line in problems({}, word) if suggestion in line)
-    field, _, value = suggestion.partition("=")
-    assert str(config_errors.coerce_value(field, yaml_io.load(value))) == value
-    assert line.startswith(word.partition("=")[0])
-
-
-@pytest.mark.parametrize(
-    ("word", "settings"),
-    [
-        ("adapter=qlora", ["adapter.type=lora", "adapter.quantization=nf4"]),
-        ("peft_method=qlora", ["adapter.type=lora", "adapter.quantization=nf4"]),
-        ("report_to=wandb", ["logging.trackers=wandb"]),
-        ("dataset_name=a/b", ["data.train=[{source: a/b, format: messages}]"]),
-        (
-            "datasets=[{path: a/b, type: completion}, {path: c.jsonl}]",
-            ["data.train=[{source: a/b, format: text}, {source: c.jsonl, format: messages}]"],
-        ),
-        ("validation_file=v.jsonl", ["data.eval=[{source: v.jsonl, format: messages}]"]),
-    ],
-)
-def test_an_answer_with_values_works_when_it_is_pasted(word, settings):
-    line = next(line for line in problems({}, word) if settings[0] in line)
-    assert all(setting in line for setting in settings)
-    config_file.parse(SOUND, settings)
-
-
-@pytest.mark.parametrize(
     ("word", "field"),
     [
-        ("max_steps=-1", "run.steps"),
-        ("bf16=false", "model.compute_dtype"),
-        ("gradient_accumulation_steps=8", "batch.rows_per_step"),
-        ("tiled_mlp_num_shards=8", "memory.mlp_tile_tokens"),
-        ("ddp_timeout=1800", "run.step_timeout"),
-        ("chat_template=chatml", "data.chat_template"),
-        ("rl=grpo", "objective.type"),
-        ("loss_type=apo_zero", "objective.type"),
-        ("loss_weights=[0.8, 0.2]", "objective.sft_weight"),
+        ("--lr=3e-4", "optimizer.learning_rate"),
+        ("optimizer.params.lr=1.0", "optimizer.learning_rate"),
+        ("seed=3", "run.seed"),
+        ("training.steps=7", "run.steps"),
+        ("dataset_subset=en", "data.train.0.subset"),
+        ("data.train.0.path=b.txt", "data.train.0.source"),
+        ("optimizer=adamw", "optimizer.name"),
+        ("use_peft=true", "adapter.type=lora"),
+        ("model=Qwen/Qwen3-0.6B", "model.source"),
+        ("loss._component_=torchtune.rlhf.loss.DPOLoss", "objective.type"),
     ],
 )
-def test_a_value_of_another_meaning_is_not_kept(word, field):
-    (line,) = problems({}, word)
-    assert field in line
-    assert f"{field}={word.partition('=')[2]}" not in line
-    assert "bfloat16" not in line
+def test_an_option_is_answered_with_its_field(word, field):
+    line = next(line for line in problems({}, word) if field in line)
+    assert line.startswith(word.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -283,11 +227,6 @@ def test_a_whole_file_of_another_system_is_answered_with_the_command_that_conver
     (line,) = caught.value.problems
     assert f"jaxsp convert {FOLDER / file} --gpus 8" in line
     assert next(iter(config_file.read(FOLDER / file))) in line
-
-
-def test_a_script_in_place_of_a_config_is_answered_with_the_command_that_converts_it(tmp_path):
-    with pytest.raises(UserError, match=r"jaxsp convert .*sft.py --gpus 8"):
-        config_file.load(tmp_path / "sft.py", [])
 
 
 def test_own_mistakes_are_reported_beside_the_options_of_another_system():

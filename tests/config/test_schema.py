@@ -169,7 +169,7 @@ MESSAGES = {
     "mesh.sq=4": "mesh.sq = 4: unknown. Did you mean mesh.seq?",
     "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
     "mesh.sep=4": "mesh.sep = 4: unknown. Did you mean mesh.seq?",
-    "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
+    "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate.",
     "model.learning_rat=1": (
         "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, "
         "compute_dtype, rope, max_position_embeddings, linear_dtype, experts_kernel, "
@@ -539,12 +539,6 @@ def test_a_config_cannot_be_changed(file):
     config = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         config.mesh.seq = 2
-
-
-def test_a_script_is_not_a_config(tmp_path):
-    (tmp_path / "trl.py").write_text("from trl import SFTConfig")
-    with pytest.raises(UserError, match=r"trl\.py: .*script.*YAML"):
-        config_file.load(tmp_path / "trl.py", [])
 
 
 def test_weights_require_steps(file):

@@ -8,8 +8,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import faulthandler
-import json
 import os
 import pathlib
 import random
@@ -24,8 +22,6 @@ import rich.console
 
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat_template
-from jaxsp.data.tokenization import tokenizers
 from tests.faults.fuzz_inputs import KINDS
 
 ACCEPTED = "accepted"
@@ -35,7 +31,7 @@ HUNG = "hung"
 OUTCOMES = (ACCEPTED, REFUSED, TRACEBACK, HUNG)
 
 _HANG_S = 60
-"""CPU time of a case; the limits of templates and tokenizers are lowered to a second."""
+"""CPU time of a case."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +41,6 @@ class Failure:
     seed: str
     outcome: str
     reason: str
-
-
-_ENDS_PROCESS = ("templates", "tokenizers")
-"""Kinds whose limits end the process: each case runs in a process of its own."""
 
 
 class _HungError(BaseException):
@@ -80,48 +72,17 @@ def run_case(kind: str, seed: str) -> Failure | str:
     return ACCEPTED
 
 
-def run_forked(kind: str, seed: str) -> Failure | str:
-    """Runs a case in a process of its own, which may end."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        faulthandler.dump_traceback_later(2 * _HANG_S, exit=True)
-        result = run_case(kind, seed)
-        text = result if isinstance(result, str) else json.dumps(dataclasses.astuple(result))
-        os.write(writer, text.encode()[:60_000])
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        text = file.read().decode()
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code == 2:
-        return REFUSED
-    if code != 0:
-        return Failure(seed, HUNG if code == 1 else TRACEBACK, f"exit code {code}")
-    return text if text in OUTCOMES else Failure(*json.loads(text))
-
-
 @contextlib.contextmanager
 def prepared(folder: pathlib.Path) -> Iterator[None]:
-    """Runs cases in a folder, with low limits."""
+    """Runs cases in a folder."""
     old = os.getcwd()
-    limits = {chat_template: 1.0, tokenizers: 3.0}
-    seconds = {module: module._SECONDS for module in limits}
-    memory = tokenizers._MEMORY
     cache = datasets.config.HF_DATASETS_CACHE
     os.chdir(folder)
-    for module, value in limits.items():
-        module._SECONDS = value
-    tokenizers._MEMORY = 2**30
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     try:
         yield
     finally:
         os.chdir(old)
-        for module, value in seconds.items():
-            module._SECONDS = value
-        tokenizers._MEMORY = memory
         datasets.config.HF_DATASETS_CACHE = cache
 
 
@@ -129,9 +90,8 @@ def run_cases(kind: str, number: int, *, seed: int) -> tuple[dict[str, int], lis
     """Runs cases of a kind in the current folder. Returns: the number of each outcome."""
     counts: dict[str, int] = collections.Counter()
     failures = []
-    run = run_forked if kind in _ENDS_PROCESS else run_case
     for index in range(number):
-        result = run(kind, f"{kind}-{seed}-{index}")
+        result = run_case(kind, f"{kind}-{seed}-{index}")
         if isinstance(result, Failure):
             failures.append(result)
             result = result.outcome

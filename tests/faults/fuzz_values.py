@@ -45,27 +45,19 @@ ODD_TEXTS = [
 ]
 """Text of YAML in place of values."""
 
-BOMBS = [
-    "{{ 'a' * 10**10 }}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+HOSTILE_TEMPLATES = [
     "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
     "{% if a %}" * 2000 + "{% endif %}" * 2000,
     "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-    "{{ 10**(10**9) }}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
-    "{% endfor %}{{ ns.x }}",
-    "{{ 'a' | center(10**10) }}",
-    "{{ '%1000000000000d' | format(1) }}",
+    "{% for i in range(1000000000) %}{{ i }}{% endfor %}",
     "{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}",
     "{{ " + "not " * 20_000 + "1 }}",
-    "{{ [1] * 10**10 }}",
-    "{{ a }}" * 50_000,
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{% include '/etc/hostname' %}",
 ]
-"""Chat templates that take time, memory or depth, or try to leave their sandbox."""
+"""Chat templates that are too deep, or try to leave their sandbox."""
 
-PATTERNS = ["(a+)+$", "(a|aa)+$", "(.*)*x", "((((", "[", "\\p{Xx}", "(?=a)*", "a{1000}{1000}", ""]
+PATTERNS = ["(a+)+$", "(a|aa)+$", "(.*)*x", "((((", "[", "\\p{Xx}", "(?=a)*", ""]
 
 
 def mutate_bytes(rng: random.Random, content: bytes, tokens: list[bytes]) -> bytes:

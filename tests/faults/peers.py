@@ -9,14 +9,11 @@ import json
 import os
 import pathlib
 import signal
-import stat
 import subprocess
-import sys
 import tempfile
 import time
 
-from jaxsp import launch
-from tests import commands, test_launch
+from tests import commands, two_processes
 
 NUM_STEPS = 14
 
@@ -29,13 +26,6 @@ DETERMINISTIC = (*commands.COUNTS, "learning_rate", "loss", "grad_norm", "token_
 NO_FAULT = "slow:0:0:none"
 """Argument of tests.faults.faulty for a run without a fault, in slow steps."""
 
-LAUNCH = """
-import sys
-from jaxsp import cli, launch
-sys.executable = {!r}
-cli.run_command(launch.main)
-"""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
@@ -46,8 +36,6 @@ class Case:
     after 1.5 s."""
     victim: int
     """Index of the process."""
-    launched: bool
-    """True with jaxsp.launch; False with two commands, as srun and torchrun start processes."""
     changes: tuple[str, ...] = ()
     """Changes of the config."""
 
@@ -57,10 +45,10 @@ class Outcome:
     """End of a run after a fault."""
 
     codes: list[int]
-    """Exit codes of the launcher, or of both processes."""
+    """Exit codes of both processes."""
     seconds: float
-    """Seconds from the fault until all processes have ended. Without a launcher, a process that is
-    suspended is killed when the other one has ended."""
+    """Seconds from the fault until both have ended. A process that is suspended is killed when the
+    other one has ended."""
     output: str
     steps: list[int]
     """Steps in metrics.jsonl."""
@@ -78,26 +66,15 @@ class Job:
     def __init__(self, folder: pathlib.Path, *, data: int = 1, seq: int = 2):
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.config, self.metrics = test_launch.write_config(
+        self.config, self.metrics = two_processes.write_config(
             folder, name="run", data=data, seq=seq, steps=NUM_STEPS, devices=data * seq
         )
 
-    def start(self, *changes: str, launched: bool, fault: str = NO_FAULT) -> list[subprocess.Popen]:
-        """Starts the launcher, or both processes."""
-        train = ("-m", "tests.faults.faulty", fault)
-        if launched:
-            python = self.folder / "python"
-            python.write_text(f'#!/bin/sh\nexec {sys.executable} {" ".join(train)} "$@"\n')
-            python.chmod(python.stat().st_mode | stat.S_IXUSR)
-            launcher = ("-c", LAUNCH.format(str(python)), "--processes", "2")
-            return [self._start(*launcher, self.config, *changes)]
-        coordinator = f"127.0.0.1:{launch.free_port()}"
-        job = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
-        return [self._start(*train, self.config, *changes, *job, index) for index in range(2)]
-
-    def _start(self, *command: object) -> subprocess.Popen:
+    def start(self, *changes: str, fault: str = NO_FAULT) -> list[subprocess.Popen]:
+        """Starts both processes."""
+        command = ("-m", "tests.faults.faulty", fault, self.config, *changes)
         env = {"JAX_PLATFORMS": "cpu"}
-        return commands.start_python(*command, env=env, stderr=subprocess.STDOUT)
+        return two_processes.start(*command, env=env, stderr=subprocess.STDOUT)
 
     def read_lines(self) -> list[dict]:
         """Lines of metrics.jsonl so far."""
@@ -122,9 +99,9 @@ class Job:
             checkpoints=sorted(int(path.name) for path in paths if path.name.isdecimal()),
         )
 
-    def run_to_end(self, *, launched: bool = True) -> list[dict]:
+    def run_to_end(self) -> list[dict]:
         """Runs, or resumes, until the last step, and returns `deterministic_fields`."""
-        processes = self.start(launched=launched)
+        processes = self.start()
         outcome = self.wait_for_end(processes, time.monotonic())
         assert outcome.codes == [0] * len(processes), outcome.output
         return deterministic_fields(self.read_lines())
@@ -140,22 +117,20 @@ def cause_fault(job: Job, case: Case) -> Outcome:
     fault = NO_FAULT
     if is_internal:
         fault = f"{case.event}:{FAULT_STEP}:{case.victim}:{job.folder / 'once'}"
-    processes = job.start(*case.changes, launched=case.launched, fault=fault)
+    processes = job.start(*case.changes, fault=fault)
     try:
         job.wait_for_step(FAULT_STEP, processes)
         start_s = time.monotonic()
         if is_internal:
             return job.wait_for_end(processes, start_s)
         pids = [process.pid for process in processes]
-        if case.launched:
-            pids = sorted(test_launch.children(pids[0]), key=test_launch.rank_of)
         name = "SIGTERM" if case.event == "twice" else case.event
         os.kill(pids[case.victim], getattr(signal, name))
         if case.event == "twice":
             time.sleep(1.5)
             os.kill(pids[case.victim], signal.SIGTERM)
             start_s = time.monotonic()
-        if case.event == "SIGSTOP" and not case.launched:
+        if case.event == "SIGSTOP":
             processes[1 - case.victim].wait(timeout=200)
             seconds = time.monotonic() - start_s
             processes[case.victim].kill()
@@ -177,17 +152,15 @@ def cases() -> list[Case]:
         "hang": (*save, "run.step_timeout=18s"),
     }
     return [
-        Case(event=event, victim=victim, launched=launched, changes=changes)
+        Case(event=event, victim=victim, changes=changes)
         for event, changes in changes_by_event.items()
         for victim in (0, 1)
-        for launched in (False, True)
     ]
 
 
 COLUMNS = (
     "event",
     "in process",
-    "started by",
     "all ended after",
     "exit codes",
     "tracebacks",
@@ -209,11 +182,10 @@ def main() -> None:
         for number, case in enumerate(chosen):
             job = Job(pathlib.Path(folder, str(number)))
             outcome = cause_fault(job, case)
-            is_same = job.run_to_end(launched=case.launched) == expected
+            is_same = job.run_to_end() == expected
             values = (
                 case.event,
                 case.victim,
-                "launch" if case.launched else "two commands",
                 f"{outcome.seconds:.1f} s",
                 ", ".join(map(str, outcome.codes)),
                 outcome.num_tracebacks,

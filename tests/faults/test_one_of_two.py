@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from jaxsp import launch
-from tests import commands, messages
+from tests import messages, two_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -13,6 +12,7 @@ SCRIPT = """
 import os, pathlib, sys
 import jax
 from jaxsp.checkpoint import files, reader
+from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.processes import cluster, distributed
@@ -22,12 +22,12 @@ from jaxsp.training import train_state, weight_init
 from jaxsp.training.specs import StepSpec
 from tests import batches
 
-fault, folder_name, port, index_text = sys.argv[1:]
+fault, folder_name = sys.argv[1:]
 folder = pathlib.Path(folder_name)
-index = int(index_text)
+process = cluster.detect_process(os.environ)
+index = process.index
 jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
-coordinator = f"127.0.0.1:{port}"
-distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
+distributed.initialize(process)
 sharding.MIN_SHARDED_SIZE = 100
 spec = StepSpec(
     config=batches.make_config(name="adamw"), model=batches.model(), num_steps=9,
@@ -44,19 +44,21 @@ meta = lambda number: reader.CheckpointMeta(
 is_broken = True
 
 
-def break_method(name, process):
-    method = getattr(CheckpointWriter, name)
+def break_method(owner, name, process):
+    method = getattr(owner, name)
 
     def fail(self, *arguments):
         if is_broken and index == process:
             raise OSError(28, "No space left on device")
         return method(self, *arguments)
 
-    setattr(CheckpointWriter, name, fail)
+    setattr(owner, name, fail)
 
 
-if fault in ("_copy", "_finalize"):
-    break_method(fault, {"_copy": 1, "_finalize": 0}[fault])
+if fault == "copy":
+    break_method(ArrayWriter, "copy", 1)
+elif fault == "_finalize":
+    break_method(CheckpointWriter, "_finalize", 0)
 retention = run_schema.CheckpointConfig()
 with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
     if fault != "read":
@@ -90,18 +92,15 @@ distributed.shutdown()
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("_copy", marks=pytest.mark.slow),
+        pytest.param("copy", marks=pytest.mark.slow),
         "_finalize",
         pytest.param("read", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, tmp_path):
-    port = launch.free_port()
     folder = tmp_path / "checkpoints"
-    processes = [
-        commands.start_python("-c", SCRIPT, fault, folder, port, index) for index in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
+    processes = two_processes.start("-c", SCRIPT, fault, folder)
+    outputs = two_processes.wait(processes, timeout=120)
     assert [process.returncode for process in processes] == [0, 0], outputs
     # Gloo prints in the middle of lines
     results = [re.findall("RESULT (.*)", stdout) for stdout, _ in outputs]
@@ -110,11 +109,11 @@ def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, t
         assert "bad block" in results[1][1]
         assert [lines[2] for lines in results] == ["moved: 4 None"] * 2
         return
-    failed = int(fault == "_copy")
+    failed = int(fault == "copy")
     assert "[Errno 28]" in results[failed][0]
     assert f"process {failed}" in results[1 - failed][0]
     assert [lines[1] for lines in results] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
     assert [lines[2] for lines in results] == ["restored"] * 2
-    if fault == "_copy":
+    if fault == "copy":
         message = messages.containing("process 1", "checkpoint 2", "[Errno 28]")
         assert re.search(message, outputs[1][1])

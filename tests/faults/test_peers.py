@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxsp.core import exit_codes
-from tests import messages, test_launch
+from tests import messages, two_processes
 from tests.faults import peers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
@@ -23,7 +23,7 @@ def expected(tmp_path_factory):
 def stop_one_of_two(folder):
     """Sends SIGTERM to one of two processes, and returns the job."""
     job = peers.Job(folder)
-    outcome = peers.cause_fault(job, peers.Case(event="SIGTERM", victim=1, launched=False))
+    outcome = peers.cause_fault(job, peers.Case(event="SIGTERM", victim=1))
     assert outcome.codes == [0, 0], outcome.output
     last = outcome.steps[-1]
     assert outcome.checkpoints == [last]
@@ -44,26 +44,25 @@ def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_no
     assert stop_one_of_two(tmp_path).run_to_end() == expected
 
 
-@pytest.mark.slow  # runtime/test_watchdog.py and test_launch.py test the parts
-def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, expected):
+@pytest.mark.slow  # runtime/test_watchdog.py and test_two_processes.py test the parts
+def test_a_process_that_hangs_ends_both_and_the_same_command_resumes(tmp_path, expected):
     job = peers.Job(tmp_path)
     changes = ("run.save_every=4", "run.step_timeout=9s")
-    case = peers.Case(event="hang", victim=1, launched=True, changes=changes)
+    case = peers.Case(event="hang", victim=1, changes=changes)
     outcome = peers.cause_fault(job, case)
-    assert outcome.codes == [0], outcome.output
+    assert outcome.codes == [exit_codes.HUNG] * 2, outcome.output
     assert re.search(messages.containing("step ", "9 s", "run.step_timeout"), outcome.output)
     assert 'faulty.py", line' in outcome.output, "the stack of the thread that hangs"
-    assert f"exit code {exit_codes.HUNG}" in outcome.output
-    assert re.search(messages.containing("checkpoint", "step 4"), outcome.output)
-    assert peers.deterministic_fields(job.read_lines()) == expected
+    assert outcome.checkpoints == [4]
+    assert job.run_to_end() == expected
 
 
-@pytest.mark.slow  # test_launch.py and test_one_of_two.py test the parts
-def test_an_exception_in_one_process_ends_both_without_a_launcher(tmp_path):
-    case = peers.Case(event="raise", victim=1, launched=False)
+@pytest.mark.slow  # test_two_processes.py and test_one_of_two.py test the parts
+def test_an_exception_in_one_process_ends_both(tmp_path):
+    case = peers.Case(event="raise", victim=1)
     outcome = peers.cause_fault(peers.Job(tmp_path), case)
     assert outcome.codes == [1, 1], outcome.output
     assert outcome.num_tracebacks == 1
-    assert outcome.seconds < test_launch.ENDS_WITHIN_S
+    assert outcome.seconds < two_processes.ENDS_WITHIN_S
     assert "process 1: ZeroDivisionError: requested by the test" in outcome.output
     assert re.search(messages.containing("process 1", "exit code 1"), outcome.output)

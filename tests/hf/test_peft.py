@@ -430,7 +430,6 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
         ({"target_modules": ["qkv_proj"]}, ["qkv_proj", "q_proj"]),
         ({"target_modules": "("}, ["target_modules"]),
         ({"target_modules": None}, ["target_modules"]),
-        ({"target_modules": "([a-z0-9_.]+)*X"}, ["target_modules", "regular expression"]),
         ({"target_modules": "(" * 2000 + ")" * 2000}, ["target_modules"]),
         ({"target_modules": [1]}, ["target_modules"]),
         ({"exclude_modules": {}}, ["exclude_modules"]),
@@ -447,9 +446,8 @@ def make_source(directory: pathlib.Path, adapter: pathlib.Path, **changes: Any) 
     ],
 )
 def test_what_is_not_supported_in_an_adapter_is_refused(
-    tmp_path, base_of, plain_adapter, monkeypatch, changes, words
+    tmp_path, base_of, plain_adapter, changes, words
 ):
-    monkeypatch.setattr(peft, "_PATTERN_SECONDS", 0.1)
     section = make_source(tmp_path / "theirs", plain_adapter, **changes)
     with pytest.raises(UserError) as caught:
         open_source(base_of("llama"), section)

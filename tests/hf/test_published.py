@@ -103,10 +103,7 @@ def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert sizes.model.num_layers == 32
     assert sizes.published.name == LLAMA
-    assert all(
-        part in sizes.note
-        for part in (LLAMA, "a reason", sizes.published.source_url, published.read_date())
-    )
+    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source))
     changed = dict(word.split("=", 1) for word in sizes.overrides)
     assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
 
@@ -139,21 +136,10 @@ def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
         published.read_sizes(ModelSourceConfig(source=LLAMA))
 
 
-def test_the_error_for_a_model_without_published_sizes_lists_those_that_have_them(hub):
+def test_the_error_for_a_model_without_published_sizes_has_the_nearest_name(hub):
     hub(REFUSED)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-14: a reason.*mean Qwen/Qwen3-14B\?"):
         published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
-    (problem,) = raised.value.problems
-    parts = (
-        "Qwen/Qwen3-14",
-        "a reason",
-        "mean Qwen/Qwen3-14B?",
-        "hf download Qwen/Qwen3-14 config.json",
-    )
-    assert all(
-        part in problem
-        for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B")
-    )
 
 
 def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):

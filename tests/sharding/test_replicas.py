@@ -14,10 +14,9 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes, host_memory
-from jaxsp.launch import free_port
 from jaxsp.sharding import host_offload, replicas
 from jaxsp.training.train_state import TrainState
-from tests import batches, commands
+from tests import batches, two_processes
 from tests.checkpoint.test_writer import make_meta
 
 SHAPES = {
@@ -152,17 +151,9 @@ distributed.shutdown()
 
 @pytest.mark.e2e
 def test_a_process_of_another_replica_reads_nothing(tmp_path):
-    port = str(free_port())
-    jobs = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**place, "XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
-        jobs.append(commands.start_python("-c", TWO_PROCESSES, tmp_path, env=environment))
-    try:
-        outputs = [job.communicate(timeout=120) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
+    environment = {"XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
+    jobs = two_processes.start("-c", TWO_PROCESSES, tmp_path, env=environment)
+    outputs = two_processes.wait(jobs, timeout=120)
     assert [job.returncode for job in jobs] == [0, 0], outputs
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert (len(first["reads"]), second["reads"]) == (2 + 1 + 2, [])

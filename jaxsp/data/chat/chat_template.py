@@ -1,6 +1,5 @@
 """Loads chat templates and renders conversations with them."""
 
-import contextlib
 import datetime
 import pathlib
 import re
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.data_schema import DataConfig
-from jaxsp.core import files, limits, paths
+from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import generation_marks, template_text
 from jaxsp.data.chat.template_text import RecordError, TextSpans
@@ -31,16 +30,6 @@ _RESERVED_KWARGS = (
 )
 
 _DATE_CALL = re.compile(rf"""{_DATE_FUNCTION}\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
-_SECONDS = 30.0
-"""CPU time of a template for one record, in addition to that for the length of the record."""
-
-_BYTES_PER_SECOND = 10**5
-"""Bytes of a record that extend its time by a second; templates of published models write 10**7."""
-
-_MEMORY = 2**31
-"""Memory for a template's text, in addition to that for the length of the records."""
-
-_MEMORY_PER_BYTE = 64
 
 _UNDEFINED_DATE = "the_date_of_today"
 """A name that no template defines: a variable set to it counts as undefined."""
@@ -72,10 +61,8 @@ def load_template(
         )
     for text in texts:
         try:
-            # Jinja computes constants while it compiles
-            with limit_render_time(0), limit_render_memory(0):
-                # without a conversation, the template is only compiled
-                chat_template_utils.render_jinja_template([], chat_template=text)
+            # without a conversation, the template is only compiled
+            chat_template_utils.render_jinja_template([], chat_template=text)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"data.chat_template = {value}: must be a Jinja template: line {error.lineno}: "
@@ -132,16 +119,6 @@ def _fix_date(template: str, date: datetime.date | None) -> str:
         template = _DATE_CALL.sub(lambda call: repr(date.strftime(call[2])), template)
     # Jinja drops the line break after the tag, so the template's first line stays the first
     return f"{{% set {_DATE_FUNCTION} = {value} %}}\n{template}"
-
-
-def limit_render_time(num_bytes: int) -> contextlib.AbstractContextManager[None]:
-    """Raises LimitError in a block that computes too long for a record of this size."""
-    return limits.limit_time(_SECONDS + num_bytes / _BYTES_PER_SECOND)
-
-
-def limit_render_memory(num_bytes: int) -> contextlib.AbstractContextManager[None]:
-    """Raises MemoryError in a block that needs too much for records of this size."""
-    return limits.limit_memory(_MEMORY + _MEMORY_PER_BYTE * num_bytes)
 
 
 class TemplateRenderer:
@@ -227,8 +204,6 @@ class TemplateRenderer:
 def _explain_failure(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, MemoryError):
-        return "it needs too much memory"
     reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
     if _UNDEFINED_DATE in reason:
         return (

@@ -10,13 +10,12 @@ import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.limits import LimitError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest.formats import Format
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.tokenization import encoding
 from jaxsp.data.tokenization.encoding import EncodedText
 
 if TYPE_CHECKING:
@@ -73,20 +72,11 @@ def resolve_options(
     return TokenizeOptions(format=record_format, chat=chat_options)
 
 
-def render_and_encode(
-    records: Sequence[str], options: TokenizeOptions, *, places: Sequence[str]
-) -> list[EncodedRecord]:
-    """Returns the documents of texts, or of records as JSON; or their problem.
-
-    Args: places: of the records, for messages.
-    """
-    size = options.format.num_documents * sum(map(len, records))
-    where = " to ".join(dict.fromkeys([*places[:1], *places[-1:]]))
-    with tokenizers.limit_tokenization(size, error_prefix=f"{where}:"):
-        with chat_template.limit_render_memory(size):
-            rendered = [_render_record(record, options) for record in records]
-        texts = [each for record in rendered if isinstance(record, tuple) for each in record]
-        encoded = iter(encoding.encode_texts(texts, options.chat.tokenizer))
+def render_and_encode(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
+    """Returns the documents of texts, or of records as JSON; or their problem."""
+    rendered = [_render_record(record, options) for record in records]
+    texts = [each for record in rendered if isinstance(record, tuple) for each in record]
+    encoded = iter(encoding.encode_texts(texts, options.chat.tokenizer))
     return [
         record
         if isinstance(record, RecordError)
@@ -136,9 +126,6 @@ def _render_record(
     if options.format.is_text:
         return (RenderedRecord(text=record, is_plain=True),)
     try:
-        with chat_template.limit_render_time(len(record)):
-            return chat.render_record(json.loads(record), options.chat)
+        return chat.render_record(json.loads(record), options.chat)
     except RecordError as problem:
         return problem
-    except (LimitError, MemoryError) as error:  # outside of the template
-        return RecordError(f"cannot be rendered: {error or 'it needs too much memory'}")

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxsp.core import errors, limits
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.tokenization.tokenizers import convert_panics
 
 if TYPE_CHECKING:
     import transformers
@@ -140,7 +141,7 @@ def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> 
     A word-level tokenizer without an unknown token refuses words that it does not have.
     """
     try:
-        with limits.convert_panics():
+        with convert_panics():
             return encode(texts)
     except Exception as error:  # the library raises a bare Exception
         if len(texts) > 1:

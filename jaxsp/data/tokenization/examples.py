@@ -94,9 +94,7 @@ def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        (encoded,) = documents.render_and_encode(
-            [entry[record_format.column]], options, places=[entry["place"]]
-        )
+        (encoded,) = documents.render_and_encode([entry[record_format.column]], options)
         return encoded
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
     tokens = np.asarray(entry["input_ids"], np.int32)

@@ -186,12 +186,7 @@ def _encode_table(
     arrays = {name: [empty] * len(problems) for name in options.columns}
     num_bare_answers = np.zeros(len(problems), np.int32)
     first_tokens = np.zeros(len(problems), np.int32)
-    places = records["place"].to_pylist()
-    encoded = documents.render_and_encode(
-        [contents[index] for index in usable],
-        options,
-        places=[places[index] for index in usable],
-    )
+    encoded = documents.render_and_encode([contents[index] for index in usable], options)
     for index, record in zip(usable, encoded, strict=True):
         if isinstance(record, RecordError):
             problems[index] = str(record)

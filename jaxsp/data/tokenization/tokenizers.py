@@ -4,9 +4,10 @@ import contextlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxsp.core import errors, exit_codes, files, limits, paths
+from jaxsp.core import errors, files, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizer_json
 from jaxsp.processes import distributed
@@ -18,18 +19,6 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 BYTE_TOKENIZER = "bytes"
-
-_SECONDS = 60.0
-"""CPU time to tokenize texts, in addition to that for their length."""
-
-_CHARS_PER_SECOND = 10**4
-"""Characters that extend this time by a second. An ordinary tokenizer reads 2 x 10**6."""
-
-_MEMORY = 2**32
-"""Memory to tokenize texts, in addition to that for their length."""
-
-_MEMORY_PER_CHAR = 800
-"""Memory for each character. The byte tokenizer takes 590 bytes for one of Chinese with labels."""
 
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
@@ -74,7 +63,7 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     if pathlib.Path(name).is_dir():
         files.check_model_folder(pathlib.Path(name), error_prefix=error_prefix)
     try:
-        with limits.convert_panics():
+        with convert_panics():
             # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
             loaded = transformers.AutoTokenizer.from_pretrained(
                 name, trust_remote_code=False, fix_mistral_regex=False
@@ -95,26 +84,18 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     return tokenizer
 
 
-def limit_tokenization(
-    num_chars: int, *, error_prefix: str
-) -> contextlib.AbstractContextManager[None]:
-    """Ends the process if a block tokenizes for too long, or needs too much memory.
+@contextlib.contextmanager
+def convert_panics() -> Iterator[None]:
+    """Raises RuntimeError for a panic of a Rust library, which `except Exception` would not catch.
 
-    Tokenizers are native code, which cannot be interrupted.
+    Its class is not public.
     """
-
-    def end_process(reason: str) -> None:
-        distributed.log(
-            f"{error_prefix} tokenizing {reason}. Use another tokenizer or chat template, or leave "
-            "this text out."
-        )
-        distributed.abort_job(exit_codes.USER_ERROR)
-
-    return limits.watch_native(
-        seconds=_SECONDS + num_chars / _CHARS_PER_SECOND,
-        num_bytes=_MEMORY + num_chars * _MEMORY_PER_CHAR,
-        end_process=end_process,
-    )
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from None
 
 
 def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:

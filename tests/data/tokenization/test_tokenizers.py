@@ -65,3 +65,14 @@ def test_serialized_files_exclude_templates_and_do_not_change_with_use():
     for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
         ends.chat_template = template
         assert tokenizers.serialize_files(ends) == before
+
+
+class PanicException(BaseException):
+    """Like that of Rust libraries, whose class is not public."""
+
+
+def test_a_panic_becomes_an_exception_and_other_errors_stay():
+    with pytest.raises(RuntimeError, match="retry"), tokenizers.convert_panics():
+        raise PanicException("retry limit")
+    with pytest.raises(KeyboardInterrupt), tokenizers.convert_panics():
+        raise KeyboardInterrupt

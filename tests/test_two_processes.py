@@ -1,0 +1,116 @@
+"""Results of two processes, and how one that fails ends."""
+
+import re
+import time
+
+import jax
+import pytest
+import rich.console
+
+from jaxsp.config import config_file
+from jaxsp.run import trainer
+from jaxsp.setup import build
+from tests import commands, messages, tolerances, two_processes
+
+pytestmark = pytest.mark.usefixtures("default_signals")
+
+
+@pytest.mark.e2e
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    """Devices of both processes share each row."""
+    check_two_processes_against_one(tmp_path, [("across", 1, 8)])
+
+
+@pytest.mark.slow
+def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(
+    tmp_path,
+):
+    check_two_processes_against_one(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
+
+
+def check_two_processes_against_one(tmp_path, meshes):
+    """Compares two processes on each mesh with one process.
+
+    Runs on the second mesh and later ones resume from step 2 of the first.
+    """
+    lines_by_mesh = {}
+    first = meshes[0][0]
+    for name, data, seq in meshes:
+        config, metrics = two_processes.write_config(tmp_path, name=name, data=data, seq=seq)
+        change = f"run.resume={tmp_path}/{first}/checkpoints/2"
+        if name == first:
+            change = "run.save_every=2"
+        processes = two_processes.start("-m", "jaxsp.train", config, change)
+        outputs = two_processes.wait(processes)
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        lines_by_mesh[name] = commands.read_lines(metrics)
+        assert "Tokenizing" not in str(outputs), "a progress bar without a terminal"
+    config, metrics = two_processes.write_config(tmp_path, name="one", data=1, seq=8)
+    program, inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    expected = commands.read_lines(metrics)
+    assert [line["step"] for line in expected] == [1, 2, 3]
+    for name, lines in lines_by_mesh.items():
+        expected_lines = expected if name == first else expected[2:]
+        for line, expected_line in zip(lines, expected_lines, strict=True):
+            for field in (*commands.COUNTS, "learning_rate"):
+                assert line[field] == expected_line[field], (name, field)
+            for field in ("loss", "grad_norm", "token_accuracy"):
+                value = pytest.approx(expected_line[field], rel=tolerances.MESH)
+                assert line[field] == value, (name, field)
+
+
+TORCHRUN_JOB = """
+import os, pathlib, sys, jax
+from jaxsp.processes import cluster, distributed
+distributed.initialize(cluster.detect_process(os.environ))
+pathlib.Path(sys.argv[1], f"{jax.process_index()} of {jax.process_count()}").touch()
+distributed.shutdown()
+"""
+
+
+@pytest.mark.e2e
+def test_torchrun_starts_a_job(tmp_path):
+    pytest.importorskip("torch", reason="torchrun is part of torch, which this Python has not")
+    program = tmp_path / "job.py"
+    program.write_text(TORCHRUN_JOB)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
+    environment = {"XLA_FLAGS": "", "PYTHONPATH": ""}  # conftest.py hides torch there
+    job = commands.start_python(*torchrun, program, tmp_path, env=environment)
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0, stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
+
+
+@pytest.mark.e2e
+def test_an_error_that_both_processes_find_ends_both(tmp_path):
+    config, _ = two_processes.write_config(tmp_path, name="run", data=2, seq=4)
+    processes = two_processes.start("-m", "jaxsp.train", config, "mesh.data=3")
+    for process, (stdout, stderr) in zip(processes, two_processes.wait(processes), strict=True):
+        assert process.returncode == 2, stderr
+        assert re.search(
+            messages.containing("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), stderr
+        )
+        assert "devices" not in stdout, "training did not start"
+
+
+def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediately():
+    # A running thread stands for JAX, which would wait for the others
+    start_s = time.monotonic()
+    failing = commands.start_python(
+        "-c",
+        """
+import threading, time
+from jaxsp import cli
+from jaxsp.processes import cluster, distributed
+distributed._this_process = cluster.Process(index=3, num_processes=4)
+threading.Thread(target=time.sleep, args=[100]).start()
+cli.run_command(lambda _: 1 / 0)
+""",
+    )
+    _, stderr = failing.communicate(timeout=60)
+    assert failing.returncode == 1
+    assert stderr.splitlines()[0] == "process 3: Traceback (most recent call last):"
+    assert stderr.splitlines()[-1] == "process 3: ZeroDivisionError: division by zero"
+    assert all(line.startswith("process 3: ") for line in stderr.splitlines())
+    assert time.monotonic() - start_s < two_processes.ENDS_WITHIN_S
