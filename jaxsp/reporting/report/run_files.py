@@ -82,7 +82,7 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[RunRecord]:
 
 def _read_run(directory: pathlib.Path, name: str) -> RunRecord:
     """Reads a run directory. Raises: UserError if its config cannot be read."""
-    names = (*metrics.TRACKED_FILES, STARTS_FILE, metrics.NONFINITE_FILE)
+    names = (*metrics.TRACKED_FILES, metrics.SAMPLES_FILE, STARTS_FILE, metrics.NONFINITE_FILE)
     found = [_read_lines(directory / name) for name in names]
     (lines, evals, tasks, samples, starts, nonfinite), num_damaged = zip(*found, strict=True)
     # of several lines for a step, the last one counts
