@@ -53,7 +53,7 @@ class RunConfig(ConfigSection):
     generate_samples: NonNegativeCount = 0
     """Number of documents of each eval set that each evaluation also answers, to read: greedily, in
     at most 64 tokens, from the text before the document's first loss token. Prompts, answers and
-    references are in samples.jsonl and the report."""
+    references are in samples.jsonl."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
     is a lower loss on the eval set of checkpoint.best_eval (or another early_stopping_metric). The
