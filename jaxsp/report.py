@@ -1,15 +1,11 @@
 """jaxsp report RUN...: one HTML page about a run, or about several side by side."""
 
+import importlib.util
 import pathlib
 
 from jaxsp import cli
-from jaxsp.config import yaml_io
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.reporting.report import facts, page, run_files
-from jaxsp.setup import config_changes
-
-FILE_NAME = "report.html"
 
 
 def main(arguments: list[str]) -> None:
@@ -19,28 +15,24 @@ def main(arguments: list[str]) -> None:
         "Writes one HTML page about a run, or about several side by side. The page needs no "
         "network. The run may still be running.",
     )
-    text = "a run's directory"
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path, help=text)
-    text = (
-        f"file to write; default: {FILE_NAME} in the directory of one run, or in the current "
-        "folder for several"
-    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path, help="run directory")
+    text = "file to write; default: report.html in the directory of one run, else here"
     parser.add_argument("--out", metavar="FILE", type=pathlib.Path, help=text)
     args = parser.parse_args(arguments)
-    runs = run_files.read_runs(args.runs)
+    if importlib.util.find_spec("plotly") is None:
+        raise UserError("jaxsp report needs plotly. Use pip install 'jaxsp[report]'.")
+    from jaxsp.reporting.report import page
+
+    runs = [page.read_run(run) for run in args.runs]
     folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
-    out = args.out or folder / FILE_NAME
+    out = args.out or folder / "report.html"
     cli.check_file(out, flag="--out")
-    configs = [dict(yaml_io.flatten(run.config)) for run in runs]
-    differences = facts.compare_configs(configs, is_neutral=config_changes.is_neutral)
-    text = page.render(runs, differences)
+    text = page.render(runs)
     try:
         files.write_output(out, text)
     except OSError as error:
-        raise UserError(
-            f"--out = {out}: cannot be written: {error.strerror}. Use --out FILE with a file in "
-            "another folder."
-        ) from None
+        reason = f"cannot be written: {error.strerror}. Name a file in another folder."
+        raise UserError(f"--out = {out}: {reason}") from None
     print(f"-> {out} ({len(text.encode()) / 1e6:.1f} MB)")
 
 

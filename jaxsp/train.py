@@ -12,7 +12,7 @@ from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
-from jaxsp.reporting.trackers import registry
+from jaxsp.reporting.trackers import trackers
 from jaxsp.run import jax_limits, trainer
 from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
     if process.index == 0:
-        registry.check_installed(config.logging)
+        trackers.check_installed(config.logging)
     console = rich.console.Console(quiet=process.index > 0, markup=False)
     if args.preview is not None:
         if args.preview < 0:

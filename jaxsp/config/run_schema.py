@@ -53,7 +53,7 @@ class RunConfig(ConfigSection):
     generate_samples: NonNegativeCount = 0
     """Number of documents of each eval set that each evaluation also answers, to read: greedily, in
     at most 64 tokens, from the text before the document's first loss token. Prompts, answers and
-    references are in samples.jsonl, the report and the trackers."""
+    references are in samples.jsonl."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
     """Number of evaluations in a row without improvement after which the run stops. An improvement
     is a lower loss on the eval set of checkpoint.best_eval (or another early_stopping_metric). The
@@ -189,7 +189,7 @@ class LoggingConfig(ConfigSection):
     """Trackers that show the values of metrics.jsonl and eval.jsonl. tensorboard: event files in
     run.directory/tensorboard. wandb: Weights & Biases; offline, in run.directory/wandb, without a
     login. mlflow: the server of the environment variable MLFLOW_TRACKING_URI; without one, the
-    database run.directory/mlflow.db. A tracker that fails does not end or delay the run."""
+    database run.directory/mlflow.db. A failing tracker neither ends the run nor delays a step."""
     project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
     """Project of wandb, and experiment of mlflow. null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME of
     the environment, else jaxsp."""

@@ -14,8 +14,6 @@ from jaxsp.evaluation import evaluator, retrieval
 from jaxsp.hf.rope import context_range
 from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
-from jaxsp.reporting.trackers import registry
-from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import device_mesh, run_dir, run_paths
 from jaxsp.sharding import sharding
 from jaxsp.training import trainable
@@ -80,12 +78,6 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
             "output",
             *run_dir.describe(
                 config, has_eval_sets=bool(inputs.eval_sets), first_step=inputs.start.step
-            ),
-        ),
-        BannerEntry(
-            "trackers",
-            registry.describe(
-                TrackedRun(config, from_step=0, is_resume=False), config.logging.trackers
             ),
         ),
     ]

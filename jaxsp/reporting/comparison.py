@@ -1,7 +1,7 @@
 """Comparisons of results: the table of two models, and settings that make results differ."""
 
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -16,25 +16,19 @@ COMPARED = (
     "loss token_accuracy loss_per_doubling long_ppl num_key_tokens reward_accuracy "
     "exact_rate answer_loss"
 ).split()
-"""Fields of lines of eval.jsonl and tasks.jsonl that a table has, beside the loss by position."""
+"""Fields of lines of eval.jsonl and tasks.jsonl that are shown, beside the loss by position."""
 
-WEIGHT_SETTINGS = {"compute_dtype": ("{} compute", "unknown dtype"), "rope": ("RoPE {}", "no RoPE")}
-"""Fields of a line that are the same for all data, with a text for a value and for null."""
-
-_HARNESS_SETTINGS = {
-    "limit": ("{} records", "all records"),
-    "num_fewshot": ("{} examples", "the task's examples"),
+_SETTINGS = {
+    "compute_dtype": ("{} compute", "unknown dtype"),
+    "rope": ("RoPE {}", "no RoPE"),
+    "limit": ("{:,} records", "all records"),
+    "num_fewshot": ("{:,} examples", "the task's examples"),
 }
-
-DATA_SETTINGS = {"data_digest", "row_tokens"}
-"""Fields of a line that say what was evaluated."""
+"""Fields of a line that are settings, with a text for a value and for null."""
 
 _MAX_COLUMNS = 200
 
-_FILES = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE)
-
-Results = dict[tuple[str, str], float]
-"""Numbers by what they were measured on, and by field."""
+RESULT_FILES = (metrics.EVAL_FILE, metrics.TASKS_FILE, metrics.HARNESS_FILE)
 
 
 def read(path: str | pathlib.Path) -> list[Line]:
@@ -44,7 +38,7 @@ def read(path: str | pathlib.Path) -> list[Line]:
     """
     texts = [file.read_bytes() for file in list_files(path) if file.is_file()]
     lines = [files.parse_json(line) or {} for text in texts for line in text.splitlines()]
-    lines = [line for line in lines if _name(line) and _collect([line])]
+    lines = [line for line in lines if _name(line) and any(list_numbers(line))]
     if not lines:
         reason = "has no results" if pathlib.Path(path).exists() else "there is no such file"
         raise UserError(
@@ -60,7 +54,7 @@ def read(path: str | pathlib.Path) -> list[Line]:
 def list_files(path: str | pathlib.Path) -> list[pathlib.Path]:
     """Files with the results in a path: itself, or those of a run's directory."""
     path = pathlib.Path(path)
-    return [path / name for name in _FILES] if path.is_dir() else [path]
+    return [path / name for name in RESULT_FILES] if path.is_dir() else [path]
 
 
 def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -72,19 +66,31 @@ def list_differences(line: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     changed = {name for name in common if line[name] != other[name]}
     texts = []
     if "row_tokens" in changed and ("data_digest" in changed or "lm_eval" in line):
-        texts.append(f"rows of {_format(line['row_tokens'])} tokens")
+        texts.append(f"rows of {line['row_tokens']:,} tokens")
     elif "data_digest" in changed:
         texts.append(f"data {str(line['data_digest'])[:6]}")
-    for name, (form, null) in (WEIGHT_SETTINGS | _HARNESS_SETTINGS).items():
+    for name, (form, null) in _SETTINGS.items():
         if name in changed:
-            texts.append(null if line[name] is None else form.format(_format(line[name])))
+            texts.append(null if line[name] is None else form.format(line[name]))
     return texts
 
 
+def group(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Returns lines by what was evaluated, and by settings that are not those of its first line.
+
+    Example: `{"books": [...], "books, float32 compute": [...]}`.
+    """
+    groups: dict[str, list[Line]] = {}
+    first: dict[str, Line] = {}
+    for line in filter(_name, lines):
+        name = _name(line)
+        settings = list_differences(line, first.setdefault(name, line))
+        groups.setdefault(", ".join([name, *settings]), []).append(line)
+    return groups
+
+
 def print_table(
-    console: rich.console.Console,
-    lines_before: Sequence[Mapping[str, Any]],
-    lines_after: Sequence[Mapping[str, Any]],
+    console: rich.console.Console, lines_before: Sequence[Line], lines_after: Sequence[Line]
 ) -> None:
     """Prints the numbers of two models, their differences, and settings that differ.
 
@@ -93,18 +99,21 @@ def print_table(
     last_before, last_after = (
         {_name(line): line for line in lines} for lines in (lines_before, lines_after)
     )
-    before, after = (_collect(lines.values()) for lines in (last_before, last_after))
+    before, after = (
+        {(name, x): number for name, line in last.items() for x, number in list_numbers(line)}
+        for last in (last_before, last_after)
+    )
     table = rich.table.Table(box=None, pad_edge=False)
     for header in ("", "", "before", "after", "difference"):
         table.add_column(header, justify="left" if not header else "right")
-    last = None
-    for key in dict.fromkeys([*after, *before]):
-        name, field = key
-        numbers = [before.get(key), after.get(key)]
-        difference = None if None in numbers else after[key] - before[key]
-        texts = [_format_number(number, "") for number in numbers]
-        table.add_row("" if name == last else name, field, *texts, _format_number(difference, "+"))
-        last = name
+    last_name = None
+    for name, field in dict.fromkeys([*after, *before]):
+        old, new = (numbers.get((name, field)) for numbers in (before, after))
+        texts = [format_number(number) for number in (old, new)]
+        difference = None if old is None or new is None else new - old
+        label = "" if name == last_name else name
+        table.add_row(label, field, *texts, format_number(difference, "+"))
+        last_name = name
     # wider than a narrow terminal rather than wrapped
     console.print(table, width=_MAX_COLUMNS, no_wrap=True, crop=False)
     for name, line in last_after.items():
@@ -115,21 +124,20 @@ def print_table(
             console.print(text, highlight=False, soft_wrap=True)
 
 
-def _collect(lines: Iterable[Mapping[str, Any]]) -> Results:
-    """Numbers of lines of eval.jsonl, tasks.jsonl and lm_eval.jsonl."""
-    return {
-        (_name(line), field): value
-        for line in lines
-        for field, value in _list_numbers(line)
-        if isinstance(value, int | float)
-    }
+def list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a line of eval.jsonl, tasks.jsonl or lm_eval.jsonl by field."""
+    scores, losses = (
+        line[name] if isinstance(line.get(name), dict) else {}
+        for name in ("results", "loss_by_position")
+    )
+    fields = {name: score for name, score in scores.items() if "_stderr" not in name}
+    fields |= {field: line[field] for field in COMPARED if field in line}
+    fields |= {f"loss from position {first}": loss for first, loss in losses.items()}
+    yield from ((x, number) for x, number in fields.items() if isinstance(number, int | float))
 
 
-def _format(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _format_number(number: float | None, sign: str) -> str:
+def format_number(number: float | None, sign: str = "") -> str:
+    """Formats a number of a result; - for None."""
     if number is None:
         return "-"
     return f"{number:{sign},}" if isinstance(number, int) else f"{number:{sign}.4f}"
@@ -142,13 +150,3 @@ def _name(line: Mapping[str, Any]) -> str:
     if line.get("lm_eval"):
         return f"lm-eval {line['lm_eval']}"
     return str(line.get("data") or "")
-
-
-def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    scores, losses = (
-        line[name] if isinstance(line.get(name), dict) else {}
-        for name in ("results", "loss_by_position")
-    )
-    yield from ((name, score) for name, score in scores.items() if "_stderr" not in name)
-    yield from ((field, line[field]) for field in COMPARED if field in line)
-    yield from ((f"loss from position {first}", loss) for first, loss in losses.items())

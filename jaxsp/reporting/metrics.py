@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from jaxsp.core import units
-from jaxsp.reporting.trackers import tracker
-from jaxsp.reporting.trackers.registry import Trackers
+from jaxsp.reporting.trackers.trackers import Trackers
 from jaxsp.runtime import jsonl
 from jaxsp.runtime.jsonl import AppendFile
 from jaxsp.training.metric_table import Line
@@ -21,8 +20,8 @@ HARNESS_FILE = "lm_eval.jsonl"
 NEEDLE_PLOT = "needle.png"
 NONFINITE_FILE = "nonfinite_steps.jsonl"
 
-TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE, SAMPLES_FILE)
-"""Files whose numbers or texts the trackers show."""
+TRACKED_FILES = (METRICS_FILE, EVAL_FILE, TASKS_FILE)
+"""Files whose numbers the trackers show."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,18 +88,15 @@ class MetricsWriter:
     ):
         self._directory = directory
         self._files: dict[str, AppendFile] = {}
-        self._trackers: Trackers | None = None
+        self._trackers = trackers
         if jax.process_index() > 0:
             return
-        for name in (*TRACKED_FILES, NONFINITE_FILE):
+        for name in (*TRACKED_FILES, SAMPLES_FILE, NONFINITE_FILE):
             jsonl.truncate_after(
                 directory / name, from_step, has_regular_steps=name == METRICS_FILE
             )
         for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = AppendFile(directory / name)
-        if trackers is not None:
-            trackers.start(*(directory / name for name in TRACKED_FILES))
-            self._trackers = trackers
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -113,8 +109,6 @@ class MetricsWriter:
         """Makes the written lines survive a power failure. Raises: OSError if the disk is full."""
         for file in self._files.values():
             file.sync()
-        if self._trackers is not None:
-            self._trackers.sync()
 
     def write_step(self, line: Line) -> None:
         """Writes the line of a training step."""
@@ -143,7 +137,7 @@ class MetricsWriter:
             self._files[file_name] = AppendFile(self._directory / file_name)
         self._files[file_name].add(jsonl.to_line(line))
         if self._trackers is not None and file_name in TRACKED_FILES:
-            self._trackers.log(tracker.make_point(line))
+            self._trackers.log(line)
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

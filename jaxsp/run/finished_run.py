@@ -1,19 +1,14 @@
-"""Remaining work of a run that has done all its steps: old checkpoints, unsent metrics."""
-
-import jax
+"""Remaining work of a run that has done all its steps: old checkpoints."""
 
 from jaxsp.checkpoint import files, reader
 from jaxsp.config.schema import Config
 from jaxsp.processes import distributed
-from jaxsp.reporting.metrics import TRACKED_FILES
-from jaxsp.reporting.trackers import registry
-from jaxsp.reporting.trackers.tracker import TrackedRun
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training.inputs import StartPoint
 
 
 def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | None) -> None:
-    """Deletes superseded checkpoints, and sends to the trackers what they miss.
+    """Deletes superseded checkpoints.
 
     It does nothing for a run that was to resume from a checkpoint of another run.
 
@@ -30,8 +25,3 @@ def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | 
         except OSError as error:
             reason = reader.describe_error(error)
             distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
-    if jax.process_index() == 0:
-        run = TrackedRun(config, from_step=-1, is_resume=True)
-        registry.send_missing(
-            run, config.logging.trackers, [directory / name for name in TRACKED_FILES]
-        )

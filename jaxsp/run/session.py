@@ -23,9 +23,7 @@ from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
-from jaxsp.reporting.trackers import registry
-from jaxsp.reporting.trackers.registry import Trackers
-from jaxsp.reporting.trackers.tracker import Outcome, TrackedRun
+from jaxsp.reporting.trackers.trackers import Outcome, Trackers
 from jaxsp.run import preflight, references
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
@@ -358,8 +356,8 @@ def _open_files(
     eval_set = preflight.ranking_eval_set(run_spec, inputs)
     # A new run also drops lines of an evaluation before its first step, and repeats it
     from_step = inputs.start.step if is_resume else inputs.start.step - 1
-    run = TrackedRun(config, from_step=from_step, is_resume=is_resume)
-    trackers = stack.enter_context(registry.Trackers(run, config.logging.trackers))
+    trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
+    stack.enter_context(trackers)
     metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
     stack.enter_context(metrics)
     checkpoints = CheckpointWriter(

@@ -225,22 +225,20 @@ def test_a_save_that_finds_no_space_is_tried_again(tmp_path, limit_file_size, mo
     assert checkpoint_names(tmp_path / "run") == [str(NUM_STEPS)]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events"])
-def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch, name):
+def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch):
     """A kill would lose such a line forever, since the run resumes after it."""
     sync = AppendFile.sync
     synced = []
 
     def fail_once(self):
-        if self._path.name.startswith(name):
+        if self._path.name.startswith("metrics.jsonl"):
             synced.append(self._path)
             if len(synced) == 1:
                 raise OSError(28, "No space left on device")
         sync(self)
 
     monkeypatch.setattr(AppendFile, "sync", fail_once)
-    changes = ("run.steps=4", "logging.trackers=[tensorboard]")
-    output = train(make_config(tmp_path, tmp_path / "run", *changes))
+    output = train(make_config(tmp_path, tmp_path / "run", "run.steps=4"))
     assert re.search(messages.containing("checkpoint 2", "[Errno 28]"), output)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", output)
     assert waits == ["4"], "only the checkpoint that was written"

@@ -10,7 +10,7 @@ import rich.console
 
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.reporting.report import charts, run_files
+from jaxsp.reporting.report import page
 from jaxsp.run import trainer
 from jaxsp.setup import build
 from jaxsp.training import loss, metric_table
@@ -63,10 +63,8 @@ def test_a_new_metric_is_in_the_lines_of_steps_and_evaluations_and_in_the_report
     assert np.isclose(first + second, expected.sum() / 2)
     (evaluation,) = read_lines(tmp_path / "run/eval.jsonl")
     assert np.isclose(evaluation["even_fraction"], expected.mean())
-    (run,) = run_files.read_runs([tmp_path / "run"])
-    assert run.metrics["even_fraction"].tolist() == [first, second]
-    assert run.evals["same"]["even_fraction"].tolist() == [evaluation["even_fraction"]]
-    assert "even_fraction" in {chart["title"] for chart in charts.build([run])}
+    charts = {chart["title"]: chart for chart in page.draw([page.read_run(tmp_path / "run")])}
+    assert charts["even_fraction"]["traces"][0]["y"] == [first, second]
 
 
 @dataclasses.dataclass

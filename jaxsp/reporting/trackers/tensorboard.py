@@ -7,12 +7,13 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from tensorboardX import record_writer
-from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxsp.reporting.trackers.tracker import Outcome, Point, Tracker
+from jaxsp.reporting.trackers.trackers import Outcome, TrackedRun, Tracker
 from jaxsp.runtime.jsonl import AppendFile
 
 
@@ -23,56 +24,31 @@ class TensorBoardTracker(Tracker):
     after that blocks the run forever.
     """
 
-    needs_thread = False
-
-    def start(self) -> None:
-        directory = self._run.directory / "tensorboard"
+    def __init__(self, run: TrackedRun):
+        directory = run.directory / "tensorboard"
         directory.mkdir(parents=True, exist_ok=True)
         suffix = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendFile(directory / f"events.out.tfevents.{suffix}")
-        self._add_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add_event(file_version="brain.Event:2")
         # a session start makes TensorBoard drop older events of the steps from here on
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        first_step = self._run.from_step + 1
-        self._add_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._add_event(step=run.from_step + 1, session_log=start)
 
-    def log(self, points: Sequence[Point]) -> None:
-        for point in points:
-            values = [
-                summary_pb2.Summary.Value(tag=name, simple_value=value)
-                for name, value in point.numbers.items()
-            ]
-            if point.texts:
-                values.append(_make_text(point.group, point.markdown))
-            summary = summary_pb2.Summary(value=values)
-            self._add_event(
-                event_pb2.Event(wall_time=time.time(), step=point.step, summary=summary)
-            )
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=value)
+            for name, value in numbers.items()
+        ]
+        self._add_event(step=step, summary=summary_pb2.Summary(value=values))
 
-    def sync(self) -> None:
-        self._file.sync()
-
-    def finish(self, outcome: Outcome) -> None:
+    def close(self, outcome: Outcome) -> None:
         self._file.close()
 
-    def _add_event(self, event: event_pb2.Event) -> None:
+    def _add_event(self, **fields: Any) -> None:
         """Writes a TFRecord: length, checksum of the length, event, checksum of the event."""
-        data = event.SerializeToString()
+        data = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.add(length + _checksum(length) + data + _checksum(data))
-
-
-def _make_text(tag: str, text: str) -> summary_pb2.Summary.Value:
-    """Value that TensorBoard's text plugin shows, as Markdown."""
-    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-    return summary_pb2.Summary.Value(
-        tag=tag,
-        metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
-        tensor=tensor_pb2.TensorProto(
-            dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape
-        ),
-    )
 
 
 def _checksum(data: bytes) -> bytes:
