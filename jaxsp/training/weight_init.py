@@ -42,7 +42,7 @@ def random_weights(
     """
     num_shards = device_mesh.num_shards(mesh)
 
-    def draw(param: Parameter) -> Array:
+    def draw(param: Parameter) -> Any:
         # A checksum of the name, so that a weight does not change when another one is added
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(param.hf_name.encode()))
         if param.hf_rows is not None:  # gate and up of one tensor have the same name
