@@ -4,6 +4,7 @@ They are facts, without weights or a tokenizer: training never uses them.
 """
 
 import dataclasses
+import difflib
 import functools
 import json
 import pathlib
@@ -17,6 +18,8 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import HubError
+
+_FILE = pathlib.Path(__file__).with_suffix(".yaml")
 
 DEADLINE_S = 6.0
 """Longest wait for the hub before published sizes are used."""
@@ -45,8 +48,7 @@ class PublishedModel:
 @functools.cache
 def _read_file() -> dict[str, Any]:
     """Content of published.yaml: read_date, sources, families and models."""
-    text = pathlib.Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml_io.load(text)
+    content: dict[str, Any] = yaml_io.load(_FILE.read_text(encoding="utf-8"))
     return content
 
 
@@ -128,10 +130,10 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
 
 def _unknown_problem(name: str, reason: str) -> str:
     """The problem of a model that is neither on the hub nor in the table."""
-    known = " ".join(names for *_, names in _read_file()["models"])
-    hint = errors.did_you_mean(name, read_models())
+    nearest = difflib.get_close_matches(name, read_models(), n=3, cutoff=0)
     return (
-        f"model.source = {name}: {reason}, and jaxsp has no published sizes of it.{hint} Give a "
-        f"folder with the model's config.json; on a machine with a network, `hf download {name} "
-        f"config.json --local-dir FOLDER` makes one. Or use a model with published sizes: {known}."
+        f"model.source = {name}: {reason}, and jaxsp has no published sizes of it. Give a folder "
+        f"with the model's config.json; on a machine with a network, `hf download {name} "
+        "config.json --local-dir FOLDER` makes one. Or use a model with published sizes: "
+        f"{errors.format_choices(nearest)}; {_FILE} has all {len(read_models())}."
     )

@@ -139,21 +139,19 @@ def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
         published.read_sizes(ModelSourceConfig(source=LLAMA))
 
 
-def test_the_error_for_a_model_without_published_sizes_lists_those_that_have_them(hub):
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("Qwen/Qwen3-14", "Qwen/Qwen3-14B"), ("lab/Llama-3.1-8B-Chat", f"{LLAMA}-Instruct")],
+)
+def test_the_error_for_a_model_without_published_sizes_names_the_nearest(hub, name, nearest):
     hub(REFUSED)
     with pytest.raises(UserError) as raised:
-        published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
+        published.read_sizes(ModelSourceConfig(source=name))
     (problem,) = raised.value.problems
-    parts = (
-        "Qwen/Qwen3-14",
-        "a reason",
-        "mean Qwen/Qwen3-14B?",
-        "hf download Qwen/Qwen3-14 config.json",
-    )
-    assert all(
-        part in problem
-        for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B")
-    )
+    parts = (name, "a reason", f"hf download {name} config.json", nearest, "published.yaml")
+    assert all(part in problem for part in parts)
+    assert sum(known in problem for known in published.read_models()) <= 5
+    assert len(problem) < 600
 
 
 def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):
