@@ -24,6 +24,8 @@ _RETRIEVAL_NOTE = (
     "Answers that greedy decoding would write exactly, by likelihood; not RULER's score."
 )
 
+_LOGP_NOTE = "Sum over an answer's tokens; with objective.type=reward, the score."
+
 CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "loss": ("Loss", "Mean over the loss tokens, or the pairs, of each step.", {}),
     "eval_loss": ("Evaluation loss", "Mean over the loss tokens, or the pairs, of a set.", {}),
@@ -50,8 +52,8 @@ CHARTS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "reward_margin": ("Reward margin", "Chosen minus rejected.", {}),
     "chosen_reward": ("Reward of chosen answers", "", {}),
     "rejected_reward": ("Reward of rejected answers", "", {}),
-    "chosen_logp": ("Log-probability of chosen answers", "Sum over an answer's tokens.", {}),
-    "rejected_logp": ("Log-probability of rejected answers", "Sum over an answer's tokens.", {}),
+    "chosen_logp": ("Log-probability or score of chosen answers", _LOGP_NOTE, {}),
+    "rejected_logp": ("Log-probability or score of rejected answers", _LOGP_NOTE, {}),
     "grad_norm": ("Gradient norm", "Before clipping.", {"type": "log"}),
     "learning_rate": ("Learning rate", "", {"exponentformat": "e", **_FROM_ZERO}),
     "tokens_per_s": ("Tokens per second", "All devices.", {"tickformat": ".3~s", **_FROM_ZERO}),
