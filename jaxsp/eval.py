@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
-    _prepare_references(resolved, checkpoint, print_line)
+    _prepare_references(resolved, checkpoint, config.adapter.source, print_line)
     master = given.load_weights(resolved)
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
@@ -206,10 +206,12 @@ def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
 def _prepare_references(
     resolved: build.ResolvedConfig,
     checkpoint: pathlib.Path | None,
+    adapter_source: str | None,
     print_line: Callable[[str], None],
 ) -> None:
     """Computes or reads log-probabilities of the reference model, if the objective needs them.
 
+    Args: adapter_source: adapter that training started from.
     Raises: UserError if there is no reference model.
     """
     spec = resolved.run_spec.longest
@@ -223,7 +225,7 @@ def _prepare_references(
             "model before training. Evaluate the run, or data with ref_chosen_logps and "
             "ref_rejected_logps."
         )
-    reference = initial_weights.Reference(spec)
+    reference = initial_weights.Reference(spec, adapter_source)
     folders = [] if run is None else [run / references.FOLDER]
     known = references.read_identity(folders[0]) if folders else None
     references.prepare(

@@ -56,9 +56,9 @@ def check(checkpoint: pathlib.Path, found: dict[str, str]) -> None:
     written = reader.read_meta(checkpoint).base
     changed = [name for name in sorted({*found, *written}) if found.get(name) != written.get(name)]
     if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         name = changed[0].partition("/")[2]
+        differ = f"and {len(changed) - 1} more differ" if len(changed) > 1 else "differs"
         raise UserError(
-            f"{checkpoint}: was trained on another base: {name}{more} differs. Use the model, "
+            f"{checkpoint}: was trained on another base: {name} {differ}. Use the model, "
             "model.compute_dtype, adapter and run.seed of that run."
         )

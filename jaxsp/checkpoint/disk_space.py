@@ -11,12 +11,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.runtime import run_paths
 
-MIN_COMPRESSED_FRACTION = 0.8
-"""Lower bound of a checkpoint's bytes on disk as a fraction of its bytes in memory.
-
-orbax compresses with zstd, which leaves 0.89 of random float32 weights with AdamW's moments.
-"""
-
 
 def tree_bytes(state: Any) -> int:
     """Returns the bytes of all arrays in a pytree; copies on several devices count once."""
@@ -27,6 +21,8 @@ def check(
     config: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0
 ) -> str | None:
     """Compares the free space in run.directory with the space that the run's checkpoints need.
+
+    Their bytes count uncompressed, because it is unknown how much zstd leaves.
 
     Args:
         num_steps: number of remaining steps.
@@ -40,7 +36,7 @@ def check(
     if free is None:
         return None
     free += leftover_bytes
-    if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes:
+    if free < checkpoint_bytes:
         raise UserError(
             f"run.directory = {directory}: a checkpoint takes {format_bytes(checkpoint_bytes)}, "
             f"but only {format_bytes(free)} are free. Free some space, or use a folder on another "
@@ -50,7 +46,7 @@ def check(
     num_kept = config.checkpoint.keep_latest + config.checkpoint.keep_best
     num_writes = num_steps // (config.run.save_steps or 1) + 1 if config.run.save_every else 1
     num_more = max(1, min(num_kept + 1 - num_existing, num_writes))
-    if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes * num_more:
+    if free < checkpoint_bytes * num_more:
         return (
             f"warning: the disk may become full: {format_bytes(free)} are free in {directory}, and "
             f"the run may need space for {num_more} more checkpoints of "

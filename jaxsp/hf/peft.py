@@ -105,6 +105,12 @@ class ResolvedAdapter:
     """Folder of adapter.source; None without a source."""
 
 
+def find(source: str) -> ModelFolder:
+    """Finds the folder of adapter.source, or else the hub's adapter of that name."""
+    names = (CONFIG_FILE, WEIGHTS_FILE)
+    return folder.find(source, field=_FIELD, names=names, config_file=CONFIG_FILE)
+
+
 def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     """Reads the config of adapter.source, and adds the adapters to a model.
 
@@ -112,8 +118,7 @@ def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     """
     source = None
     if adapter.type != "none" and adapter.source is not None:
-        names = (CONFIG_FILE, WEIGHTS_FILE)
-        source = folder.find(adapter.source, field=_FIELD, names=names, config_file=CONFIG_FILE)
+        source = find(adapter.source)
     resolved = _fill_in(adapter, model, source)
     return ResolvedAdapter(
         config=resolved, model=adapters.add_adapter(model, resolved), folder=source

@@ -12,7 +12,7 @@ import rich.console
 import rich.status
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import disk_space, files
+from jaxsp.checkpoint import disk_space, files, reader
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
@@ -132,7 +132,9 @@ def report_checks(run_spec: RunSpec, inputs: RunInputs, console: rich.console.Co
         checkpoints = run_paths.local_dir(run_spec.config.run) / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
             run_spec.config,
-            checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
+            checkpoint_bytes=disk_space.tree_bytes(
+                reader.list_items(state, run_spec.longest.table)
+            ),
             num_steps=run_spec.num_steps - inputs.start.step,
             leftover_bytes=files.leftover_bytes(checkpoints),
         )

@@ -57,7 +57,7 @@ def train(
     start_line = starts.describe_start(
         run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
     )
-    has_reference_state = inputs.start.checkpoint is None and not run_spec.config.adapter.source
+    has_reference_state = inputs.start.checkpoint is None
     if not has_reference_state:
         _prepare_references(run_spec, inputs, inputs.make_reference_weights, console, preemption)
     state, base_checksums = _make_state(run_spec.longest, inputs)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxsp.attention import AttentionChoice
 from jaxsp.blocks.config import ModelConfig
@@ -26,7 +27,7 @@ from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
-from jaxsp.optimizers import param_groups
+from jaxsp.optimizers import param_groups, schedules
 from jaxsp.runtime import run_paths
 from jaxsp.setup import (
     data_sets,
@@ -100,7 +101,8 @@ def build_training(
     start = _find_start(checkpoint, resolved)
     schedule = _make_schedule(config, train_set, start)
     run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
-    reference = initial_weights.Reference(run_spec.longest)
+    start = _with_rate_change(start, checkpoint, run_spec, train_set)
+    reference = initial_weights.Reference(run_spec.longest, config.adapter.source)
     weights = _open_weights(resolved, is_resume=checkpoint is not None)
     inputs = RunInputs(
         train_set=train_set,
@@ -203,6 +205,37 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
             "Use earlier ones, or null to profile none."
         )
     return schedule
+
+
+def _with_rate_change(
+    start: StartPoint,
+    checkpoint: RunCheckpoint | None,
+    run_spec: RunSpec,
+    train_set: PackedDataset,
+) -> StartPoint:
+    """The start, whose changes name the next step's learning rate if it differs from the
+    checkpoint's schedule."""
+    if checkpoint is None:
+        return start
+    config = run_spec.config
+    saved = config_file.parse(checkpoint.meta.config)
+    num_steps = saved.run.steps
+    if num_steps is None:
+        rows = train_set.make_schedule(
+            config.model_copy(update={"batch": saved.batch}),
+            consumed=start.rows_consumed,
+            epochs=saved.run.epochs,
+        )
+        num_steps = start.step + len(rows)
+    schedules_of = ((saved.optimizer, num_steps), (config.optimizer, run_spec.num_steps))
+    before, now = (
+        f"{float(schedules.build_schedule(*each)(jnp.int32(start.step))):.3g}"
+        for each in schedules_of
+    )
+    if before == now:
+        return start
+    change = f"learning rate of step {start.step + 1:,} {before} -> {now}"
+    return dataclasses.replace(start, config_changes=(change, *start.config_changes))
 
 
 def _describe_origin(

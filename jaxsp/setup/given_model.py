@@ -18,7 +18,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, initial_weights, resume
 from jaxsp.storage import copies
-from jaxsp.training import train_state
+from jaxsp.training import train_state, trainable
 
 UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
 
@@ -139,11 +139,21 @@ class GivenModel:
             return initial_weights.open_sources(
                 spec, resolved.model_folder, resolved.adapter_folder
             ).make()
+
+        assert self.meta is not None, "every checkpoint has metadata"
+        update = {"compute_dtype": self.meta.config["model"]["compute_dtype"]}
+        config = spec.config.model_copy(
+            update={"model": spec.config.model.model_copy(update=update)}
+        )
+        trained = dataclasses.replace(spec, config=config)
+        frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
+        table = trainable.select_frozen(trained.table, trained.table)
+        base.check(self.checkpoint, base.compute_checksums(table, frozen))
+        if trained.dtype != spec.dtype:  # the base was checked as training rounded it
+            del frozen  # a device may not hold both
+            frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
         like = train_state.abstract_weights(spec)
-        frozen = initial_weights.open_sources(spec, resolved.model_folder, None).make_frozen()
-        master = reader.restore_weights(self.checkpoint, like, table=spec.table, frozen=frozen)
-        base.check(self.checkpoint, base.compute_checksums(spec.table, master))
-        return master
+        return reader.restore_weights(self.checkpoint, like, table=spec.table, frozen=frozen)
 
 
 def find(name: str) -> GivenModel:

@@ -71,30 +71,36 @@ class InitialWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Reference model of an objective: the model before training, without adapters.
+    """Reference model of an objective: the model before step 1, also of a resumed run.
 
     New adapters change nothing, so that its weights have the structure of the run's.
     """
 
     spec: StepSpec
+    adapter_source: str | None
+    """The run's adapter.source; evaluations of a checkpoint have none in their config."""
 
-    def _find_source(self) -> ModelFolder | None:
-        """Folder of model.source, also of a resumed run; None for random weights."""
+    def _open(self) -> "InitialWeights":
+        """Raises: UserError as `open_sources`."""
         source = self.spec.config.model.source
-        return None if source is None else folder.find(source)
+        return open_sources(
+            self.spec,
+            None if source is None else folder.find(source),
+            None if self.adapter_source is None else peft.find(self.adapter_source),
+        )
 
     def make(self) -> layers.Weights:
         """All weights, on the step's mesh. Raises: UserError as `open_sources`."""
-        return open_sources(self.spec, self._find_source(), None).make()
+        return self._open().make()
 
     def identify(self) -> str:
         """Fingerprint of the weights, which changes when a file does."""
-        source = self._find_source()
-        if source is None:
-            return f"random weights, seed {self.spec.config.run.seed}"
-        reader = open_sources(self.spec, source, None).reader
-        assert reader is not None
-        return repr(source_files.file_identities(reader.list_files()))
+        opened = self._open()
+        readers = filter(None, (opened.reader, opened.adapter_reader))
+        parts = [repr(source_files.file_identities(reader.list_files())) for reader in readers]
+        if opened.reader is None:
+            parts.insert(0, f"random weights, seed {self.spec.config.run.seed}")
+        return ", ".join(parts)
 
 
 def open_sources(

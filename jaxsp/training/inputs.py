@@ -70,7 +70,7 @@ class RunInputs:
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
     make_reference_weights: Callable[[], layers.Weights]
-    """Creates the weights of the reference model: those of step 0, with new adapters."""
+    """Creates the weights of the reference model: those of step 0, also of a resumed run."""
     reference_identity: Callable[[], str]
     """Returns a fingerprint of the weights of the reference model."""
     make_frozen_weights: Callable[[], layers.Weights]
@@ -86,10 +86,6 @@ class RunInputs:
         if self.start.step:
             text += f" ({len(self.schedule):,} remaining)"
         text += f" of {format_count(num_tokens, 'token')}"
-        steps_per_epoch = summary.num_steps_per_epoch(self.train_set, config)
-        if steps_per_epoch is not None:
-            epochs = f"{run_spec.num_steps / steps_per_epoch:.3g} epochs"
-            if config.run.epochs is not None:
-                epochs = format_count(config.run.epochs, "epoch")
-            text += f"; {epochs} of {format_count(steps_per_epoch, 'step')}"
+        if epochs := summary.describe_epochs(self.train_set, config, self.schedule):
+            text += f"; {epochs}"
         return f"{text}; learning rate {config.optimizer.learning_rate:g}"

@@ -124,7 +124,8 @@ METRICS = {
         "tokens. For reward the score.",
     ),
     "rejected_logp": _mean_metric(
-        "rejected_logp", "Mean log-probability of rejected answers, or of undesirable ones."
+        "rejected_logp",
+        "Mean log-probability of rejected answers, or of undesirable ones. For reward the score.",
     ),
     "kl": Metric(
         "Reference point of kto: mean log-ratio of mismatched answers over the step, at least 0.",

@@ -69,7 +69,9 @@ class StepSpec:
         if self.objective.needs_reference:
             source = self.config.model.source
             text += f"; the reference is {source or 'the random model of step 0'}"
-            if self.config.adapter.type != "none":
+            if self.config.adapter.source is not None:
+                text += f" with the adapter {self.config.adapter.source}"
+            elif self.config.adapter.type != "none":
                 text += ", without the adapter"
         if self.scores_pairs_first:
             reason = "its losses depend on the whole step"

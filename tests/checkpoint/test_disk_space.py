@@ -39,11 +39,11 @@ def check(config, **others):
 
 
 def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
-    free(79 * MIB)
+    free(99 * MIB)
     with pytest.raises(UserError) as raised:
         check(make_config(tmp_path))
     (problem,) = raised.value.problems
-    expected = messages.containing(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
+    expected = messages.containing(f"run.directory = {tmp_path}/run", "100.0 MiB", "99.0 MiB")
     assert re.match(expected, problem)
     assert check(make_config(tmp_path), leftover_bytes=2 * MIB) is not None, (
         "there is space for one checkpoint, not for three"
@@ -68,9 +68,9 @@ def test_warning_if_space_for_all_checkpoints_that_exist_at_the_same_time_is_mis
     for number in range(num_existing):
         (tmp_path / "run/checkpoints" / str(number)).mkdir(parents=True)
     config = make_config(tmp_path, *words)
-    free(80 * MIB * num_more)
+    free(100 * MIB * num_more)
     assert check(config, **others) is None
-    free(80 * MIB * num_more - 1)
+    free(100 * MIB * num_more - 1)
     if num_more == 1:
         with pytest.raises(UserError):
             check(config, **others)

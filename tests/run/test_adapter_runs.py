@@ -163,6 +163,16 @@ def test_another_base_is_refused_at_resume_evaluation_and_merge(straight, tmp_pa
     assert not (tmp_path / "merged").exists()
 
 
+def test_the_base_may_be_read_in_another_dtype_for_an_evaluation(straight):
+    """The run was in float32. In bfloat16, the same base is accepted, and another one refused."""
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        losses.append(evaluate(straight / "run", straight, f"model.compute_dtype={dtype}"))
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+    with changed_base(straight), pytest.raises(UserError, match="v/weight differs"):
+        evaluate(straight / "run", straight, "model.compute_dtype=bfloat16")
+
+
 def evaluate(what: pathlib.Path, folder: pathlib.Path, *words: str) -> float:
     out = folder / "losses.jsonl"
     evaluation.main([str(what), eval_set(folder), *words, "--out", str(out)])

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import rich.console
 
+from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.evaluation.evaluator import Evaluator
+from jaxsp.hf import peft
 from jaxsp.run import references, trainer
 from jaxsp.setup import build
+from jaxsp.training import trainable
 from tests import batches, commands
 
 pytestmark = pytest.mark.e2e
@@ -186,6 +189,93 @@ def test_with_adapters_the_reference_is_the_base(folder):
     assert lines[-1]["reward_margin"] > 0.01
     on_mesh, _ = run(settings(folder, "lora on a mesh", sizes=(2, 2), adapter=adapter), 4)
     assert_equal(on_mesh, lines)
+
+
+def write_adapter(folder, kind):
+    """Writes a PEFT adapter that changes the model, with random weights. Returns: its folder."""
+    directory = folder / f"adapter {kind}"
+    if not directory.exists():
+        config = settings(folder, "unused", adapter={"type": kind, "rank": 4})
+        run_spec, _ = build.build_training(config, devices=jax.devices()[:1])
+        spec = run_spec.longest
+        table = trainable.select_trained(spec.table, spec.table)
+        rng = np.random.default_rng(5)
+        draw = lambda param: rng.uniform(0.05, 0.2, param.stacked_shape).astype(np.float32)
+        peft.save_adapter(
+            jax.tree.map(draw, table),
+            table=table,
+            adapter=spec.config.adapter,
+            model=spec.model,
+            base=None,
+            directory=directory,
+        )
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected", "kind", "quantization"),
+    [
+        ("dpo", np.log(2), "lora", "none"),
+        ("kto", 0.5, "dora", "none"),
+        ("ipo", (1 / (2 * 0.1)) ** 2, "lora", "nf4"),
+        ("robust", np.log(2), "dora", "int8"),
+        ("hinge", 1.0, None, "none"),
+    ],
+)
+def test_the_reference_is_the_model_as_training_begins(
+    folder, objective, expected, kind, quantization
+):
+    """Also with the adapter that training continues, and in an evaluation of the run on a mesh."""
+    name = f"continued {objective}"
+    format = "unpaired" if objective == "kto" else "preference"
+    for file in ("train", "eval"):
+        records = commands.read_lines(folder / f"{file}.jsonl")
+        labels = [
+            {"prompt": x["prompt"], "completion": x[key], "label": key == "chosen"}
+            for x in records
+            for key in ("chosen", "rejected")
+        ]
+        lines = labels if format == "unpaired" else records
+        (folder / f"{file} {format}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sections = {
+        "objective": {"type": objective},
+        "data": {"train": [{"source": str(folder / f"train {format}.jsonl"), "format": format}]},
+    }
+    if kind is not None:
+        source = write_adapter(folder, kind)
+        sections["adapter"] = {"type": kind, "source": source, "quantization": quantization}
+    words = ["run.steps=1", "optimizer.learning_rate=1e-12"]
+    config = settings(folder, name, *words, **{"data": {}} | sections)
+    (line,), text = run(config, quiet=False)
+    assert line["loss"] == pytest.approx(expected, rel=1e-4)
+    is_named = f"step 0 with the adapter {folder}/adapter {kind}" in " ".join(text.split())
+    assert is_named == (kind is not None)
+    if objective != "kto":  # the others' evaluations differ from dpo's only in its loss
+        return
+    held_out = [{"source": str(folder / f"eval {format}.jsonl"), "format": format}]
+    out = folder / f"{name}.jsonl"
+    words = [f"data.eval={json.dumps(held_out)}", "mesh.data=2", "mesh.seq=4", "--out", str(out)]
+    evaluation.main([str(folder / name), *words])
+    (line,) = commands.read_lines(out)
+    assert line["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_files_of_references_belong_to_the_adapter_that_training_continues(folder):
+    source = pathlib.Path(write_adapter(folder, "lora"))
+    adapter = {"type": "lora", "source": str(source)}
+    config = settings(folder, "identity", adapter=adapter)
+    _, inputs = build.build_training(config, devices=jax.devices()[:1])
+    weights, reference = map(
+        batches.name_leaves, (inputs.make_weights(), inputs.make_reference_weights())
+    )
+    for path in weights:
+        assert batches.is_bitwise_equal(reference[path], weights[path]), path
+    identity = inputs.reference_identity()
+    assert identity == inputs.reference_identity()
+    file = source / peft.WEIGHTS_FILE
+    shutil.copy(file, folder / "copy")
+    (folder / "copy").replace(file)
+    assert inputs.reference_identity() != identity
 
 
 def test_given_references_are_used(folder):

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from jaxsp.hf import model_config, writer
 from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, resume
+from jaxsp.training.inputs import StartPoint
 from tests import batches, commands, messages, tolerances
 from tests.data.packing import test_dataset
 
@@ -303,6 +305,42 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
     actual = " ".join(start.config_changes)
     assert re.findall(r"(\S+) \S+ -> ", actual) == fields
     assert "None" not in actual
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("num_steps", "rate"), [(10, None), (18, "0.00854"), (8, "0.0025")])
+def test_a_resumed_run_names_a_jump_of_the_learning_rate(stopped, num_steps, rate):
+    """Cosine from 0.01 after 2 steps of warmup: 0.005 in step 7 of 10."""
+    config = settings(stopped, f"run.steps={num_steps}")
+    _, inputs = build.build_training(config, devices=jax.devices())
+    changes = [change for change in inputs.start.config_changes if "learning rate" in change]
+    assert changes == ([f"learning rate of step 7 0.005 -> {rate}"] if rate else [])
+
+
+def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path):
+    """Half of two epochs of 4 steps of 8 rows are done; without warmup, the rest has half the peak.
+
+    With steps of 4 rows, 8 are left, of 4 + 8.
+    """
+    words = ["run.steps=null", "run.eval_every=null", "optimizer.warmup_steps=0"]
+    before = settings(tmp_path, "run.epochs=2", *words)
+    now = settings(tmp_path, "run.epochs=2", "batch.rows_per_step=4", *words)
+    documents = test_dataset.data_of([[64] * 32], before)
+    meta = CheckpointMeta(
+        config=before.model_dump(mode="json"),
+        model=batches.UNEVEN_LLAMA,
+        data={},
+        step=4,
+        rows_consumed={"64": 32},
+        num_tokens_total=7,
+    )
+    start = StartPoint(step=4, rows_consumed={64: 32})
+    checkpoint = build.RunCheckpoint(path=tmp_path, meta=meta, model_dir=None)
+    for config, num_steps, rate in ((before, 8, None), (now, 12, "0.0075")):
+        run_spec = types.SimpleNamespace(config=config, num_steps=num_steps)
+        changed = build._with_rate_change(start, checkpoint, run_spec, documents)
+        expected = (f"learning rate of step 5 0.005 -> {rate}",) if rate else ()
+        assert changed.config_changes == expected
 
 
 @pytest.mark.slow

@@ -62,9 +62,22 @@ def _describe_rows(data: PackedDataset, config: Config) -> str:
     )
 
 
-def num_steps_per_epoch(data: PackedDataset, config: Config) -> int | None:
-    """Number of steps in one epoch; None if sources are mixed by weight."""
-    return None if data.source_weights is not None else len(data.make_schedule(config, epochs=1))
+def describe_epochs(data: PackedDataset, config: Config, schedule: RowSchedule) -> str:
+    """Describes the number and the size of a run's epochs; empty if sources are mixed by weight.
+
+    Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`.
+    """
+    if data.source_weights is not None:
+        return ""
+    epoch = data.make_schedule(config, epochs=1)
+    num_epochs = sum(schedule.rows_consumed(len(schedule))) / epoch.num_rows
+    text = f"{num_epochs:.3g} epochs"
+    if config.run.epochs is not None:
+        text = format_count(config.run.epochs, "epoch")
+    rows = zip(epoch.end_rows, epoch.rows_per_step, strict=True)
+    if num_epochs <= 1 or not any(end % per_step for end, per_step in rows):
+        return f"{text} of {format_count(len(epoch), 'step')}"
+    return f"{text} of {format_count(epoch.num_rows, 'row')} (steps continue across epochs)"
 
 
 def describe_exclusions(sources: Sequence[SourceCounts]) -> str:

@@ -370,7 +370,26 @@ def test_every_count_is_printed_before_the_first_step():
     assert_names(not_as_they_are, "split", "empty")
     assert (numbers(a), numbers(b)) == ([3, 83], [1, 5])
     assert (a[0], b[0]) == ("a", "b")
-    assert summary.num_steps_per_epoch(data, config) == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ({"epochs": 3}, "3 epochs of 7 rows (steps continue across epochs)"),
+        ({"steps": 7}, "4 epochs of 7 rows (steps continue across epochs)"),
+        ({"epochs": 1}, "1 epoch of 2 steps"),
+        ({"steps": 1}, "0.571 epochs of 2 steps"),
+    ],
+)
+def test_epochs_that_end_inside_a_step_are_counted_in_rows(run, expected):
+    config = test_loader.settings_of(row_tokens=16, rows_per_step=4)
+    fields = {"steps": None, "epochs": None} | run
+    config = config.model_copy(update={"run": config.run.model_copy(update=fields)})
+    for lengths, text in (([16] * 7, expected), ([16] * 8, None)):
+        data = data_of([lengths], config)
+        schedule = data.make_schedule(config, num_steps=fields["steps"], epochs=fields["epochs"])
+        found = summary.describe_epochs(data, config, schedule)
+        assert found == text or (text is None and found.endswith("of 2 steps"))
 
 
 def test_long_documents_changes_nothing_if_no_document_is_long():
