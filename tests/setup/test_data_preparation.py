@@ -64,3 +64,25 @@ def test_problems_of_model_and_data_are_reported_together():
     with pytest.raises(UserError) as error:
         train.main(["c.yaml", "--prepare-data", *changes])
     assert_names(error.value, "not-here.txt", "model.config.hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (["mesh.seq=5"], ["data.row_tokens = 64", "5"]),
+        (["data.row_tokens=1002", "mesh.seq=4"], ["data.row_tokens = 1002", "4"]),
+        (["mesh.data=3"], ["batch.rows_per_step = 8", "3"]),
+        (["mesh.replica=3", "batch.rows_per_microbatch=auto"], ["batch.rows_per_step = 8", "3"]),
+        (["data.row_tokens=[64,126]", "mesh.seq=[1,4]"], ["row_tokens"]),
+    ],
+)
+def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
+    with pytest.raises(UserError) as error:
+        train.main(["c.yaml", "--prepare-data", *changes])
+    assert_names(error.value, *parts)
+
+
+def test_a_mesh_that_fits_some_number_of_devices_is_prepared(capsys):
+    changes = ["data.row_tokens=[64,128]", "mesh.seq=[1,2]", "batch.rows_per_microbatch=2"]
+    train.main(["c.yaml", "--prepare-data", *changes])
+    assert "steps" in capsys.readouterr().out
