@@ -6,8 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.data.chat.template_text import RecordError
+from jaxsp.data.chat.template_text import ASSISTANT, RecordError
 from jaxsp.data.ingest.known_fields import SYSTEM_FIELDS, Record, suggest_ignoring
+from jaxsp.data.ingest.record_checks import MESSAGE_FIELDS
 from jaxsp.data.ingest.record_forms import list_columns
 
 _METADATA = frozenset(
@@ -20,7 +21,7 @@ _METADATA = frozenset(
 
 _CONTENT = frozenset(
     "answer chosen completion content context input instruction output prompt query question "
-    "rejected response text value".split()
+    "rejected response value".split()
 )
 """Names of fields whose content is text even if it is a number or one word."""
 
@@ -43,7 +44,7 @@ def _holds_text(name: str, value: Any) -> bool:
 
 
 def check(record: Record, source: SourceConfig, read: Collection[str], content: Any) -> None:
-    """Refuses text in other fields than `read`, unless a message has it too.
+    """Refuses text in other fields than `read`, unless a message of the prompt has it too.
 
     Args: content: value of a field that the format requires.
     Raises: RecordError with a config that reads the text, if there is one.
@@ -54,8 +55,13 @@ def check(record: Record, source: SourceConfig, read: Collection[str], content: 
         if name not in read and not is_metadata(name) and _holds_text(name, value)
     ]
     if unread and isinstance(content, list):
-        name = source.names.get("content", "content")
-        texts = [str(each.get(name)).strip() for each in content[:-1] if isinstance(each, dict)]
+        role, text = (source.names.get(name, name) for name in MESSAGE_FIELDS)
+        messages = [each for each in content if isinstance(each, dict)]
+        texts = [
+            str(each.get(text)).strip()
+            for each in messages
+            if source.roles.get(str(each.get(role)), each.get(role)) != ASSISTANT
+        ]
         unread = [name for name in unread if str(record[name]).strip() not in texts]
     if unread:
         raise RecordError(
