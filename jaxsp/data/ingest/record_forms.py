@@ -8,7 +8,10 @@ from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import record_checks
 from jaxsp.data.ingest.known_fields import Record
 
-_ALPACA = {"prompt": ("instruction", "input"), "completion": "output"}
+_ALPACA: dict[str, str | tuple[str, ...]] = {
+    "prompt": ("instruction", "input"),
+    "completion": "output",
+}
 
 STAND_INS = {
     "prompt_completion": ("instruction", "output"),  # Alpaca
