@@ -14,6 +14,7 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.other_parts import OtherParts
@@ -211,9 +212,12 @@ def _open_other_parts(
 
 def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
     """Writes the run's chat template, so that chats are rendered as in training."""
-    if config.data.chat_template is not None:
-        path = directory / "chat_template.jinja"
-        path.write_text(config.data.chat_template, encoding="utf-8")
+    template = config.data.chat_template
+    if config.data.chat_template_kwargs:
+        tokenizer = tokenizers.load(str(directory), error_prefix=str(directory))
+        template = chat_template.load_template(config.data, tokenizer)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _check_tokenizer(

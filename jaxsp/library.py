@@ -39,6 +39,7 @@ from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.units import format_count
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -416,7 +417,7 @@ def _make_column(
         first = min([*differing, len(num_values), len(lengths)])
         raise UserError(
             f"{name}[{first}]: must have one number for each token of documents[{first}]. "
-            f"Give {len(lengths)} lists, each as long as its document."
+            f"Give {format_count(len(lengths), 'list')}, each as long as its document."
         )
     values = np.concatenate(lists)
     ends = np.cumsum([0, *lengths])

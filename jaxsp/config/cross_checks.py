@@ -117,15 +117,16 @@ def _check_objective(sections: Sections) -> Iterator[str]:
 
 
 def _check_chat_template(sections: Sections) -> Iterator[str]:
-    """Checks that a chat template is set only if some source has messages."""
-    template = sections["data"].get("chat_template")
+    """Checks that a chat template and its variables are set only if some source has messages."""
     sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
     has_messages = any(source.get("format") not in ("text", "tokens") for source in sources)
-    if template is not None and not has_messages:
-        yield (
-            f"data.chat_template = {yaml_io.format_value(template)}: has no effect, because all "
-            "sources have the format text or tokens. Leave it out."
-        )
+    for name in ("chat_template", "chat_template_kwargs"):
+        value = sections["data"].get(name)
+        if value and not has_messages:
+            yield (
+                f"data.{name} = {yaml_io.format_value(value)}: has no effect, because all "
+                "sources have the format text or tokens. Leave it out."
+            )
 
 
 def _check_train_on(sections: Sections) -> Iterator[str]:

@@ -58,18 +58,28 @@ class SourceConfig(ConfigSection):
     revision: Annotated[str | None, with_examples("main", min_length=1)] = None
     """Branch, tag or commit of a hub data set. null: the latest."""
     fields: Annotated[
-        dict[str, str], with_examples("{messages: conversations, role: from, content: value}")
+        dict[str, str | Annotated[tuple[str, ...], pydantic.Field(min_length=1, strict=False)]],
+        with_examples("{messages: conversations, role: from, content: value}"),
     ] = {}  # noqa: RUF012 - pydantic copies it
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
     messages or prompt and completion, tools, chat_template_kwargs; chosen, rejected,
     ref_chosen_logps, ref_rejected_logps; label; input_ids, labels. Fields of a message: role,
-    content."""
+    content. A list of names, such as {prompt: [instruction, input]}, joins their texts with a line
+    break; missing and empty ones are left out."""
     ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
-    """Fields of the records, or of their messages, to ignore although other systems give them a
-    meaning. Without this, jaxsp reads or refuses them."""
+    """Fields of the records, or of their messages, to ignore. Without this, jaxsp reads or refuses
+    fields that hold text and those to which other systems give a meaning."""
     # pydantic copies the default
     roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of `fields` in the records; of a list of them, the name for their joined text."""
+        return {
+            field: name if isinstance(name, str) else " + ".join(name)
+            for field, name in self.fields.items()
+        }
 
 
 class DataConfig(ConfigSection):
@@ -105,6 +115,13 @@ class DataConfig(ConfigSection):
     chat_template_date: Annotated[Date | None, with_examples("2026-11-25")] = None
     """Date to use as today's date in chat templates that write it (SmolLM3's, Granite's), so that
     tokens do not change from day to day. null: the template's fallback, or an error without one."""
+    chat_template_kwargs: Annotated[
+        dict[str, Any],
+        with_examples("{enable_thinking: false}"),
+    ] = {}  # noqa: RUF012 - pydantic copies it
+    """Variables of the chat template for all records, such as enable_thinking: false for Qwen3's. A
+    record's own chat_template_kwargs take precedence, one by one. Exports have the values as
+    defaults of their template."""
     earlier_reasoning: Literal["error", "keep", "no_loss"] = "error"
     """Action for an answer whose thinking the chat template drops because other messages follow (as
     Qwen3's does): the model would learn to answer without thinking. error: refuse the record. keep:

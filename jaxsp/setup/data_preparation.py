@@ -3,6 +3,8 @@
 Printed by `jaxsp train CONFIG.yaml --prepare-data`, and by `jaxsp plan --data`.
 """
 
+import math
+
 import rich.console
 
 from jaxsp.config.schema import Config
@@ -10,6 +12,7 @@ from jaxsp.core.errors import ProblemCollector
 from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
+from jaxsp.memory import row_meshes
 from jaxsp.setup import data_sets, model_files
 from jaxsp.setup.model_files import ModelFiles
 
@@ -17,8 +20,21 @@ from jaxsp.setup.model_files import ModelFiles
 def prepare_data(config: Config, console: rich.console.Console) -> None:
     """Prepares training and eval data as training does. Raises: UserError with all problems."""
     problems = ProblemCollector()
+    problems += _find_division_problems(config)
     files = model_files.read_model(config, None, problems)
     print_data(config, files, console, problems)
+
+
+def _find_division_problems(config: Config) -> list[str]:
+    """Problems that training has with rows and mesh on any number of devices that fits the mesh."""
+    if config.mesh.seq == "auto":
+        return []
+    if config.batch.rows_per_microbatch == "auto":
+        batch = config.batch.model_copy(update={"rows_per_microbatch": 1})
+        config = config.model_copy(update={"batch": batch})
+    degrees = [row_config.mesh.degree for row_config in config.row_configs.values()]
+    num_devices = config.mesh.replica * max(config.mesh.data, 1) * math.lcm(*degrees)
+    return row_meshes.find_division_problems(config, num_devices, None)
 
 
 def print_data(

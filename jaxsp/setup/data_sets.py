@@ -124,7 +124,11 @@ def _suggest_vocabulary(config: Config) -> str:
         return "Set model.config.vocab_size."
     if config.model.tokenizer is not None:
         return "Use the model's own tokenizer: model.tokenizer=null."
-    return "Leave the record out, or use a model with more rows: jaxsp adds none to an embedding."
+    return (
+        "If the tokenizer has more tokens than the embedding has rows, add rows with transformers: "
+        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained of both into one "
+        "folder, and name it as model.source. Or leave the record out."
+    )
 
 
 def _pack_sources(

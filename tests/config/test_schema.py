@@ -244,6 +244,7 @@ MESSAGES = {
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
     "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*text or tokens.*",
+    "data.chat_template_kwargs={a: 1}": "data.chat_template_kwargs = {a: 1}: .*text or tokens.*",
     "data.train.0.format=unpaired": ".*format = unpaired: .*objective.type=kto; .*",
     "objective.beta=0.1": "objective.beta = 0.1: must be null, because sft .*objective.type=dpo.*",
     "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
@@ -359,6 +360,7 @@ def test_the_values_in_suggestions_are_valid(file):
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
+            "data.chat_template_kwargs": ["data.train.0.format=messages"],
             "run.early_stopping_patience": [
                 "data.eval_fraction=0.1",
                 "run.eval_every=epoch",

@@ -11,7 +11,7 @@ from jaxsp import train
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenize
-from jaxsp.setup import build
+from jaxsp.setup import build, data_sets
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -64,3 +64,31 @@ def test_problems_of_model_and_data_are_reported_together():
     with pytest.raises(UserError) as error:
         train.main(["c.yaml", "--prepare-data", *changes])
     assert_names(error.value, "not-here.txt", "model.config.hidden_size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (["mesh.seq=5"], ["data.row_tokens = 64", "5"]),
+        (["data.row_tokens=1002", "mesh.seq=4"], ["data.row_tokens = 1002", "4"]),
+        (["mesh.data=3"], ["batch.rows_per_step = 8", "3"]),
+        (["mesh.replica=3", "batch.rows_per_microbatch=auto"], ["batch.rows_per_step = 8", "3"]),
+        (["data.row_tokens=[64,126]", "mesh.seq=[1,4]"], ["row_tokens"]),
+    ],
+)
+def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
+    with pytest.raises(UserError) as error:
+        train.main(["c.yaml", "--prepare-data", *changes])
+    assert_names(error.value, *parts)
+
+
+def test_a_mesh_that_fits_some_number_of_devices_is_prepared(capsys):
+    changes = ["data.row_tokens=[64,128]", "mesh.seq=[1,2]", "batch.rows_per_microbatch=2"]
+    train.main(["c.yaml", "--prepare-data", *changes])
+    assert "steps" in capsys.readouterr().out
+
+
+def test_the_mend_of_a_tokenizer_larger_than_the_embedding_adds_rows():
+    changes = ["model.source=base", "model.config=null", "model.tokenizer=null"]
+    suggestion = data_sets._suggest_vocabulary(config_file.load("c.yaml", changes))
+    assert_names(suggestion, "resize_token_embeddings(len(tokenizer))", "save_pretrained")

@@ -40,8 +40,10 @@ def load_template(
 ) -> str | None:
     """Returns the config's template, from a file or inline; None to use the tokenizer's own.
 
-    Raises: UserError if neither exists, if the template is not valid Jinja, and for a
-        data.chat_template_date that it does not write.
+    With data.chat_template_kwargs, returns either one with these as defaults of its variables.
+
+    Raises: UserError if neither exists, if the template is not valid Jinja, for a
+        data.chat_template_date that it does not write, and for variables that it does not read.
     """
     import jinja2
     from transformers.utils import chat_template_utils
@@ -78,6 +80,17 @@ def load_template(
             f"data.chat_template_date = {data.chat_template_date}: the chat template writes no "
             "date (strftime_now). Remove it."
         )
+    defaults = ""
+    for name, default in data.chat_template_kwargs.items():
+        if name in _RESERVED_KWARGS or not re.search(rf"\b{re.escape(name)}\b", texts[0]):
+            raise UserError(
+                f"data.chat_template_kwargs.{name}: is no variable that the chat template reads. "
+                "Correct or remove it."
+            )
+        defaults += f"{{% if {name} is not defined %}}{{% set {name} = {default!r} %}}{{% endif %}}"
+    if defaults:
+        # Jinja drops the line break after the tag
+        return f"{defaults}\n{texts[0]}"
     return None if template is None else texts[0]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,17 @@ class RecordColumns:
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ("\0",)
+    """Fields that are read in place of the required ones."""
+    is_checked: Callable[[str], bool] = lambda name: False
+    """Returns True for the name of any other field that may hold text."""
 
     def select_from(self, names: list[str]) -> list[str]:
         """Returns the columns to read from a table; none if a required one is missing."""
-        if not set(self.required) <= set(names):
+        if not any(set(needed) <= set(names) for needed in (self.required, self.stand_ins)):
             return []
-        return [name for name in (*self.required, *self.optional) if name in names]
+        used = {*self.required, *self.optional}
+        return [name for name in names if name in used or self.is_checked(name)]
 
 
 def rows_per_batch(num_rows: int, num_bytes: int, batch_bytes: int | None = None) -> int:

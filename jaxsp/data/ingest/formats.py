@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +13,14 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import known_fields, pair_checks, record_checks, token_checks
+from jaxsp.data.ingest import (
+    known_fields,
+    pair_checks,
+    record_checks,
+    record_forms,
+    token_checks,
+    unread_fields,
+)
 from jaxsp.data.ingest.columnar import RecordColumns
 from jaxsp.data.ingest.pair_checks import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from jaxsp.data.ingest.record_cache import RecordEntry
@@ -145,8 +153,8 @@ FORMATS = {
 def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     """Returns the fields to read from a source's records, under the source's names.
 
-    Raises: UserError for unknown names in `fields` and `ignore_fields`, for two fields read from
-        one, and for `roles` of a format without roles.
+    Raises: UserError for unknown names in `fields`, for required ones in `ignore_fields`, for two
+        fields read from one, and for `roles` of a format without roles.
     """
     record_format = FORMATS[source.format]
     fields = (*record_format.required, *record_format.optional)
@@ -162,35 +170,35 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     for names in (fields, message_fields):
         readers: dict[str, str] = {}
         for name in names:
-            column = source.fields.get(name, name)
-            first = readers.setdefault(column, name)
-            if first != name:
-                raise UserError(
-                    f"{group}.fields: {first} and {name} are both read from {column}. Give each a "
-                    "field of its own."
-                )
+            for column in record_forms.list_columns(source, name):
+                first = readers.setdefault(column, name)
+                if first != name:
+                    raise UserError(
+                        f"{group}.fields: {first} and {name} are both read from {column}. Give "
+                        "each a field of its own."
+                    )
     if source.roles and not record_format.is_chat:
         raise UserError(
             f"{group}.roles: format {source.format} has no roles. Remove it, or use format: "
             "messages."
         )
-    in_messages = known_fields.IN_MESSAGES if record_format.is_chat else ()
-    ignorable = dict.fromkeys((*record_format.known, *in_messages))
+    # a field that is joined with others may be missing
+    columns = [record_forms.list_columns(source, name) for name in fields]
+    required = [column[0] for column in columns[: len(record_format.required)] if not column[1:]]
     for name in source.ignore_fields:
-        if name not in ignorable:
-            raise UserError(
-                f"{group}.ignore_fields: {name} is not a field that format {source.format} can "
-                f"ignore. Use {errors.format_choices(ignorable)}, or remove it."
-                f"{errors.did_you_mean(name, ignorable)}"
-            )
-    required = tuple(source.fields.get(name, name) for name in record_format.required)
-    optional = tuple(source.fields.get(name, name) for name in record_format.optional)
-    others = (
-        name
-        for name in record_format.known
-        if name not in (*required, *optional, *source.ignore_fields)
+        if name in required:
+            raise UserError(f"{group}.ignore_fields: {name} is read. Remove it.")
+    others = dict.fromkeys((*itertools.chain(*columns), *record_format.known))
+    return RecordColumns(
+        required=tuple(required),
+        optional=tuple(
+            name for name in others if name not in required and name not in source.ignore_fields
+        ),
+        stand_ins=record_forms.STAND_INS.get(source.format, ("\0",)),
+        is_checked=lambda name: (
+            name not in source.ignore_fields and not unread_fields.is_metadata(name)
+        ),
     )
-    return RecordColumns(required=required, optional=(*optional, *others))
 
 
 def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Record:
@@ -203,17 +211,31 @@ def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Reco
     if not isinstance(record, dict):
         example = f"{{{json.dumps(record_format.required[0])}: ...}}"
         raise RecordError(f"is {record_checks.type_name(record)}, not a record such as {example}")
-    return record_format.check(record, source, has_labels)
+    record = {name: value for name, value in record.items() if name not in source.ignore_fields}
+    record, source = record_forms.convert(record, source)
+    columns = {
+        name: record_forms.list_columns(source, name)
+        for name in (*record_format.required, *record_format.optional)
+    }
+    required = [
+        [record[column] for column in columns[name] if column in record]
+        for name in record_format.required
+    ]
+    if all(required):  # otherwise, the record has another format
+        read = {*itertools.chain(*columns.values()), *record_format.known}
+        unread_fields.check(record, source, read, required[0][0])
+    return record_format.check(record_forms.join_fields(record, source), source, has_labels)
 
 
 def find_roles(record: Any, source: SourceConfig) -> set[str]:
     """Returns the roles of a record's messages, under the source's names."""
-    role_name = source.fields.get("role", "role")
+    role_name = source.names.get("role", "role")
     roles = set()
     for field in ("messages", "prompt", *template_text.COMPLETION_FIELDS):
-        value = record.get(source.fields.get(field, field)) if isinstance(record, dict) else None
+        value = record.get(source.names.get(field, field)) if isinstance(record, dict) else None
         with contextlib.suppress(RecordError):  # text, or an error that check_record reports
             value = record_checks.parse_if_string(value, field)
+        value = [value] if isinstance(value, dict) else value
         if isinstance(value, list):
             messages = [message for message in value if isinstance(message, dict)]
             roles |= {str(message.get(role_name)) for message in messages}

@@ -1,6 +1,6 @@
 """Fields of a record, other than its content, that have a meaning in other systems.
 
-Each is read, or refused by name. Other fields are metadata, which --preview lists as not read.
+Each is read, or refused by name. Others that hold text are refused by unread_fields.py.
 """
 
 from collections.abc import Mapping, Sized
@@ -68,11 +68,10 @@ _OWN_PAIRS = "jaxsp computes it, because it pairs completions with other prompts
 REFUSED_IN_UNPAIRED = {"ref_logps": _OWN_PAIRS, "ref_KL_logps": _OWN_PAIRS}
 """Fields of TRL's data sets for KTO."""
 
-IN_TEXTS = tuple(REFUSED_MEDIA)
+IN_TEXTS = (*REFUSED_MEDIA, "title")  # the title of a document may be left out
 IN_CHATS = (*SYSTEM_FIELDS, *REFUSED_IN_CHATS)
-IN_MESSAGES = (*_LOSS_FLAGS, *REFUSED_IN_MESSAGES)
 IN_TOKENS = ("attention_mask", *LOSS_MASK_FIELDS, *DOCUMENT_BORDER_FIELDS, *REFUSED_MEDIA)
-"""All fields of this table in records of a format, or in messages."""
+"""All fields of this table in records of a format."""
 
 
 def is_given(record: Mapping[str, Any], name: str, source: SourceConfig) -> bool:
@@ -80,7 +79,7 @@ def is_given(record: Mapping[str, Any], name: str, source: SourceConfig) -> bool
 
     A field that the config's `fields` maps to another one has only that one's meaning.
     """
-    if name in source.ignore_fields or name in source.fields.values():
+    if name in source.ignore_fields or name in source.names.values():
         return False
     value = record.get(name)
     return value is not None and not (isinstance(value, Sized) and len(value) == 0)
@@ -98,8 +97,8 @@ def refuse_fields(
             raise RecordError(f"{place}has {name}: {reason}, or set {suggest_ignoring(name)}")
 
 
-def suggest_ignoring(name: str) -> str:
-    return f"ignore_fields: [{name}] of the source"
+def suggest_ignoring(*names: str) -> str:
+    return f"ignore_fields: [{', '.join(names)}] of the source"
 
 
 def find_system(record: Mapping[str, Any], source: SourceConfig) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import known_fields, record_checks
+from jaxsp.data.ingest import known_fields, record_cache, record_checks
 from jaxsp.data.ingest.known_fields import Record
 from jaxsp.data.ingest.record_cache import RecordEntry
 
@@ -44,8 +44,7 @@ def check_preference(record: Record, source: SourceConfig, has_labels: bool) -> 
     fields = ["chosen", "rejected"]
     suggestion = ""
     # an empty prompt is a prompt
-    has_prompt = source.fields.get("prompt", "prompt") in record
-    if has_prompt and "prompt" not in source.ignore_fields:
+    if source.names.get("prompt", "prompt") in record:
         fields.insert(0, "prompt")
         ignoring = known_fields.suggest_ignoring("prompt")
         suggestion = f". If chosen and rejected begin with the prompt, set {ignoring}"
@@ -93,11 +92,11 @@ def _extract_prompt(chosen: Any, rejected: Any) -> Record:
 
 def _read_references(record: Record, source: SourceConfig) -> Record:
     """Returns the log-probabilities of the reference model; NaN if there are none."""
-    names = {field: source.fields.get(field, field) for field in _REFERENCE_FIELDS}
+    names = {field: source.names.get(field, field) for field in _REFERENCE_FIELDS}
     given = {
         field: record[name]
         for field, name in names.items()
-        if record_checks.has_field(record, name) and field not in source.ignore_fields
+        if record_checks.has_field(record, name)
     }
     if len(given) == 1:
         (missing,) = names.keys() - given
@@ -145,12 +144,16 @@ def add_mismatched_completions(entries: Iterator[RecordEntry]) -> Iterator[Recor
 
     KTO estimates its reference point from prompts with completions of other prompts.
 
-    Raises: UserError if only one record can be used, and if text and messages are mixed.
+    Raises: UserError if only one record can be used, with the problems of others, and if text and
+        messages are mixed.
     """
+    bad: list[tuple[str, str]] = []
     # a usable entry, and the bad ones after it
     waiting: list[RecordEntry] = []
     first: RecordEntry | None = None
     for entry in entries:
+        if entry["problem"] is not None and len(bad) < record_cache.MAX_NAMED_RECORDS:
+            bad.append((entry["place"], entry["problem"]))
         if entry["problem"] is None and waiting:
             yield _add_mismatched(waiting[0], entry)
             yield from waiting[1:]
@@ -164,8 +167,11 @@ def add_mismatched_completions(entries: Iterator[RecordEntry]) -> Iterator[Recor
     assert first is not None, "a source has a usable record"
     if waiting[0] is first:
         raise UserError(
-            f"only one record can be used, {first['place']}: KTO pairs the prompt of a record with "
-            "the completion of another. Give at least two."
+            [
+                *record_cache.list_examples(bad),
+                f"only one record can be used, {first['place']}: KTO pairs the prompt of a record "
+                "with the completion of another. Give at least two.",
+            ]
         )
     yield _add_mismatched(waiting[0], first)
     yield from waiting[1:]

@@ -242,13 +242,16 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
     Raises: UserError naming the first bad records, their number, and what to change.
     """
     count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
-    if not count or (data.on_bad_record == "skip" and count <= data.max_bad_records):
+    is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
+    if not count or (is_skipped and count < len(dataset)):
         return count
     summary = f"{count:,} of {len(dataset):,} records cannot be used"
     if count > MAX_NAMED_RECORDS:
         summary += f"; these are the first {MAX_NAMED_RECORDS}"
     suggestion = "leave them out: data.on_bad_record=skip"
-    if data.on_bad_record == "skip":
+    if count == len(dataset):
+        suggestion = "correct format or fields of the source"
+    elif data.on_bad_record == "skip":
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"

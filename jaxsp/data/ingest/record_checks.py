@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.data_schema import PAIR_FORMATS, SourceConfig
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import known_fields
 from jaxsp.data.ingest.known_fields import Record
@@ -21,22 +21,21 @@ SHAREGPT_MESSAGE_CONFIG = (
 
 _SHAREGPT_CONFIG = SHAREGPT_MESSAGE_CONFIG.replace("{role", "{messages: conversations, role", 1)
 
-ALPACA_HINT = (
-    "Its instruction and input are one prompt in two fields: write them into one field, prompt, "
-    "then format: prompt_completion, fields: {completion: output} reads it"
+_PAIR_HINTS = (
+    ({"chosen", "rejected"}, "Try format: preference, with objective.type=dpo"),
+    ({"prompt", "completion", "label"}, "Try format: unpaired, with objective.type=kto"),
+    (
+        {"messages", "rejected_response"},
+        "Write its last message as chosen, those before it as prompt, and rejected_response as "
+        "rejected",
+    ),
 )
 
 _FORMAT_HINTS = (
-    ({"chosen", "rejected"}, "Try format: preference"),
-    ({"prompt", "completion", "label"}, "Try format: unpaired"),
     ({"messages"}, "Try format: messages"),
     ({"conversations"}, f"Try format: messages, {_SHAREGPT_CONFIG}"),
     ({"prompt", "completion"}, "Try format: prompt_completion"),
-    ({"instruction", "input", "output"}, ALPACA_HINT),
-    (
-        {"instruction", "output"},
-        "Try format: prompt_completion, fields: {prompt: instruction, completion: output}",
-    ),
+    ({"instruction", "output"}, "Try format: prompt_completion"),
     (
         {"question", "answer"},
         "Try format: prompt_completion, fields: {prompt: question, completion: answer}",
@@ -45,7 +44,8 @@ _FORMAT_HINTS = (
     ({"text"}, "Try format: text"),
     ({"content"}, "Try format: text, fields: {text: content}"),
 )
-"""Fields that a record may have, and how to read such a record."""
+"""Fields that a record may have, and how to read such a record. Objectives for pairs have one
+format, so that only _PAIR_HINTS may help."""
 
 _JSON_TYPE_NAMES = {
     "str": "a string",
@@ -64,14 +64,15 @@ def get_field(record: Record, field: str, source: SourceConfig) -> tuple[str, An
 
     Raises: RecordError with a config that reads the record, if one is known.
     """
-    name = source.fields.get(field, field)
+    name = source.names.get(field, field)
     if record.get(name) is not None:
         return name, record[name]
     if name in record:
         raise RecordError(f"{name} is null")
     problem = f"has no {name}; it has {list_fields(record)}"
-    for names, hint in _FORMAT_HINTS:
-        if names <= set(record) and hint != f"Try format: {source.format}":
+    hints = _PAIR_HINTS if source.format in PAIR_FORMATS else (*_PAIR_HINTS, *_FORMAT_HINTS)
+    for names, hint in hints:
+        if names <= set(record) and hint.partition(", with ")[0] != f"Try format: {source.format}":
             raise RecordError(f"{problem}. {hint}")
     raise RecordError(problem)
 
@@ -129,11 +130,6 @@ def check_messages(record: Record, source: SourceConfig, has_labels: bool) -> Re
 
 
 def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> Record:
-    is_alpaca = source.fields.get("prompt") == "instruction"
-    if is_alpaca and has_field(record, "input"):
-        raise RecordError(
-            f"has an input beside its instruction, which would not be trained on. {ALPACA_HINT}"
-        )
     content = read_contents(record, ("prompt", "completion"), source)
     return serialize(add_system(content, record, source), record, source)
 
@@ -149,7 +145,8 @@ def read_contents(
     for field in fields:
         name, value = get_field(record, field, source)
         if not isinstance(value, str):
-            value = _check_conversation(value, name, source)
+            messages = [value] if isinstance(value, dict) else value
+            value = _check_conversation(messages, name, source)
         content[field] = value
     texts = [field for field, value in content.items() if isinstance(value, str)]
     if 0 < len(texts) < len(content):
@@ -170,9 +167,10 @@ def add_system(content: Record, record: Record, source: SourceConfig) -> Record:
     if isinstance(content["prompt"], list):
         content["prompt"] = known_fields.add_system(content["prompt"], record, source)
     elif system := known_fields.find_system(record, source):
+        names = source.names.get("prompt", "prompt").replace(" + ", ", ")
         raise RecordError(
-            f"has {system[0]}, but its prompt is text. Write it into the prompt, use messages, or "
-            f"set {known_fields.suggest_ignoring(system[0])}"
+            f"has {system[0]}, but its prompt is text. Set fields: {{prompt: [{system[0]}, "
+            f"{names}]}}, use messages, or set {known_fields.suggest_ignoring(system[0])}"
         )
     return content
 
@@ -181,7 +179,7 @@ def serialize(content: Record, record: Record, source: SourceConfig) -> Record:
     """Writes the content, and the record's tools and template arguments, as JSON."""
     known_fields.refuse_fields(record, known_fields.REFUSED_IN_CHATS, source)
     for field, kind in (("tools", list), ("chat_template_kwargs", dict)):
-        name = source.fields.get(field, field)
+        name = source.names.get(field, field)
         if not has_field(record, name):
             continue
         value = parse_if_string(record[name], name)
@@ -220,7 +218,7 @@ def _check_conversation(value: Any, name: str, source: SourceConfig) -> list[Rec
 def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
     if not isinstance(message, dict):
         raise RecordError(f"{place} is {type_name(message)}, not an object with role and content")
-    role_name, content_name = (source.fields.get(name, name) for name in MESSAGE_FIELDS)
+    role_name, content_name = (source.names.get(name, name) for name in MESSAGE_FIELDS)
     fields = list_fields(message)
     if role_name not in message:
         problem = f"{place} has no {role_name}; it has {fields}"

@@ -18,6 +18,7 @@ from jaxsp.data.ingest import (
     formats,
     hub,
     record_cache,
+    record_forms,
     source_files,
     stored_files,
     token_checks,
@@ -28,7 +29,7 @@ from jaxsp.data.ingest.record_cache import RecordEntry
 if TYPE_CHECKING:
     import datasets
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 """Part of the cache's name. Increase it when the same file would be read differently."""
 
 _MAX_CHECKED_BAD = 100
@@ -212,8 +213,12 @@ def _check_records(
         that no record has.
     """
     record_format = formats.FORMATS[source.format]
-    optional = record_format.optional
-    unseen_fields = {name: field for field, name in source.fields.items() if field in optional}
+    unseen_fields = {
+        name: field
+        for field, names in source.fields.items()
+        if field in record_format.optional or not isinstance(names, str)
+        for name in record_forms.list_columns(source, field)
+    }
     unseen_roles = set(source.roles)
     is_list = {"input_ids", "labels"}
     empty = {name: np.zeros(0, np.int32) if name in is_list else "" for name in columns}

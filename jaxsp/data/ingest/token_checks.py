@@ -22,7 +22,7 @@ def has_labels(record: Record, source: SourceConfig) -> bool:
 
 
 def _list_label_fields(record: Record, source: SourceConfig) -> list[str]:
-    labels = source.fields.get("labels", "labels")
+    labels = source.names.get("labels", "labels")
     given = [labels] if record_checks.has_field(record, labels) else []
     masks = known_fields.LOSS_MASK_FIELDS
     return given + [name for name in masks if known_fields.is_given(record, name, source)]

@@ -60,7 +60,7 @@ def resolve_options(
     record_format = formats.FORMATS[source.format]
     template = None
     is_set = data.chat_template is not None or data.chat_template_date is not None
-    if record_format.needs_template or is_set:
+    if record_format.needs_template or is_set or data.chat_template_kwargs:
         template = chat_template.load_template(data, tokenizer)
     chat_options = ChatOptions(
         tokenizer=tokenizer,

@@ -202,15 +202,6 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
     for prompt, completion in (("a", "b"), ([USER], [ASSISTANT]), ("", "b")):
         record = {"prompt": prompt, "completion": completion}
         assert kept(record | {"other": 1}, "prompt_completion") == record
-    alpaca = {"instruction": "a", "output": "b"}
-    fields = {"prompt": "instruction", "completion": "output"}
-    assert kept(alpaca, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
-    message = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
-    assert_names(message, "input", "instruction")
-    assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {
-        "prompt": "a",
-        "completion": "b",
-    }
     mixed = {"prompt": "a", "completion": [ASSISTANT]}
     assert_names(problem(mixed, "prompt_completion"), "prompt", "string", "completion", "messages")
 
@@ -306,15 +297,7 @@ BAD = [
     ),
     (
         {"instruction": "a", "output": "b"},
-        [
-            "messages",
-            "format: prompt_completion",
-            "fields: {prompt: instruction, completion: output}",
-        ],
-    ),
-    (
-        {"instruction": "a", "input": "", "output": "b"},
-        ["messages", "input, instruction, output", "prompt"],
+        ["messages", "instruction, output", "format: prompt_completion"],
     ),
 ]
 
@@ -347,10 +330,8 @@ def test_columns_have_the_names_in_fields():
     )
     actual = formats.resolve_columns(source, field="data.train.0.source")
     known = actual.optional[2:]
-    assert (actual.required, actual.optional) == (
-        ("q", "completion"),
-        ("functions", "chat_template_kwargs", *known),
-    )
+    assert actual.required == ("q", "completion")
+    assert actual.optional[:2] == ("functions", "chat_template_kwargs")
     assert {"system", "history", "images"} <= set(known)
     assert "functions" not in known, "the config reads it as tools"
 
@@ -433,6 +414,7 @@ def test_a_system_text_beside_the_messages_is_their_first_message():
         text = {"prompt": "a", "completion": "b", name: "Speak French."}
         assert_names(problem(text, "prompt_completion"), name, "prompt", "ignore_fields")
         mapped = {"prompt": name, "completion": "completion"}
+        del text["prompt"]
         assert kept(text, "prompt_completion", fields=mapped)["prompt"] == "Speak French."
     assert_names(problem(talk | {"system": "a", "system_prompt": "b"}), "system", "system_prompt")
 
@@ -458,11 +440,171 @@ def test_a_field_that_would_change_training_is_refused_by_name(name, value):
         assert kept(record | {name: value}, format, ignore_fields=(name,)) == record
 
 
-def test_ignoring_a_field_without_a_meaning_is_refused():
-    source = SourceConfig(source="x", format="messages", ignore_fields=("histori",))
+ANSWERS = {"chosen": "The Loire.", "rejected": "Water flows."}
+
+RECORDS = {
+    "text": {"text": "a b"},
+    "messages": {"messages": [USER, ASSISTANT]},
+    "prompt_completion": {"prompt": "a", "completion": "b"},
+    "preference": ANSWERS,
+    "unpaired": {"prompt": "a", "completion": "b", "label": True},
+    "tokens": {"input_ids": [1, 2]},
+}
+"""A record of each format."""
+
+
+def checked(record, format, **fields):
+    """Returns the content that is stored of a record of any format."""
+    source = SourceConfig(source="x", format=format, **fields)
+    formats.resolve_columns(source, field="data.train.0.source")
+    content = formats.check_record(record, source, has_labels=False)
+    return next(iter(content.values()))
+
+
+@pytest.mark.parametrize("format", formats.FORMATS)
+def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
+    record = RECORDS[format]
+    expected = checked(record, format)
+    for name, value in (
+        ("passage", "It rains."),
+        ("query", "Why?"),
+        ("input", "17"),
+        ("\u95ee\u9898", "\u6cd5\u56fd\u6709\u54ea\u4e9b\u6cb3\u6d41"),
+        ("turns", [{"value": "It rains."}]),
+        ("pairs", [["why", "It rains."]]),
+    ):
+        with pytest.raises(RecordError) as raised:
+            checked(record | {name: value}, format)
+        assert_names(raised.value, name, f"ignore_fields: [{name}]")
+        ignored = checked(record | {name: value}, format, ignore_fields=(name,))
+        assert np.array_equal(ignored, expected)
+    metadata = {
+        "id": "a b",
+        "promptId": "x y",
+        "data_source": "Stack Exchange",
+        "url": "https://a b",
+        "created_date": "1 May 2026",
+        "hexsha": "0a1b",
+        "rated": "good",
+        "seen": "2026-05-01 10:00:00",
+        "stars": 7,
+        "is_new": True,
+        "notes": " ",
+        "others": [],
+        "more": None,
+        "numbers": [1.5, [2]],
+        "meta": {"comment": "Not checked."},
+    }
+    assert np.array_equal(checked(record | metadata, format), expected)
+
+
+def test_the_suggestion_for_unread_text_reads_it():
+    sharegpt = {"from": "human", "value": "hi"}
+    answers = {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}}
+    sharegpt_names = {"role": "from", "content": "value"}
+    roles = {"human": "user", "gpt": "assistant"}
+    for record, format, before, fields, prompt in (
+        ({"query": "Why so?"} | ANSWERS, "preference", {}, {"prompt": "query"}, "Why so?"),
+        (
+            {"system": "Be brief.", "query": "Why so?"} | ANSWERS,
+            "preference",
+            {},
+            {"prompt": ["system", "query"]},
+            "Be brief.\nWhy so?",
+        ),
+        (
+            {"task_text": "Say why.", "facts": "It rains.", "answer": "x", "good": 1},
+            "unpaired",
+            {"prompt": "task_text", "completion": "answer", "label": "good"},
+            {"prompt": ["task_text", "facts"]},
+            "Say why.\nIt rains.",
+        ),
+        (
+            {"turns": [sharegpt]} | answers,
+            "preference",
+            sharegpt_names,
+            {"prompt": "turns"},
+            [USER],
+        ),
+    ):
+        with pytest.raises(RecordError) as raised:
+            checked(record, format, fields=before, roles=roles)
+        for name, columns in fields.items():
+            shown = columns if isinstance(columns, str) else f"[{', '.join(columns)}]"
+            assert f"{name}: {shown}" in str(raised.value)
+        content = json.loads(checked(record, format, fields=before | fields, roles=roles))
+        assert content["prompt"] == prompt
+    for format in ("messages", "tokens"):
+        with pytest.raises(RecordError) as raised:
+            checked(RECORDS[format] | {"query": "Why so?"}, format)
+        assert "fields: {" not in str(raised.value)
+
+
+def test_a_text_that_the_conversation_has_too_may_be_in_another_field():
+    talk = {"messages": [USER | {"content": "Why so?"}, ASSISTANT]}
+    assert kept(talk | {"prompt": "Why so?"}) == talk
+    assert_names(problem(talk | {"prompt": "Why?"}), "prompt")
+    assert_names(problem(talk | {"answer": ASSISTANT["content"]}), "answer")
+
+
+def test_texts_of_several_fields_are_joined_with_a_line_break():
+    alpaca = {"instruction": "Say it.", "input": "in Rome", "output": "b", "text": ""}
+    joined = {"prompt": "Say it.\nin Rome", "completion": "b"}
+    assert kept(alpaca, "prompt_completion") == joined
+    for empty in ({"input": ""}, {"input": None}):
+        expected = joined | {"prompt": "Say it."}
+        assert kept(alpaca | empty, "prompt_completion") == expected
+    del alpaca["input"]
+    assert kept(alpaca, "prompt_completion") == expected
+    with_system = {"prompt": ["system", "instruction"]}
+    actual = kept(alpaca | {"system": "Hi."}, "prompt_completion", fields=with_system)
+    assert actual["prompt"] == "Hi.\nSay it."
+    assert_names(problem(alpaca | {"input": 3}, "prompt_completion"), "input", "strings")
+    both = {"text": ["title", "body"]}
+    assert checked({"title": "T", "body": "B"}, "text", fields=both) == "T\nB"
+    with pytest.raises(RecordError, match="title \\+ body"):
+        checked({"summary": "It rains."}, "text", fields=both)
+
+
+@pytest.mark.parametrize(
+    ("format", "fields", "parts"),
+    [
+        ("messages", {"ignore_fields": ["messages"]}, ["ignore_fields", "messages"]),
+        ("preference", {"fields": {"prompt": ["a", "chosen"]}}, ["prompt", "chosen"]),
+    ],
+)
+def test_names_that_cannot_be_read_are_refused(format, fields, parts):
+    source = SourceConfig(source="x", format=format, **fields)
     with pytest.raises(UserError) as raised:
         formats.resolve_columns(source, field="data.train.0.source")
-    assert_names(raised.value, "histori", "history", start="data.train.0.ignore_fields: ")
+    assert_names(raised.value, *parts, start="data.train.0.")
+
+
+def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+    def read(row, **fields):
+        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        source = SourceConfig(source="a.parquet", **fields)
+        data = DataConfig(train=(source,), row_tokens=8)
+        (entry,) = sources.read(source, data=data, field="data.train.0.source")
+        return json.loads(entry["record"])
+
+    alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
+    joined = {"prompt": "a\nc", "completion": "b"}
+    assert read(alpaca, format="prompt_completion") == joined
+    with pytest.raises(UserError) as raised:
+        read(ANSWERS | {"query": "Why so?"}, format="preference")
+    assert_names(raised.value, "query", "fields: {prompt: query}")
+    with pytest.raises(UserError) as raised:
+        read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
+    assert_names(raised.value, "b", "prompt", start="data.train.0.source = a.parquet: fields: ")
+    columns = formats.resolve_columns(
+        SourceConfig(source="x", format="prompt_completion"), field="data.train.0.source"
+    )
+    names = ["instruction", "prompt_id", "output", "query"]
+    assert columns.select_from(names) == ["instruction", "output", "query"]
 
 
 IDS = {"input_ids": [10, 11, 12, 13]}

@@ -136,12 +136,37 @@ def test_log_probabilities_of_the_reference_are_numbers_or_missing():
         (PAIR | {"chosen": [GOOD]}, ["prompt and rejected", "strings", "chosen", "messages"]),
         (PAIR | {"margin": 0.5}, ["margin", "ignore_fields: [margin]"]),
         (PAIR | {"images": ["a.png"]}, ["images"]),
-        ({"text": "x"}, ["chosen", "format: text"]),
-        (FEEDBACK, ["chosen", "format: unpaired"]),
+        (FEEDBACK, ["chosen", "format: unpaired", "objective.type=kto"]),
+        ({"messages": [USER, GOOD], "rejected_response": "no"}, ["messages", "prompt", "chosen"]),
     ],
 )
 def test_a_preference_that_cannot_be_used_is_named(record, parts):
     assert_names(problem(record), *parts)
+
+
+@pytest.mark.parametrize("format", ["preference", "unpaired"])
+def test_a_format_that_objectives_for_pairs_refuse_is_not_suggested(format):
+    for record in ({"messages": [USER]}, {"text": "x"}, {"prompt": "q", "completion": "a"}):
+        assert "format:" not in problem(record, format)
+
+
+def test_one_message_is_a_list_of_one():
+    talk = {"prompt": [USER], "chosen": GOOD, "rejected": BAD}
+    assert kept(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    feedback = {"prompt": USER, "completion": BAD, "label": False}
+    assert kept(feedback, "unpaired") == {"prompt": [USER], "completion": [BAD]}
+    roles = {"bot": "assistant"}
+    source = SourceConfig(source="x", format="preference", roles=roles)
+    assert "bot" in formats.find_roles({"chosen": {"role": "bot", "content": "a"}}, source)
+
+
+def test_preferences_of_openai_are_read():
+    answers = {"preferred_output": [GOOD], "non_preferred_output": [BAD]}
+    record = {"input": {"messages": [USER], "tools": [TOOL], "parallel_tool_calls": True}}
+    expected = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    assert kept(record | answers) == expected | {"tools": [TOOL]}
+    assert kept({"input": json.dumps({"messages": [USER]})} | answers) == expected
+    assert_names(problem({"input": "hi"} | answers), "input", "JSON")
 
 
 @pytest.mark.parametrize("format", ["messages", "prompt_completion", "unpaired"])
@@ -171,7 +196,7 @@ def test_a_label_is_true_or_false_also_as_number_and_text():
     ("record", "parts"),
     [
         (FEEDBACK | {"label": None}, ["label", "null"]),
-        ({"prompt": "q", "completion": "a"}, ["label", "format: prompt_completion"]),
+        ({"prompt": "q", "completion": "a"}, ["label", "completion, prompt"]),
         (FEEDBACK | {"completion": [GOOD]}, ["prompt", "string", "completion"]),
         (FEEDBACK | {"ref_logps": -1.0}, ["ref_logps", "ignore_fields: [ref_logps]"]),
         (FEEDBACK | {"ref_KL_logps": -1.0}, ["ref_KL_logps", "ignore_fields: [ref_KL_logps]"]),
@@ -211,6 +236,11 @@ def test_one_record_or_a_mixture_of_text_and_messages_has_no_mismatched_completi
     with pytest.raises(UserError) as raised:
         read(tmp_path / "one.jsonl")
     assert_names(raised.value, "line 2", "two", start="data.train.0.source = one.jsonl: ")
+    write(tmp_path / "label.jsonl", FEEDBACK, FEEDBACK | {"label": "meh"})
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "label.jsonl")
+    assert_names(raised.value.problems[0], "line 2", "label", "meh")
+    assert_names(raised.value.problems[1], "line 1", "two")
     talk = {"prompt": [USER], "completion": [GOOD], "label": False}
     write(tmp_path / "mixed.jsonl", FEEDBACK, bad, talk, talk)
     with pytest.raises(UserError) as raised:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import tokenizers as library
 import transformers
 
+from jaxsp import export
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
@@ -318,6 +320,71 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
     assert len(results) == 2, "text needs no template"
     assert tokens("a.jsonl", format="messages", tokenizer=kept) != first
     assert len(results) == 3
+
+
+THINKING = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' and mood is defined %}{{ mood }}{{ level }}{% endif -%}"
+    "{{ message.content + '<|im_end|>\\n' }}{%- endfor -%}"
+)
+
+
+def test_variables_of_the_config_reach_the_template_and_those_of_a_record_win(tmp_path):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    write(
+        tmp_path / "a.jsonl",
+        {"messages": talk},
+        {"messages": talk, "chat_template_kwargs": {"mood": "sad"}},
+        {"prompt": talk[:1], "completion": talk[1:]},
+    )
+    tokenizer = chats.tokenizer()
+
+    def shown(**data):
+        data = {"tokenizer": tokenizer, "chat_template": THINKING, "on_bad_record": "skip", **data}
+        both = [*tokens("a.jsonl", format="messages", train_on="all", **data)]
+        both += tokens("a.jsonl", format="prompt_completion", train_on="all", **data)
+        texts = [tokenizer.decode(ids) for ids in both if len(ids)]
+        return [text.split("assistant\n")[1].split("<|im_end|>")[0] for text in texts]
+
+    assert shown() == ["x", "sadx", "x"]
+    kwargs = {"mood": 'it\'s \\ "so"\n', "level": 2}
+    mood = f"{kwargs['mood']}2"
+    assert shown(chat_template_kwargs=kwargs) == [f"{mood}x", "sad2x", f"{mood}x"]
+    for name in ("moo", "tools"):
+        with pytest.raises(UserError, match=rf"data\.chat_template_kwargs\.{name}\b"):
+            shown(chat_template_kwargs={name: 1})
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_export_has_the_variables_as_defaults_of_its_template(tmp_path, is_own):
+    tokenizer = chats.tokenizer()
+    tokenizer.chat_template = chats.CHATML if is_own else THINKING
+    tokenizer.save_pretrained(tmp_path / "out")
+    data = {"chat_template_kwargs": {"mood": False}} | (
+        {"chat_template": THINKING} if is_own else {}
+    )
+    config = types.SimpleNamespace(data=asked("a.jsonl", "messages", **data))
+    export._write_chat_template(config, tmp_path / "out")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    answer = [{"role": "assistant", "content": "x"}]
+    rendered = loaded.apply_chat_template(answer, tokenize=False)
+    assert rendered == "<|im_start|>assistant\nFalsex<|im_end|>\n"
+    assert "sadx" in loaded.apply_chat_template(answer, tokenize=False, mood="sad")
+
+
+def test_records_that_are_all_bad_are_not_to_be_skipped(tmp_path):
+    write(tmp_path / "a.jsonl", *[{"messages": [{"role": "user", "content": "q"}]}] * 3)
+    for action in ("error", "skip"):
+        with pytest.raises(UserError) as raised:
+            tokenize(
+                "a.jsonl",
+                format="messages",
+                tokenizer=chats.tokenizer(),
+                chat_template=chats.CHATML,
+                on_bad_record=action,
+            )
+        assert_names(raised.value, "3 of 3", "line 1", "format")
+        assert "skip" not in str(raised.value)
 
 
 def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_path):
