@@ -24,6 +24,7 @@ WEIGHT_SETTINGS = {"compute_dtype": ("{} compute", "unknown dtype"), "rope": ("R
 _HARNESS_SETTINGS = {
     "limit": ("{} records", "all records"),
     "num_fewshot": ("{} examples", "the task's examples"),
+    "chat_template_kwargs": ("chat template with {}", "no chat template"),
 }
 
 DATA_SETTINGS = {"data_digest", "row_tokens"}
