@@ -7,9 +7,10 @@ or to the file of --out.
 import argparse
 import functools
 import importlib.util
+import json
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import rich.console
@@ -111,23 +112,28 @@ def _evaluate(
     """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
     spec = resolved.run_spec.longest
     eval_sets = Evaluator(spec, resolved.evals)
+    evaluate_tasks = None
+    if harness_tasks is not None:
+        from jaxsp.run import harness
+
+        own_dir = given.find_model_dir(spec.config)
+        tokenizer = model_files.load_tokenizer(spec.config, resolved.model_folder, own_dir)
+        if own_dir is None and resolved.model_folder is not None:
+            own_dir = resolved.model_folder.path
+        stop_ids = stop_tokens.list_stop_ids(resolved.hf_config, own_dir, tokenizer)
+        kwargs = harness_tasks.chat_template_kwargs
+        model = harness.HarnessModel(
+            eval_sets, master, tokenizer, stop_ids=stop_ids, chat_template_kwargs=kwargs
+        )
+        evaluate_tasks = functools.partial(harness.evaluate, model, harness_tasks)
     for evaluator in (eval_sets, RetrievalEvaluator(eval_sets, resolved.task_samples)):
         for line in evaluator.run(master, num_steps=given.step):
             print_line(output.format_result(line, with_step=given.meta is not None))
             yield line
-    if harness_tasks is None:
-        return
-    from jaxsp.run import harness
-
-    own_dir = given.find_model_dir(spec.config)
-    tokenizer = model_files.load_tokenizer(spec.config, resolved.model_folder, own_dir)
-    if own_dir is None and resolved.model_folder is not None:
-        own_dir = resolved.model_folder.path
-    stop_ids = stop_tokens.list_stop_ids(resolved.hf_config, own_dir, tokenizer)
-    model = harness.HarnessModel(eval_sets, master, tokenizer, stop_ids=stop_ids)
-    lines, table = harness.evaluate(model, harness_tasks, num_steps=given.step)
-    print_line(table)
-    yield from lines
+    if evaluate_tasks is not None:
+        lines, table = evaluate_tasks(num_steps=given.step)
+        print_line(table)
+        yield from lines
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -165,6 +171,18 @@ def _make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples in prompts; default: the task's"
     )
+    group.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        default=None,
+        help="make prompts a chat, with examples as its turns; default: plain text",
+    )
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="arguments of a chat template: '{\"enable_thinking\": false}'",
+    )
     return parser
 
 
@@ -181,7 +199,8 @@ def _check_baseline(baseline: str, out: EvalFiles) -> None:
 def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
     """Finds the tasks of the harness before the model is read. Raises: UserError."""
     if args.lm_eval is None:
-        for name in ("lm_eval_tasks", "limit", "num_fewshot"):
+        names = "lm_eval_tasks limit num_fewshot apply_chat_template chat_template_kwargs".split()
+        for name in names:
             if getattr(args, name) is not None:
                 raise UserError(
                     f"--{name.replace('_', '-')}: is for lm-evaluation-harness. Use it with "
@@ -195,12 +214,21 @@ def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
         )
     from jaxsp.run import harness
 
+    kwargs = args.chat_template_kwargs
+    if kwargs is None and args.apply_chat_template:
+        kwargs = {}
     return harness.find_tasks(
         args.lm_eval,
         folder=args.lm_eval_tasks,
         limit=args.limit,
         num_fewshot=args.num_fewshot,
+        chat_template_kwargs=kwargs,
     )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Reads an option. Raises: ValueError or TypeError, of which argparse prints the function."""
+    return dict(json.loads(text))
 
 
 def _prepare_references(

@@ -11,13 +11,11 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.config import config_file
-from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from jaxsp.generation.generator import Generator, Sampling
@@ -30,9 +28,6 @@ from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
 from jaxsp.setup import given_model, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
-
-_UNUSED_CHATS = [{"source": PLACEHOLDER_SOURCE, "format": "messages"}]
-"""Training data of the config: fields about chats, such as data.chat_template, need chats."""
 
 _MIN_ROW_TOKENS = 512
 """Minimum row length of a model without a run."""
@@ -149,7 +144,7 @@ def _check_head(given: GivenModel) -> None:
 def _load_config(given: GivenModel, changes: list[str]) -> Config:
     """Loads the config of a run, or placeholders for a model, without data. Raises: UserError."""
     fields = given.fields
-    data: dict[str, Any] = fields["data"] | {"train": _UNUSED_CHATS}
+    data: dict[str, Any] = fields["data"] | {"train": given_model.UNUSED_TRAINING_DATA}
     if given.meta is None:
         data |= {"row_tokens": _MIN_ROW_TOKENS}
     else:
@@ -223,20 +218,8 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
 
 def _render_chat(messages: list[dict[str, str]], config: Config, tokenizer: Any) -> str:
     """Text of a chat, up to the answer. Raises: UserError without a template."""
-    if not tokenizer.chat_template and config.data.chat_template is None:
-        raise UserError(
-            "--chat: the tokenizer has no chat template. Use --prompt TEXT, or "
-            "data.chat_template=template.jinja."
-        )
-    template = chat_template.load_template(config.data, tokenizer)
+    renderer = chat_template.make_prompt_renderer(config.data, tokenizer, {})
     try:
-        renderer = TemplateRenderer(
-            {},
-            tokenizer=tokenizer,
-            template=template,
-            with_marks=False,
-            date=config.data.chat_template_date,
-        )
         return renderer(messages, prompt=True)[0]
     except RecordError as problem:
         raise UserError(f"--chat: {problem}.") from None

@@ -23,6 +23,7 @@ _SETTINGS = {
     "rope": ("RoPE {}", "no RoPE"),
     "limit": ("{:,} records", "all records"),
     "num_fewshot": ("{:,} examples", "the task's examples"),
+    "chat_template_kwargs": ("chat template with {}", "no chat template"),
 }
 """Fields of a line that are settings, with a text for a value and for null."""
 

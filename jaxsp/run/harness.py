@@ -4,12 +4,15 @@ Requests are documents, packed into rows and scored by the compiled evaluation, 
 process makes the same requests and runs the same programs.
 """
 
+import bisect
 import math
 import pathlib
+import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from lm_eval import defaults
 from lm_eval import evaluator as harness
 from lm_eval import utils as harness_utils
 from lm_eval.api.model import TemplateLM
@@ -20,6 +23,8 @@ from jaxsp.blocks import layers
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat_template
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.packing import in_memory
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
@@ -40,8 +45,10 @@ class HarnessModel(TemplateLM):
         tokenizer: Any,
         *,
         stop_ids: Sequence[int],
+        chat_template_kwargs: dict[str, Any] | None = None,
     ):
-        """Prepares the model. Raises: UserError for a reward model, and without an end token.
+        """Prepares the model. Raises: UserError for a reward model, and without an end token or a
+        chat template for its arguments.
 
         Args: evaluator: that of the eval sets. stop_ids: tokens that end an answer.
         """
@@ -57,6 +64,11 @@ class HarnessModel(TemplateLM):
         self._master = master
         self._generator = Generator(self._spec)
         self._stop_ids = stop_ids
+        self._renderer = None
+        if chat_template_kwargs is not None:
+            self._renderer = chat_template.make_prompt_renderer(
+                self._spec.config.data, tokenizer, chat_template_kwargs
+            )
         self.settings = vars(setting_fields.describe(self._spec))
 
     @property
@@ -83,13 +95,17 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Text of a chat by the tokenizer's template."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        """Text of a chat, without a system message that the template refuses. Raises: UserError."""
+        assert self._renderer is not None
+        is_open = not add_generation_prompt
+        try:
+            return self._renderer(chat_history, prompt=not is_open, is_open=is_open)[0]
+        except RecordError as problem:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise UserError(f"--apply-chat-template: {problem}.") from None
+            harness_utils.warning_once(harness.eval_logger, f"no system message: {problem}")
+            return self.apply_chat_template(others, add_generation_prompt)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -107,12 +123,15 @@ class HarnessModel(TemplateLM):
 
         Contexts lose their beginning if they do not fit.
         """
-        scores = [(0.0, True)] * len(requests)  # of empty continuations
         documents = []
         labels = []
-        asked = [number for number, request in enumerate(requests) if request[2]]
-        for number in asked:
-            _, context, continuation = requests[number]
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise UserError(
+                    f"--lm-eval: the continuation {texts[1]!r} of {texts[0][-40:]!r} has no tokens "
+                    "of its own, because the tokenizer joins it to the context. Use a task whose "
+                    "target_delimiter or choices keep them apart."
+                )
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"data.row_tokens = {self.max_length + 1:,}: must hold a continuation of "
@@ -125,14 +144,11 @@ class HarnessModel(TemplateLM):
             documents.append(ids)
             labels.append(targets)
         if not documents:
-            return scores
+            return []
         data = in_memory.pack_arrays("requests", documents, labels, self._spec.config)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
-        found = zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True)
-        for number, score in zip(asked, found, strict=True):
-            scores[number] = score
-        return scores
+        return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -168,27 +184,26 @@ class HarnessModel(TemplateLM):
             sampling = _choose_sampling(options)
             max_new_tokens = options["max_gen_toks"]
             stops = [*options["until"], self.tokenizer.decode([self.eot_token_id])]
-            limit = self.max_length + 1 - max_new_tokens
-            if limit < 1:
-                raise UserError(
-                    f"data.row_tokens = {self.max_length + 1:,}: must hold a prompt and "
-                    f"{max_new_tokens:,} tokens of an answer. Use data.row_tokens="
-                    f"{2 * max_new_tokens} or more."
-                )
+            limit = max(1, self.max_length + 1 - max_new_tokens)
+            prompts = [self.tok_encode(requests[number].args[0])[-limit:] for number in numbers]
             found = self._generator.generate(
                 self._master,
-                [self._encode_prompt(requests[number].args[0])[-limit:] for number in numbers],
+                [prompt or [self.prefix_token_id] for prompt in prompts],
                 max_new_tokens=max_new_tokens,
                 stop_ids=self._stop_ids,
                 sampling=sampling,
             )
             for number, ids in zip(numbers, found, strict=True):
-                text = self.tokenizer.decode(ids, skip_special_tokens=True)
-                answers[number] = harness_models.postprocess_generated_text(text, stops, None)
+                answers[number] = self._decode_up_to(ids, stops)
         return answers
 
-    def _encode_prompt(self, text: str) -> list[int]:
-        return self.tok_encode(text) or [self.prefix_token_id]
+    def _decode_up_to(self, ids: list[int], stops: list[str]) -> str:
+        """Text before the first of several stop texts, any of which may be a special token."""
+        decode = self.tokenizer.decode
+        has_stop = lambda last: any(stop in decode(ids[: last + 1]) for stop in stops)
+        end = bisect.bisect_left(range(len(ids)), True, key=has_stop) + 1
+        text = decode(ids[:end], skip_special_tokens=True)
+        return harness_models.postprocess_generated_text(text, stops, None)
 
 
 def _choose_sampling(options: dict[str, Any]) -> Sampling:
@@ -212,10 +227,17 @@ class HarnessTasks(NamedTuple):
     """Number of records of each task; None: all."""
     num_fewshot: int | None
     """Number of examples in prompts; None: those of the task."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template of prompts; None: plain text."""
 
 
 def find_tasks(
-    names: str, *, folder: str | None, limit: int | None, num_fewshot: int | None
+    names: str,
+    *,
+    folder: str | None,
+    limit: int | None,
+    num_fewshot: int | None,
+    chat_template_kwargs: dict[str, Any] | None,
 ) -> HarnessTasks:
     """Finds tasks before anything is computed.
 
@@ -237,7 +259,8 @@ def find_tasks(
             f"--lm-eval = {names}: lm-evaluation-harness has no task {', '.join(unknown)}. Use "
             "names that `lm-eval ls tasks` lists, and --lm-eval-tasks FOLDER for your own."
         )
-    return HarnessTasks(split, manager, limit, num_fewshot)
+    matches = manager.match_tasks(split)
+    return HarnessTasks(matches, manager, limit, num_fewshot, chat_template_kwargs)
 
 
 def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tuple[list[Line], str]:
@@ -247,14 +270,24 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
     Returns: a line for each task, and the harness's table of results.
     Raises: UserError if a task's data cannot be downloaded.
     """
+    # simple_evaluate() would do it, run git in the current folder, and list the machine's packages
+    random.seed(defaults.DEFAULT_RANDOM_SEED)
+    np.random.seed(defaults.DEFAULT_OTHER_SEED)
+    harness_utils.set_torch_seed(defaults.DEFAULT_OTHER_SEED)
     try:
-        found = harness.simple_evaluate(
+        loaded = tasks.manager.load([*tasks.names])
+        for task in loaded["tasks"].values():
+            of_task = task.get_config("num_fewshot")  # 0: the task has no examples
+            if of_task is None or (of_task and tasks.num_fewshot is not None):
+                task.set_config(key="num_fewshot", value=tasks.num_fewshot or 0)
+            task.set_fewshot_seed(seed=defaults.DEFAULT_OTHER_SEED)
+        found = harness.evaluate(
             model,
-            tasks=[*tasks.names],
-            num_fewshot=tasks.num_fewshot,
+            loaded,
             limit=tasks.limit,
-            task_manager=tasks.manager,
             log_samples=False,
+            apply_chat_template=tasks.chat_template_kwargs is not None,
+            fewshot_as_multiturn=True,
         )
     except ConnectionError as error:  # of datasets
         raise UserError(
@@ -262,7 +295,11 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
             "the hub can be reached, with the same HF_HOME."
         ) from error
     assert found is not None, "each process is the first one for the harness"
-    settings = model.settings | {"limit": tasks.limit, "num_fewshot": tasks.num_fewshot}
+    settings = model.settings | {
+        "limit": tasks.limit,
+        "num_fewshot": tasks.num_fewshot,
+        "chat_template_kwargs": tasks.chat_template_kwargs,
+    }
     lines = [
         {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)} | settings
         for name, numbers in found["results"].items()

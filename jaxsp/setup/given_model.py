@@ -20,7 +20,8 @@ from jaxsp.setup import build, initial_weights, resume
 from jaxsp.storage import copies
 from jaxsp.training import train_state, trainable
 
-UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "tokens"}]
+UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "messages"}]
+"""Training data of the config: fields about chats, such as data.chat_template, need chats."""
 
 PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
     "run": {"directory": "unused", "steps": 1},

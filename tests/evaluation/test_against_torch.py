@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -203,6 +204,7 @@ def test_the_longest_continuation_is_scored_as_a_whole_and_a_longer_one_refused(
         (["--lm-eval", "x", "--limit", "0"], "--limit = 0: must be at least 1"),
         (["--lm-eval", "x", "--lm-eval-tasks", "missing"], "there is no such folder"),
         (["--limit", "3"], "Use it with --lm-eval TASK"),
+        (["--apply-chat-template"], "Use it with --lm-eval TASK"),
     ],
 )
 def test_wrong_tasks_are_refused_before_anything_is_computed(folder, tmp_path, words, pattern):
@@ -223,22 +225,23 @@ def test_rolling_likelihoods_are_those_of_the_harness(harness_models):
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
-def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line(monkeypatch):
+def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in jaxsp's extra lm-eval")
     from jaxsp.run import harness
 
     def fail(*arguments, **options):
         raise ConnectionError("Couldn't reach 'a/b' on the Hub\nmore")
 
-    monkeypatch.setattr(harness.harness, "simple_evaluate", fail)
+    manager = types.SimpleNamespace(load=fail)
     with pytest.raises(UserError, match=r"^--lm-eval = x: Couldn't reach 'a/b' on the Hub\. Run"):
-        harness.evaluate(None, harness.HarnessTasks(["x"], None, None, None), num_steps=0)
+        harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None), num_steps=0)
 
 
 @pytest.mark.e2e
 def test_a_task_of_ones_own_gets_the_scores_of_the_harness(
-    folder, harness_models, tmp_path, capsys
+    folder, harness_models, tmp_path, capsys, monkeypatch
 ):
+    """In a chat template of the config, with an argument."""
     import lm_eval
     from lm_eval import tasks as harness_tasks
 
@@ -263,15 +266,22 @@ metric_list:
   - metric: acc_norm
 """
     )
-    (line,) = run_eval(
-        folder, tmp_path / "out.jsonl", "--lm-eval", "own", "--lm-eval-tasks", str(tmp_path)
-    )
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{{ end }}"
+    options = [
+        *["--lm-eval", "ow*", "--lm-eval-tasks", str(tmp_path)],
+        *["--chat-template-kwargs", '{"end": ". "}', f"data.chat_template={json.dumps(template)}"],
+    ]
+    (line,) = run_eval(folder, tmp_path / "out.jsonl", *options)
+    monkeypatch.setattr(harness_models[0].tokenizer, "chat_template", template)
+    monkeypatch.setattr(harness_models[0], "chat_template_args", {"end": ". "})
     expected = lm_eval.simple_evaluate(
         harness_models[0],
         tasks=["own"],
+        apply_chat_template=True,
         task_manager=harness_tasks.TaskManager(include_path=str(tmp_path)),
     )["results"]["own"]
     assert (line["step"], line["lm_eval"]) == (0, "own")
+    assert line["chat_template_kwargs"] == {"end": ". "}
     assert line["results"]["acc,none"] == expected["acc,none"]
     assert line["results"]["acc_norm,none"] == expected["acc_norm,none"]
     assert "|own" in capsys.readouterr().out

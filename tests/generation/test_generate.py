@@ -114,7 +114,7 @@ def test_answers_beyond_the_positions_of_the_model_have_a_note(run, capsys):
     [
         (["--prompt", ""], "--prompt: has no tokens"),
         (["--prompt-file", "/missing.txt"], "--prompt-file = /missing.txt: cannot be read"),
-        (["--chat", "Hi"], "--chat: the tokenizer has no chat template"),
+        (["--chat", "Hi"], "the tokenizer has no chat template"),
         (["--prompt", "a", "--max-new-tokens", "500", *MESH], "data.row_tokens=512"),
         (["--prompt", "a", "--top-p", "2"], "top_p = 2"),
         (["--prompt", "a", "--system", "b"], "--system: is the first message of a chat"),

@@ -176,17 +176,19 @@ class TemplateRenderer:
             self._check_tools_are_used(record)
 
     def __call__(
-        self, messages: Sequence[dict[str, Any]], *, prompt: bool = False
+        self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
     ) -> tuple[str, TextSpans]:
         """Returns the text of messages, and its marked spans.
 
-        Args: prompt: append the generation prompt.
+        Args: prompt: append the generation prompt. is_open: leave out the end of the last message.
         Raises: RecordError if the template fails.
         """
-        return self._render(messages, self._tools, prompt=prompt)
+        return self._render(
+            messages, self._tools, add_generation_prompt=prompt, continue_final_message=is_open
+        )
 
     def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, *, prompt: bool = False
+        self, messages: Sequence[dict[str, Any]], tools: Any, **options: bool
     ) -> tuple[str, TextSpans]:
         from transformers.utils import chat_template_utils
 
@@ -196,7 +198,7 @@ class TemplateRenderer:
                 tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=self.has_marks,
-                add_generation_prompt=prompt,
+                **options,
                 **self._kwargs,
             )
         except Exception as error:  # raise_exception's, or any that Python raises in a template
@@ -212,6 +214,22 @@ class TemplateRenderer:
                 "the chat template ignores tools. Remove the tools, or use a template that "
                 "supports them"
             )
+
+
+def make_prompt_renderer(
+    data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase", kwargs: dict[str, Any]
+) -> TemplateRenderer:
+    """Makes a renderer of chats that are not records. Raises: UserError without a template, and for
+    arguments that it cannot have."""
+    record = {"chat_template_kwargs": kwargs}
+    template = load_template(data, tokenizer)
+    date = data.chat_template_date
+    try:
+        return TemplateRenderer(
+            record, tokenizer=tokenizer, template=template, with_marks=False, date=date
+        )
+    except RecordError as problem:
+        raise UserError(f"chat template: {problem}.") from None
 
 
 def _explain_failure(error: Exception) -> str:
