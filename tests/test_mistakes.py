@@ -17,6 +17,8 @@ import yaml
 
 TABLE = pathlib.Path(__file__).parent / "mistakes.yaml"
 
+REPO = TABLE.parent.parent
+
 BASE = {
     "run": {"directory": "run", "steps": 3},
     "model": {
@@ -68,7 +70,8 @@ def answer(case: dict[str, Any], folder: pathlib.Path) -> tuple[int, list[str]]:
     finally:
         sys.argv = arguments
         os.chdir(directory)
-    lines = errors.getvalue().replace(str(folder), "FOLDER").splitlines()
+    text = errors.getvalue().replace(str(folder), "FOLDER").replace(str(REPO), "REPO")
+    lines = text.splitlines()
     return code, [line for line in lines if not line.startswith(("usage:", " "))]
 
 
