@@ -16,12 +16,12 @@ import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export, library
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import disk_space, reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, writer
 from jaxsp.model import adapters, decoder
-from jaxsp.run import trainer
+from jaxsp.run import preflight, trainer
 from jaxsp.setup import build
 from jaxsp.training import train_state, train_step, trainable
 from tests import batches, commands, tolerances
@@ -107,6 +107,17 @@ def test_a_checkpoint_has_the_trained_weights_only(straight):
     num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     base_bytes = (straight / "base/model.safetensors").stat().st_size
     assert num_bytes < 0.35 * base_bytes
+
+
+def test_the_disk_needs_space_for_the_trained_weights_only(straight, monkeypatch):
+    needed = []
+    check = lambda config, *, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
+    monkeypatch.setattr(disk_space, "check", check)
+    run_spec, inputs = build.build_training(settings(straight), devices=jax.devices())
+    preflight.report_checks(run_spec, inputs, rich.console.Console(quiet=True))
+    arrays = reader.read_meta(straight / f"run/checkpoints/{STEPS}").arrays
+    num_stored = sum(np.prod(array["shape"]) for array in arrays.values())
+    assert 4 * num_stored <= needed[0] <= 1.2 * 4 * num_stored  # shards are padded
 
 
 @pytest.fixture
