@@ -66,12 +66,12 @@ def resolve_fields(
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text, text_field = text_part.read_text_fields(fields, field)
+    family = _find_family(text, text_field)
     has_changes = model.rope is not None or model.max_position_embeddings is not None
     if text is fields and not has_changes:
         return fields
     _, resolved = _parse_fields(text, text_field)  # here, so that messages have the field's name
-    support = _find_family(text, text_field).rope
-    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=support)
+    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=family.rope)
 
 
 def parse_model_config(
