@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.runtime import plugin_messages
 
 if TYPE_CHECKING:
-    from jaxsp.trainer import Trainer as Trainer
+    from jaxsp.trainer import Trainer
+
+__all__ = ["Trainer"]
 
 plugin_messages.load_quietly()  # before anything imports jax
 
@@ -19,3 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return Trainer
     raise AttributeError(f"module 'jaxsp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -36,6 +36,7 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config, ModelSourceConfig
+from jaxsp.config.yaml_io import format_value
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -60,10 +61,13 @@ if TYPE_CHECKING:
 NumberLists = Iterable[Any]
 """One list or array of numbers per document."""
 
+ConfigFields = Mapping[str, Any] | str | pathlib.Path
+"""Sections of a config, or a YAML file that has them."""
+
 
 def load_model(
     source: str,
-    config: Mapping[str, Any],
+    config: ConfigFields,
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
@@ -75,10 +79,10 @@ def load_model(
 
     Args:
         source: folder with config.json and safetensors, or name of a model on the Hugging Face hub.
-        config: groups of fields as in a config file (`jaxsp train --help` documents
-            them). Required: run.steps, data.row_tokens, batch.rows_per_step and
-            optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging.trackers) have no effect. run.compilation_cache: only a folder has.
+        config: groups of fields as in a config file (`jaxsp train --help` documents them), or such
+            a file. Required: run.steps, data.row_tokens, batch.rows_per_step and
+            optimizer.learning_rate. Fields about files, evaluations and logs, such as data.train
+            and run.directory, are refused. run.compilation_cache: only a folder has an effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
@@ -301,8 +305,10 @@ def _prepare_to_save(
     return folder.find(config.source), jax.tree.map(from_host, weights)
 
 
-def _build_config(source: str, config: Mapping[str, Any]) -> Config:
+def _build_config(source: str, config: ConfigFields) -> Config:
     """Fills in the fields that only training from files needs. Raises: UserError."""
+    if not isinstance(config, Mapping):
+        config = config_file.read(config)
     fields: dict[str, Any] = {}
     for name, group in config.items():
         if not isinstance(group, Mapping):
@@ -311,11 +317,14 @@ def _build_config(source: str, config: Mapping[str, Any]) -> Config:
                 "for example {'run': {'steps': 10}}."
             )
         fields[name] = dict(group)
-    for group, name, suggestion in _UNSUPPORTED_FIELDS:
-        value = fields.get(group, {}).get(name)
-        if value not in (None, "sft"):
-            raise UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
-    fields.pop("checkpoint", None)
+    problems = ProblemCollector()
+    for group, values in fields.items():
+        for name, value in values.items():
+            instead = _INSTEAD.get(group) or _INSTEAD.get(f"{group}.{name}")
+            if instead and value and value != "sft":
+                text = f"{group}.{name} = {format_value(value)}"
+                problems.append(f"{text}: must not be set here. {instead}")
+    problems.raise_if_any()
     unused = {
         "run": {"directory": "unused"},
         "model": {"source": source, "config": None, "tokenizer": None},
@@ -326,15 +335,27 @@ def _build_config(source: str, config: Mapping[str, Any]) -> Config:
     )
 
 
-_UNSUPPORTED_FIELDS = (
-    ("run", "epochs", "Set run.steps."),
-    ("run", "eval_at_start", "Evaluate in your own loop."),
-    ("run", "eval_every", "Evaluate in your own loop."),
-    ("run", "early_stopping_patience", "End your own loop early."),
-    ("data", "eval_fraction", "Leave documents out of the list that you pass to pack."),
-    ("objective", "type", "Train on preferences with `jaxsp train`."),
-)
-"""Fields that `load_model` refuses, with suggestions."""
+_INSTEAD = {
+    "run.epochs": "Set run.steps.",
+    **dict.fromkeys(("model.source", "model.config"), "Pass the folder before the config."),
+    **dict.fromkeys(
+        ("run.directory", "run.staging", "run.save_every", "run.resume", "checkpoint"),
+        "Save the weights in your own loop, with Trainer.save or save_model.",
+    ),
+    **dict.fromkeys(
+        ("data.train", "data.chat_template", "data.train_on", "model.tokenizer"),
+        "Pass token ids and labels to pack.",
+    ),
+    **dict.fromkeys(("data.eval", "data.eval_fraction"), "Pass documents to Trainer.evaluate."),
+    **dict.fromkeys(
+        ("run.eval_at_start", "run.eval_every", "run.generate_samples", "eval.tasks"),
+        "Evaluate in your own loop, or with `jaxsp eval`.",
+    ),
+    **dict.fromkeys(("run.early_stopping_patience", "run.stop_after"), "End your own loop early."),
+    **dict.fromkeys(("run.log_every", "logging"), "Log the metrics of a step in your own loop."),
+    "objective.type": "Train on preferences with `jaxsp train`.",
+}
+"""Alternatives to fields, and to whole sections, that `load_model` would ignore and so refuses."""
 
 
 def _make_dataset(

@@ -23,13 +23,12 @@ Example:
 """
 
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from jaxsp import library
 from jaxsp.core.batch import Batch
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.library import NumberLists
+from jaxsp.library import ConfigFields, NumberLists
 from jaxsp.memory import memory_compile
 from jaxsp.training import train_state
 from jaxsp.training.loss import TokenLoss
@@ -50,7 +49,7 @@ class Trainer:
     def __init__(
         self,
         model_source: str,
-        config: Mapping[str, Any],
+        config: ConfigFields,
         *,
         loss: TokenLoss | None = None,
         has_weights: bool = False,

@@ -9,7 +9,7 @@ import rich.console
 import safetensors.numpy
 
 import jaxsp
-from jaxsp.config import config_file
+from jaxsp.config import config_file, yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
 from jaxsp.setup import build
@@ -54,7 +54,8 @@ def test_a_trainer_has_the_losses_of_jaxsp_train(tmp_path):
     expected, evaluation = train_from_files(
         tmp_path, config | {"model": config["model"] | model}, documents
     )
-    mine = jaxsp.Trainer(model["source"], config)
+    (tmp_path / "config.yaml").write_text(yaml_io.dump(config))
+    mine = jaxsp.Trainer(model["source"], tmp_path / "config.yaml")
     metrics = [mine.step(batch) for batch in mine.pack(documents)]
     for field in ("loss", "grad_norm", "learning_rate", "num_loss_tokens", "token_accuracy"):
         values = [step_metrics[field].item() for step_metrics in metrics]
@@ -79,12 +80,31 @@ def test_problems_of_the_config_are_reported_before_anything_is_loaded():
         jaxsp.Trainer("base", {"run": {"epochs": 2}})
 
 
+def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path):
+    fields = {
+        "run": {"steps": 2, "directory": "runs/x", "save_every": "10m", "eval_at_start": False},
+        "model": {"compute_dtype": "float32", "tokenizer": "bytes"},
+        "data": {"row_tokens": 64, "train": [{"source": "a", "format": "text"}], "eval": []},
+        "checkpoint": {"keep_best": 2},
+        "logging": {"trackers": ["mlflow"], "project": "x"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml_io.dump(fields))
+    for config in (fields, tmp_path / "run.yaml", str(tmp_path / "run.yaml")):
+        with pytest.raises(UserError) as raised:
+            jaxsp.Trainer("base", config)
+        assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
+            *("run.directory", "run.save_every", "model.tokenizer", "data.train"),
+            *("checkpoint.keep_best", "logging.trackers", "logging.project"),
+        ]
+
+
 def test_importing_jaxsp_imports_neither_jax_nor_transformers():
     code = "import sys, jaxsp; print({'jax', 'numpy', 'transformers'} & {*sys.modules})"
     done = commands.run_python("-c", code)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
-def test_other_names_are_missing():
+def test_completion_finds_the_trainer_and_other_names_are_missing():
+    assert dir(jaxsp) == ["Trainer"]
     with pytest.raises(AttributeError, match="no attribute 'Triner'"):
         _ = jaxsp.Triner

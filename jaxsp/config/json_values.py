@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxsp.config import yaml_io
+from jaxsp.config.fields import MAX_COUNT
 
 
 def is_number(value: Any) -> bool:
@@ -13,7 +14,8 @@ def is_number(value: Any) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """True for an integer of 32 bits, like sizes of arrays; bool is not an integer here."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_COUNT
 
 
 class Rule(NamedTuple):

@@ -8,7 +8,6 @@ out gives plausible losses of another model.
 from typing import Any
 
 from jaxsp.config import json_values
-from jaxsp.config.fields import MAX_COUNT
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
@@ -187,7 +186,7 @@ _MAX_NUMBER = 10_000
 
 
 def _is_size(value: Any) -> bool:
-    return json_values.is_integer(value) and 0 < value <= MAX_COUNT
+    return json_values.is_integer(value) and value > 0
 
 
 def _is_token_id(value: Any) -> bool:
@@ -303,7 +302,8 @@ def reward_architecture(model_type: Any) -> str | None:
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
     )
 
-    return NAMES.get(model_type) if model_type in FAMILIES else None
+    name = str(model_type)  # any value of a config.json
+    return NAMES.get(name) if name in FAMILIES else None
 
 
 def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool:
@@ -311,7 +311,8 @@ def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool
     if value == [family.architecture]:
         return True
     labels = fields.get("id2label") or {"0": ""}
-    is_one_score = fields.get("num_labels", 1) == 1 and len(labels) == 1
+    is_one_label = isinstance(labels, dict) and len(labels) == 1
+    is_one_score = fields.get("num_labels", 1) == 1 and is_one_label
     return is_one_score and value == [reward_architecture(fields["model_type"])]
 
 

@@ -11,7 +11,13 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import config_checks, folder, text_part
-from jaxsp.hf.families import FAMILIES, LAYER_TYPES, MULTIMODAL_FAMILIES, Family
+from jaxsp.hf.families import (
+    EXTRA_LAYERS_FIELDS,
+    FAMILIES,
+    LAYER_TYPES,
+    MULTIMODAL_FAMILIES,
+    Family,
+)
 from jaxsp.hf.rope import rope_forms, rope_override, rope_types
 from jaxsp.hf.rope.rope_types import RopeInputs
 
@@ -60,12 +66,12 @@ def resolve_fields(
     Raises: UserError if the fields are invalid, or the changes do not fit them.
     """
     text, text_field = text_part.read_text_fields(fields, field)
+    family = _find_family(text, text_field)
     has_changes = model.rope is not None or model.max_position_embeddings is not None
     if text is fields and not has_changes:
         return fields
     _, resolved = _parse_fields(text, text_field)  # here, so that messages have the field's name
-    support = _find_family(text, text_field).rope
-    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=support)
+    return rope_override.apply(text, model, resolved=resolved.to_dict(), support=family.rope)
 
 
 def parse_model_config(
@@ -136,6 +142,8 @@ def make_config_json(
         "torch_dtype": dtype,
         "rope_parameters": resolved.rope_parameters,
         **rope_forms.to_old_form(resolved.rope_parameters, family.rope),
+        # transformers' default is not 0
+        **dict.fromkeys(EXTRA_LAYERS_FIELDS & resolved.to_dict().keys(), 0),
     }
 
 

@@ -17,7 +17,6 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import EXPERTS, ModelConfig
 from jaxsp.config import json_values
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
-from jaxsp.config.fields import MAX_COUNT
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
@@ -61,9 +60,7 @@ _MODULES = Rule(
 
 _RULES = {
     "peft_type": Rule(lambda x: x == "LORA", "LORA"),
-    "r": Rule(
-        lambda x: json_values.is_integer(x) and 0 < x <= MAX_COUNT, "an integer of at least 1"
-    ),
+    "r": Rule(lambda x: json_values.is_integer(x) and x > 0, "an integer of at least 1"),
     "lora_alpha": POSITIVE,
     "target_modules": _MODULES,
     "target_parameters": Rule(lambda x: _is_list(x, _is_text), "a list of names or null"),

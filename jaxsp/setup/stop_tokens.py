@@ -9,7 +9,10 @@ import json
 import pathlib
 from typing import Any
 
+from jaxsp.config import json_values
 from jaxsp.config.schema import Config
+from jaxsp.config.yaml_io import format_value
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import RecordError
@@ -118,4 +121,8 @@ def _has_messages(records: Any) -> bool:
 def _list_ids(eos_ids: Any) -> list[int]:
     if eos_ids is None:
         return []
-    return list(eos_ids) if isinstance(eos_ids, list) else [eos_ids]
+    ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if not all(map(json_values.is_integer, ids)):  # config.json is checked before
+        text = f"{GENERATION_CONFIG}: eos_token_id = {format_value(eos_ids)}"
+        raise UserError(f"{text}: must be a token id, a list of them, or null.")
+    return list(ids)

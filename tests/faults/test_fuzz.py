@@ -7,12 +7,14 @@ import random
 import pytest
 
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding, tokenizers
-from jaxsp.hf import folder
+from jaxsp.hf import folder, model_config
+from jaxsp.hf.rope.rope_fields import ORIGINAL
+from jaxsp.setup import model_files
 from tests.faults import fuzz, fuzz_inputs, fuzz_values
 
 
@@ -34,6 +36,30 @@ def test_malformed_input_is_accepted_or_refused(prepared, kind, number):
 def test_inputs_that_failed_once_are_refused(prepared, case):
     """An Arrow file with a negative offset, and an adapter of rank 10**400."""
     assert fuzz.run_case(case.partition("-")[0], case) == fuzz.REFUSED
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": [["qwen3"], 1]},
+        {"model_type": {"qwen3": None}},
+        {"id2label": 7, "architectures": ["Qwen3ForTokenClassification"]},
+        {"rope_scaling": YARN | {ORIGINAL: 64}, "head_dim": 2 * 10**400},
+        {"rope_scaling": YARN | {ORIGINAL: 10**400}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_config_json_with_values_of_wrong_types_is_refused_by_name(change):
+    fields = fuzz_inputs.batches.SMALL_LLAMA | {"model_type": "qwen3", "head_dim": 8} | change
+    model_config.is_reward_model(fields)  # `jaxsp generate` asks before anything is checked
+    config = config_file.parse(fuzz_inputs.CONFIG | {"model": {"config": fields}})
+    problems = ProblemCollector()
+    model_files.read_model(config, None, problems)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"model.config.{list(change)[-1]}")
 
 
 @pytest.mark.slow

@@ -100,3 +100,6 @@ def test_generation_stops_at_the_tokens_of_both_configs_and_of_the_tokenizer(tmp
     assert stop_tokens.list_stop_ids(fields, tmp_path, tokenizer) == [7, 8, 9, 256]
     assert fields == {"eos_token_id": [7, 8]}
     assert stop_tokens.list_stop_ids({}, None, None) == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, {}]}')
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = \[9, \{\}\]: "):
+        stop_tokens.list_stop_ids(fields, tmp_path, tokenizer)

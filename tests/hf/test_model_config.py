@@ -591,6 +591,22 @@ def test_layers_with_experts(fields, has_experts):
     assert layers == has_experts
 
 
+NEXTN = "num_nextn_predict_layers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [(GLM_4_5 | {NEXTN: 2}, {NEXTN: 0}), (GLM_4_5 | {NEXTN: None}, {NEXTN: 0}), (QWEN3_5, {})],
+)
+def test_exports_count_no_layers_that_predict_further_tokens(fields, counts):
+    """Transformers has 1 layer by default for GLM."""
+    exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
+    found = {name: exported[name] for name in exported if "nextn" in name or "mtp" in name}
+    assert found == counts
+    loaded = transformers.AutoConfig.for_model(**exported)
+    assert all(getattr(loaded, name) == 0 for name in counts)
+
+
 def test_names_of_fields_that_transformers_5_writes_are_read():
     renamed = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
     assert read(renamed | {"num_local_experts": 128}) == read(QWEN3_MOE)
