@@ -101,7 +101,7 @@ def read_sizes(model: ModelSourceConfig, *, row_tokens: int | None = None) -> Mo
     model to this login.
 
     Args:
-        row_tokens: length of the longest rows, for RoPE that depends on it.
+        row_tokens: length of the rows, for RoPE that depends on it.
     Raises: UserError if there is no such folder or model, or nothing about it is known.
     """
     name = str(model.source)

@@ -145,11 +145,11 @@ def make_loader(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader
     )
     sizes = {"replica": 1, "data": data, "seq": seq}
     mesh = device_mesh.make_mesh(sizes, jax.devices()[: data * seq])
-    stored = Documents([documents], longest_row=config.data.max_row_tokens)
+    stored = Documents([documents], row_tokens=config.data.row_tokens)
     packed = dataset.pack_documents("train", stored, config, digests=["unused"])
     schedule = packed.make_schedule(config, epochs=1)
     placement = RowPlacement(mesh, KEPT_ORDER, config.batch)
-    return packed.make_loader(config, schedule, {ROW_TOKENS: placement})
+    return packed.make_loader(config, schedule, placement)
 
 
 def time_epoch(loader: BatchLoader, name: str) -> Case:

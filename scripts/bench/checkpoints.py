@@ -108,7 +108,7 @@ def time_checkpoints(spec: StepSpec, folder: pathlib.Path, num_saves: int) -> It
     with CheckpointWriter(folder, table=spec.table, retention=retention) as writer:
         for step in range(1, num_saves + 1):
             meta = CheckpointMeta(
-                config={}, model={}, data={}, step=step, rows_consumed={}, num_tokens_total=0
+                config={}, model={}, data={}, step=step, rows_consumed=0, num_tokens_total=0
             )
             began = time.perf_counter()
             outcome = writer.save(state, meta)

@@ -36,7 +36,7 @@ spec = StepSpec(
 )
 state = train_state.random_state(spec, seed=0)
 meta = lambda number: reader.CheckpointMeta(
-    config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
+    config={}, model={}, data={}, step=number, rows_consumed=0, num_tokens_total=0
 )
 is_broken = True
 

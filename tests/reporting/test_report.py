@@ -63,7 +63,7 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path):
     lines[9] |= {"loss": None, "token_accuracy": None, "checkpoint_wait_s": 2.5}
     evals = synthetic_runs.eval_lines([25, 50], names=("held out", "code"))
     starts = [synthetic_runs.start_line(), synthetic_runs.start_line(20, previous_step=24)]
-    starts[1]["memory"][0]["host"] = {"moments": 3 * 2**30}
+    starts[1]["memory"]["host"] = {"moments": 3 * 2**30}
     nonfinite = [{"step": 10, "loss": "nan"}]
     page = make_page(
         tmp_path, write_run(tmp_path / "a", lines, evals=evals, starts=starts, nonfinite=nonfinite)

@@ -60,8 +60,8 @@ def settings(folder, *words):
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
-    run_spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
-    trainer.train(run_spec, material, console)
+    spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
+    trainer.train(spec, material, console)
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -149,7 +149,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
 
 def prepare_table(folder):
     chosen = settings(folder, f"run.directory={folder}/elsewhere")
-    return build.build_training(chosen, devices=jax.devices())[0].longest.table
+    return build.build_training(chosen, devices=jax.devices())[0].table
 
 
 @pytest.mark.e2e
@@ -295,7 +295,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
         model=batches.UNEVEN_LLAMA,
         data=documents.fingerprint(before) | {"data.long_documents": "split"},
         step=4,
-        rows_consumed={"64": 32},
+        rows_consumed=32,
         num_tokens_total=7,
     )
     model = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
@@ -309,7 +309,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
-    run_spec, _ = build.build_training(
+    spec, _ = build.build_training(
         settings(
             tmp_path,
             "data.eval=[]",
@@ -318,13 +318,11 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
         ),
         devices=jax.devices(),
     )
-    whole = jax.tree.map(
-        lambda row: np.zeros(row.stacked_shape, np.float32), run_spec.longest.table
-    )
+    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), spec.table)
     folder = tmp_path / "hf"
     writer.export_model(
         whole,
-        table=run_spec.longest.table,
+        table=spec.table,
         fields=batches.UNEVEN_LLAMA,
         tokenizer=tokenizers.make_byte_tokenizer(),
         directory=folder,
@@ -365,9 +363,7 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     assert actual[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
         "8 steps of 4 rows are 4 steps of 8"
     )
-    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
-        "64": STEPS * 8
-    }
+    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == STEPS * 8
     for half in range(4):
         pair = actual[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert (
@@ -414,32 +410,31 @@ REFUSED = [
             ["run.seed = 1", 0],
             marks=pytest.mark.slow,
         ),
-        ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8, 64]),
+        ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8]),
     ],
 )
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
-    run_spec, material = build.build_training(chosen, devices=jax.devices())
-    assert (material.start.step, run_spec.num_steps, material.schedule.begin_rows) == (
+    spec, material = build.build_training(chosen, devices=jax.devices())
+    assert (material.start.step, spec.num_steps, material.schedule.begin_row) == (
         STOPPED,
         STEPS,
-        (begins,),
+        begins,
     )
     train(chosen)
     actual = lines(stopped / "run")
     assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
     assert re.search(messages.containing(*said), messages.read_banner(stopped / "run"))
     # what was learned is what the new plan has there
-    (stream,) = material.train_set.streams
+    stream = material.train_set.stream
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
     tokens = [
         sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8])
         for step in range(STEPS - STOPPED)
     ]
     assert [line["num_tokens"] for line in actual[STOPPED:]] == tokens
-    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
-        str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
-    }
+    meta = reader.read_meta(run_paths.find_latest(stopped / "run"))
+    assert meta.rows_consumed == begins + 8 * (STEPS - STOPPED)
 
 
 @pytest.mark.e2e

@@ -103,9 +103,8 @@ def describe(value: Any) -> str:
 
 
 def _find_memory(run: RunRecord) -> Mapping[str, Any]:
-    """Memory of the last start's compiled step for the longest rows; empty if not recorded."""
-    entries = run.starts[-1].get("memory") or () if run.starts else ()
-    return max(entries, key=lambda entry: entry["row_tokens"], default={})
+    """Memory of the last start's compiled step; empty if not recorded."""
+    return run.starts[-1].get("memory") or {} if run.starts else {}
 
 
 def list_memory(run: RunRecord, place: str) -> dict[str, float]:
