@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     given = _parse_arguments(arguments)
     config = config_file.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-    sizes = published.read_sizes(config.model, row_tokens=config.data.max_row_tokens)
+    sizes = published.read_sizes(config.model, row_tokens=config.data.row_tokens)
     if sizes.note:
         console.print(f"{sizes.note}; random weights")
     changes = [*given.changes, *sizes.overrides]

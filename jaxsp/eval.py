@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     given.fetch()
     harness_tasks = _find_harness_tasks(args)
     resolved = given.resolve(config)
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     if harness_tasks is not None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
 
 def _list_excesses(resolved: build.ResolvedConfig) -> list[str]:
     """Describes documents and samples that are longer than the model's range."""
-    row_tokens = resolved.run_spec.config.data.max_row_tokens
+    row_tokens = resolved.spec.config.data.row_tokens
     documents = [int(data.documents.lengths.max()) for data in resolved.evals]
     samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
     texts = [
@@ -110,7 +110,7 @@ def _evaluate(
     print_line: Callable[[str], None],
 ) -> Iterator[Line]:
     """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     eval_sets = Evaluator(spec, resolved.evals)
     evaluate_tasks = None
     if harness_tasks is not None:
@@ -242,7 +242,7 @@ def _prepare_references(
     Args: adapter_source: adapter that training started from.
     Raises: UserError if there is no reference model.
     """
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     missing = references.list_missing(spec, resolved.evals)
     if not missing:
         return

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
     model = model_config.parse_model_config(
-        meta.model, field="model.config", row_tokens=config.data.max_row_tokens
+        meta.model, field="model.config", row_tokens=config.data.row_tokens
     )
     model = adapters.add_adapter(model, config.adapter)
     if args.merge and model.lora is None:

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     if given.meta is None and not _sets_row_tokens(args.changes):
         config = _set_row_tokens(config, len(prompt) + args.max_new_tokens)
     resolved = given.resolve(config)
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     generator = Generator(spec)
     generator.check([prompt], args.max_new_tokens)  # before the weights are read
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)

@@ -15,15 +15,16 @@ Example:
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 1e-2},
     }
-    run_spec, weights = library.load_model("models/base", config)
-    state = train_state.init_state(run_spec.longest, weights)
-    run_step = train_step.compile(run_spec.longest)
-    for batch in library.pack(documents, run_spec):
+    spec, weights = library.load_model("models/base", config)
+    state = train_state.init_state(spec, weights)
+    run_step = train_step.compile(spec)
+    for batch in library.pack(documents, spec):
         state, metrics = run_step(state, batch)
         print(int(state.step), float(metrics["loss"]))
-    library.save_model(state.master, "models/tuned", run_spec)
+    library.save_model(state.master, "models/tuned", spec)
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,14 +47,13 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.memory import row_meshes
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
-from jaxsp.runtime import compilation_cache
+from jaxsp.runtime import compilation_cache, device_mesh
 from jaxsp.setup import build, initial_weights, merging
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:
     import datasets
@@ -71,7 +71,7 @@ def load_model(
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
-) -> tuple[RunSpec, layers.Weights]:
+) -> tuple[StepSpec, layers.Weights]:
     """Loads a Hugging Face model onto a device mesh.
 
     Call it before anything else in the process uses JAX's devices if `config` has
@@ -86,12 +86,11 @@ def load_model(
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
-        The description of the run, whose `steps` has the training step for each row length, and
-        the weights, sharded over the mesh: float32 if they are trained.
-        `train_state.init_state(run_spec.longest, weights)` adds the optimizer's state,
-        `train_step.compile(run_spec.longest)` compiles the step of the longest rows.
+        The description of the training step, and the weights, sharded over the mesh: float32 if
+        they are trained. `train_state.init_state(spec, weights)` adds the optimizer's state,
+        `train_step.compile(spec)` compiles the step.
     Raises: UserError with all problems of the config, the model's files and the mesh.
-    Example: `run_spec, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
+    Example: `spec, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
     """
     full_config = _build_config(source, config)
     num_cpu_devices = full_config.mesh.virtual_cpu_devices
@@ -109,19 +108,19 @@ def load_model(
         full_config, devices=jax.devices(), problems=problems, for_training=False
     )
     assert resolved.model_folder is not None, "model.source is set"
-    run_spec = resolved.run_spec.replace(loss=loss, has_weights=has_weights)
-    spec = run_spec.longest
-    problems += param_groups.find_problems(run_spec.config.optimizer, spec.table)
-    choices = {row_tokens: spec.attention for row_tokens, spec in run_spec.steps.items()}
-    problems += row_meshes.find_division_problems(run_spec.config, spec.mesh.size, choices)
+    spec = dataclasses.replace(resolved.spec, loss=loss, has_weights=has_weights)
+    problems += param_groups.find_problems(spec.config.optimizer, spec.table)
+    problems += device_mesh.find_division_problems(
+        spec.config, dict(spec.mesh.shape), layout=spec.attention.strategy.layout
+    )
     problems.raise_if_any()
     weights = initial_weights.open_sources(spec, resolved.model_folder, resolved.adapter_folder)
-    return run_spec, weights.make()
+    return spec, weights.make()
 
 
 def pack(
     documents: NumberLists,
-    run_spec: RunSpec,
+    spec: StepSpec,
     *,
     labels: NumberLists | None = None,
     weights: NumberLists | None = None,
@@ -137,22 +136,19 @@ def pack(
         documents: token ids of each document, an iterable of lists or arrays.
             data.long_documents sets what happens to documents longer than a row; by default they
             are split. The first token of a document is never a label.
-        run_spec: from `load_model`; its config has row_tokens, rows_per_step and steps.
+        spec: from `load_model`; its config has row_tokens, rows_per_step and steps.
         labels: a label for each token, not shifted: the token itself, or -100 for no loss. None:
             every token is a label.
         weights: a weight for the loss of predicting each token, finite and at least 0; needs
             `load_model(..., has_weights=True)`.
     Returns:
-        run.steps batches. Shapes: see `core.batch.Batch`. With rows of several lengths, each batch
-        needs the step of its length:
-        `train_step.compile(run_spec.steps[batch.tokens_BL.shape[-1]])`.
+        run.steps batches. Shapes: see `core.batch.Batch`.
     Raises:
         UserError for ids outside the vocabulary, lists of another length than their document's,
         and bad weights.
-    Example: `for batch in pack([[5, 6, 7], [8, 9]], run_spec): ...`
+    Example: `for batch in pack([[5, 6, 7], [8, 9]], spec): ...`
     """
-    config = run_spec.config
-    spec = run_spec.longest
+    config = spec.config
     if (weights is not None) != spec.has_weights:
         suggestion = "Call load_model with has_weights=True."
         if spec.has_weights:
@@ -161,14 +157,14 @@ def pack(
             f"weights: load_model was called with has_weights={spec.has_weights}. {suggestion}"
         )
     data = _pack_documents("documents", documents, config, spec.model, labels, weights)
-    schedule = data.make_schedule(config, num_steps=run_spec.num_steps)
-    loader = data.make_loader(config, schedule, run_spec.placements)
+    schedule = data.make_schedule(config, num_steps=spec.num_steps)
+    loader = data.make_loader(config, schedule, spec.placement)
     return (batch for batch, _ in loader.batches())
 
 
 def pack_once(
     documents: NumberLists,
-    run_spec: RunSpec,
+    spec: StepSpec,
     *,
     labels: NumberLists | None = None,
     name: str = "eval",
@@ -176,10 +172,9 @@ def pack_once(
     """Packs documents for `Evaluator.evaluate`, which reads each of them once.
 
     Args:
-        documents: as in `pack`, also `run_spec`, `labels` and the errors.
+        documents: as in `pack`, also `spec`, `labels` and the errors.
         name: name of the eval set in the result.
     """
-    spec = run_spec.longest
     return _pack_documents(name, documents, spec.config, spec.model, labels, loss_weights=None)
 
 
@@ -196,7 +191,7 @@ def _pack_documents(
     packed = Documents(
         [_make_dataset(documents, labels, loss_weights, vocab_size=model.vocab_size)],
         source_names=["documents"],
-        longest_row=data.max_row_tokens,
+        row_tokens=data.row_tokens,
         long_documents=data.long_documents,
         field="documents",
     )
@@ -207,7 +202,7 @@ def _pack_documents(
 def save_model(
     weights: layers.Weights,
     directory: str | pathlib.Path,
-    run_spec: RunSpec,
+    spec: StepSpec,
     *,
     dtype: Literal["bfloat16", "float32"] | None = None,
     source: str | None = None,
@@ -229,24 +224,24 @@ def save_model(
         are copied there once more.
     Raises: UserError if the folder has files or cannot be written, with several processes, and for
         a source that is not used or has no other parts.
-    Example: `save_model(state.master, "models/tuned", run_spec)`
+    Example: `save_model(state.master, "models/tuned", spec)`
     """
-    config = run_spec.config.model
+    config = spec.config.model
     model_folder, weights = _prepare_to_save(weights, directory, config)
     field = str(model_folder.path / "config.json")
     fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
     parts = None
     if other_parts.are_exported(fields):
         whole = model_folder if source is None else folder.find(source, field="source")
-        parts = other_parts.open_folder(whole, run_spec.longest.model)
+        parts = other_parts.open_folder(whole, spec.model)
     elif source is not None:
         raise UserError(
             f"source = {source}: {fields['model_type']} is saved without parts of another folder. "
             "Leave it out."
         )
-    table = run_spec.longest.table
-    if run_spec.config.has_frozen_weights:
-        table, weights = merging.merge_state(weights, table=table, model=run_spec.longest.model)
+    table = spec.table
+    if spec.config.has_frozen_weights:
+        table, weights = merging.merge_state(weights, table=table, model=spec.model)
     writer.export_model(
         weights,
         table=table,
@@ -259,15 +254,14 @@ def save_model(
     )
 
 
-def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, run_spec: RunSpec) -> None:
+def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, spec: StepSpec) -> None:
     """Saves the trained weights of a model with LoRA as a folder that `peft.PeftModel` loads.
 
     Args: see `save_model`. The frozen ones among the weights are not saved.
     Raises: UserError if the folder has files or cannot be written, without an adapter in the
         config, and with several processes.
-    Example: `save_adapter(state.master, "adapters/tuned", run_spec)`
+    Example: `save_adapter(state.master, "adapters/tuned", spec)`
     """
-    spec = run_spec.longest
     if spec.model.lora is None:
         raise UserError("save_adapter: adapter.type is none. Use save_model.")
     source, weights = _prepare_to_save(weights, directory, spec.config.model)

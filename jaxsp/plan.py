@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     given = parse_arguments(arguments)
     config = config_file.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     sizes = published.read_sizes(config.model, row_tokens=row_tokens)
     excess = context_range.describe_excess(sizes.fields, row_tokens=row_tokens)
     adapter = peft.resolve(config.adapter, sizes.model)
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
         plan_modes.plan_meshes(request)
     elif given.longest:
         plan_modes.find_longest(request)
-    elif len(clusters) > 1 or len(config.data.row_lengths) > 1:
+    elif len(clusters) > 1:
         plan_modes.plan_several(request, clusters)
     else:
         plan_modes.plan_one(request)
@@ -135,10 +135,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     question.add_argument(
         "--meshes",
         action="store_true",
-        help="plans every mesh of these devices, and ranks them for the longest rows",
+        help="plans every mesh of these devices, and ranks them",
     )
     for flag, text in (
-        ("--plot", "draws memory and time of each plan: row lengths, those tried, or meshes"),
+        ("--plot", "draws memory and time of each plan: row lengths that were tried, or meshes"),
         ("--json", "writes the plan as JSON"),
     ):
         parser.add_argument(flag, metavar="FILE", type=pathlib.Path, help=text)
@@ -217,7 +217,7 @@ def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Clu
     is_fixed = mesh.data != -1
     unit = mesh.replica
     if mesh.seq != "auto":
-        unit *= math.lcm(*config.degrees.values())
+        unit *= config.mesh.degree
     num_devices = -(-memory_limits.DEVICES_PER_NODE // unit) * unit
     if is_fixed:
         unit *= mesh.data

@@ -1,5 +1,4 @@
-"""Questions of `jaxsp plan`: one step, a table of GPUs and row lengths, the longest row, or a
-ranking of meshes."""
+"""Questions of `jaxsp plan`: one step, a table of GPUs, the longest row, or a ranking of meshes."""
 
 import dataclasses
 import pathlib
@@ -12,7 +11,6 @@ import rich.console
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
-from jaxsp.core.units import format_count
 from jaxsp.hf.published import ModelSizes
 from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile.compiled import Cluster
@@ -53,16 +51,9 @@ class PlanRequest:
         config = planning.resolve_config(given, model=self.sizes.model, cluster=cluster)
         cluster_name = f"{cluster.num_devices} x {cluster.device_type}"
         if given.mesh.seq == "auto":
-            degrees = ", ".join(
-                f"{degree} for rows of {row_tokens:,}"
-                for row_tokens, degree in config.degrees.items()
-            )
-            self.console.print(f"mesh.seq = auto on {cluster_name}: {degrees}")
+            self.console.print(f"mesh.seq = auto on {cluster_name}: {config.mesh.seq}")
         if given.batch.rows_per_microbatch == "auto":
-            rows = ", ".join(
-                f"{format_count(row_config.batch.microbatch_rows, 'row')} of {row_tokens:,} tokens"
-                for row_tokens, row_config in config.row_configs.items()
-            )
+            rows = config.batch.rows_per_microbatch
             self.console.print(f"batch.rows_per_microbatch = auto on {cluster_name}: {rows}")
         return config
 
@@ -98,52 +89,41 @@ class PlanRequest:
         self.console.print(f"drawn: {self.plot_file}")
 
     def draw_lengths(self, plans: Sequence[Plan]) -> None:
-        """Draws plans of rows of several lengths, the shortest at the top."""
+        """Draws plans of several row lengths, the shortest at the top."""
         ordered = sorted(plans, key=lambda plan: plan.row_tokens)
         self.draw({f"{plan.row_tokens:,} tokens, {plan.remat}": plan for plan in ordered})
 
 
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
-    (row_tokens,) = request.config.data.row_lengths
-    config = request.resolve_config(request.cluster).row_configs[row_tokens]
-    plan = request.plan(config, request.cluster)
+    plan = request.plan(request.resolve_config(request.cluster), request.cluster)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
     request.draw_lengths([plan])
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
-    """Plans the config's steps for rows of each length, on each kind of GPU."""
+    """Plans the config's step on each kind of GPU."""
     plans = []
     refusals = []
-    row_lengths = request.config.data.row_lengths
-    progress = Progress(len(clusters) * len(row_lengths))
+    progress = Progress(len(clusters))
     for cluster in clusters:
         devices = f"{cluster.num_devices} x {cluster.device_type}"
         try:
-            config = request.resolve_config(cluster)
+            plan = request.plan(request.resolve_config(cluster), cluster)
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
+            request.console.print(f"{devices}: refused [{progress.advance()}]")
             continue
-        for row_tokens, row_config in config.row_configs.items():
-            label = f"{devices}, rows of {row_tokens:,} tokens"
-            try:
-                plan = request.plan(row_config, cluster)
-            except UserError as error:
-                refusals.append(f"{label}: {str(error).splitlines()[0]}")
-                request.console.print(f"{label}: refused [{progress.advance()}]")
-                continue
-            spent = durations.describe(plan.plan_s)
-            request.console.print(f"{label}: compiled in {spent} [{progress.advance()}]")
-            plans.append(plan)
+        spent = durations.describe(plan.plan_s)
+        request.console.print(f"{devices}: compiled in {spent} [{progress.advance()}]")
+        plans.append(plan)
     if not plans:
         raise UserError(refusals)
     request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
     for refusal in refusals:
         request.console.print(f"refused: {refusal}")
     request.write_json({"plans": [dataclasses.asdict(plan) for plan in plans]})
-    request.draw_lengths(plans)
 
 
 def find_longest(request: PlanRequest) -> None:
@@ -177,7 +157,7 @@ def find_longest(request: PlanRequest) -> None:
 
 
 def plan_meshes(request: PlanRequest) -> None:
-    """Plans every mesh, for the longest rows."""
+    """Plans every mesh."""
     config = request.config
     model = request.sizes.model
     cluster = request.cluster
@@ -196,9 +176,7 @@ def plan_meshes(request: PlanRequest) -> None:
         document_tokens=request.document_tokens,
         on_result=print_mesh,
     )
-    rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
-    if len(config.data.row_lengths) > 1:
-        rows += " (the longest rows decide what fits)"
+    rows = f"{config.batch.rows_per_step} rows of {config.data.row_tokens:,} tokens per step"
     console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
     console.print(tables.format_ranking(mesh_plans))
     request.draw(

@@ -58,11 +58,9 @@ def main(arguments: list[str]) -> None:
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    run_spec, inputs = build.build_training(
-                        config, devices=jax.devices(), skip=damaged
-                    )
+                    spec, inputs = build.build_training(config, devices=jax.devices(), skip=damaged)
                     trainer.train(
-                        run_spec, inputs, console, preemption=preemption, verbose=args.verbose
+                        spec, inputs, console, preemption=preemption, verbose=args.verbose
                     )
                     break
                 except DamagedCheckpointError as damage:

@@ -41,7 +41,7 @@ class Trainer:
     """A model on a device mesh, its optimizer state, and the step that trains it.
 
     The numbers are those of `jaxsp train` with the same config and rows. For another loop, use
-    `trainer.run_spec` and `trainer.state` with the functions of `jaxsp.library`.
+    `trainer.spec` and `trainer.state` with the functions of `jaxsp.library`.
 
     Example: see the top of the file.
     """
@@ -55,13 +55,11 @@ class Trainer:
         has_weights: bool = False,
     ):
         """Loads the model; compiles nothing. Args and Raises: see `library.load_model`."""
-        run_spec, weights = library.load_model(
-            model_source, config, loss=loss, has_weights=has_weights
-        )
-        self.run_spec = run_spec
-        self.state = train_state.init_state(run_spec.longest, weights)
-        self._steps: dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepResults]]] = {}
-        self._evaluator = Evaluator(run_spec.longest, ())
+        spec, weights = library.load_model(model_source, config, loss=loss, has_weights=has_weights)
+        self.spec = spec
+        self.state = train_state.init_state(spec, weights)
+        self._step: Callable[[TrainState, Batch], tuple[TrainState, StepResults]] | None = None
+        self._evaluator = Evaluator(spec, ())
 
     def pack(
         self,
@@ -71,28 +69,26 @@ class Trainer:
         weights: NumberLists | None = None,
     ) -> Iterator[Batch]:
         """Packs token ids into the batches of run.steps steps. See `library.pack`."""
-        return library.pack(documents, self.run_spec, labels=labels, weights=weights)
+        return library.pack(documents, self.spec, labels=labels, weights=weights)
 
     def step(self, batch: Batch) -> StepResults:
         """Trains on a batch. Its metrics are arrays by name; reading one waits for the step.
 
-        Compiles at the first batch of each row length, with the memory options that fit.
+        Compiles at the first batch, with the memory options that fit.
         Raises: UserError if the step does not fit the devices.
         """
-        row_tokens = batch.tokens_BL.shape[-1]
-        if row_tokens not in self._steps:
-            compiled = memory_compile.compile_fitting_step(self.run_spec.steps[row_tokens])
-            self._steps[row_tokens] = compiled.executable
-        self.state, metrics = self._steps[row_tokens](self.state, batch)
+        if self._step is None:
+            self._step = memory_compile.compile_fitting_step(self.spec).executable
+        self.state, metrics = self._step(self.state, batch)
         return metrics
 
     def evaluate(
         self, documents: NumberLists, *, labels: NumberLists | None = None, name: str = "eval"
     ) -> Line:
         """Numbers of a line of eval.jsonl for these weights. Compiles at the first call."""
-        data = library.pack_once(documents, self.run_spec, labels=labels, name=name)
+        data = library.pack_once(documents, self.spec, labels=labels, name=name)
         return self._evaluator.evaluate(data, self.state.master, num_steps=int(self.state.step))
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Saves a Hugging Face folder, with adapters merged. See `library.save_model`."""
-        library.save_model(self.state.master, directory, self.run_spec)
+        library.save_model(self.state.master, directory, self.spec)

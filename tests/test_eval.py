@@ -109,9 +109,9 @@ def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtyp
             "logging": {"trackers": []},
         }
     )
-    run_spec, inputs = build.build_training(config, devices=jax.devices())
+    spec, inputs = build.build_training(config, devices=jax.devices())
     assert "hf" in inputs.weights_origin
-    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
+    trainer.train(spec, inputs, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     imported = load_tensors(tmp_path / "hf")
     exported = load_tensors(tmp_path / "out")

@@ -34,11 +34,10 @@ REPO = pathlib.Path(__file__).parent.parent
 LENGTHS = [*np.random.default_rng(0).integers(1, 60, 80).tolist(), 200, 1, 64, 65, 300, 128]
 """Documents; rows have 64 tokens."""
 
-ONE_LENGTH = {"row_tokens": 64, "max_segments_per_row": 6}
-TWO_LENGTHS = {"row_tokens": [32, 64], "max_segments_per_row": 6, "long_documents": "drop"}
+ROW_TOKENS = 64
 
 
-def write_config(folder: pathlib.Path, data: dict) -> None:
+def write_config(folder: pathlib.Path, long_documents: str) -> None:
     firsts = np.cumsum([1, *LENGTHS])
     records = [
         json.dumps({"input_ids": list(range(a, b))})
@@ -61,7 +60,12 @@ def write_config(folder: pathlib.Path, data: dict) -> None:
         "run": {"directory": str(folder / "run"), "epochs": 1, "save_every": 1},
         "model": {"config": model, "compute_dtype": "float32"},
         "mesh": {"virtual_cpu_devices": 8},
-        "data": {"train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}], **data},
+        "data": {
+            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
+            "row_tokens": ROW_TOKENS,
+            "max_segments_per_row": 6,
+            "long_documents": long_documents,
+        },
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 0.01},
         "checkpoint": {"keep_latest": 100},
@@ -77,8 +81,8 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
     config = config_file.load(folder / "config.yaml", list(words))
     with recorded_batches.record_batches(folder / log):
-        run_spec, material = build.build_training(config, devices=jax.devices())
-        trainer.train(run_spec, material, rich.console.Console(quiet=True))
+        spec, material = build.build_training(config, devices=jax.devices())
+        trainer.train(spec, material, rich.console.Console(quiet=True))
 
 
 def train_apart(
@@ -146,69 +150,66 @@ def rows_of(step: tuple[np.ndarray, np.ndarray]) -> set[bytes]:
     return {row.tobytes() for row in tokens.reshape(-1, tokens.shape[-1]) if row.any()}
 
 
-def expected(data: dict) -> str:
+def expected(long_documents: str) -> str:
     """Hash of all documents, without those that are dropped and segments of one token."""
     firsts = np.cumsum([1, *LENGTHS])
-    longest = np.max(data["row_tokens"])
-    dropped = data.get("long_documents") == "drop"
     kept = [
-        np.arange(a, b - ((b - a) % longest == 1))
+        np.arange(a, b - ((b - a) % ROW_TOKENS == 1))
         for a, b in itertools.pairwise(firsts)
-        if b - a <= longest or not dropped
+        if b - a <= ROW_TOKENS or long_documents == "split"
     ]
     return hashlib.sha256(np.concatenate(kept).astype(np.int64).tobytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")
 def straight(request, tmp_path_factory):
-    """An uninterrupted run: its folder, its data fields, and the tokens of each step."""
-    data = {"one": ONE_LENGTH, "two": TWO_LENGTHS}[request.param]
+    """An uninterrupted run: its folder, data.long_documents, and the tokens of each step."""
     folder = tmp_path_factory.mktemp("straight")
-    write_config(folder, data)
+    write_config(folder, request.param)
     train_here(folder, "log", *words_of((2, 4)))
     steps = recorded_batches.read_batches(folder / "log")
     assert len(steps) > 5
-    assert learned(steps) == expected(data)
+    assert learned(steps) == expected(request.param)
     check_labels(steps)
-    dropped = 4 if "long_documents" in data else 0
+    dropped = 4 if request.param == "drop" else 0
     says = messages.containing(f"{dropped} documents", "drop")
     assert bool(re.search(says, messages.read_banner(folder / "run"))) == bool(dropped)
-    return folder, data, steps
+    return folder, request.param, steps
 
 
 LAYOUTS = [
-    pytest.param("one", 1, (8, 1), marks=pytest.mark.slow),
-    pytest.param("one", 1, (1, 8), marks=pytest.mark.slow),
-    pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
+    pytest.param("split", 1, (8, 1), marks=pytest.mark.slow),
+    pytest.param("split", 1, (1, 8), marks=pytest.mark.slow),
+    pytest.param("split", 2, (2, 4), marks=pytest.mark.slow),
     pytest.param(
-        "one", 2, (1, 8), marks=pytest.mark.slow
+        "split", 2, (1, 8), marks=pytest.mark.slow
     ),  # two processes are in faults/ and test_two_processes.py
-    ("two", 1, (1, 8)),
-    pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
+    ("drop", 1, (1, 8)),
+    pytest.param("drop", 2, (4, 2), marks=pytest.mark.slow),
 ]
-"""Row lengths, processes, and data x seq. 2 processes of 1 x 8 share every row."""
+"""data.long_documents, processes, and data x seq. 2 processes of 1 x 8 share every row."""
 
 
 @pytest.mark.parametrize(("straight", "processes", "mesh"), LAYOUTS, indirect=["straight"])
 def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, processes, mesh):
-    _, data, wanted = straight
-    write_config(tmp_path, data)
+    _, long_documents, wanted = straight
+    write_config(tmp_path, long_documents)
     if processes == 1:
         train_here(tmp_path, "log", *words_of(mesh))
     else:
         train_apart(tmp_path, "log", *words_of(mesh), processes=processes)
     steps = recorded_batches.read_batches(tmp_path / "log")
     assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted]
-    assert learned(steps) == expected(data)
+    assert learned(steps) == expected(long_documents)
     check_labels(steps)
 
 
 STOPS = [
-    pytest.param("one", (2, (1, 8)), (1, (4, 2)), 4, marks=pytest.mark.slow),
-    pytest.param("one", (1, (2, 4)), (2, (1, 8)), 16, marks=pytest.mark.slow),
-    pytest.param("two", (2, (2, 4)), (1, (1, 8)), 16, marks=pytest.mark.slow),
+    pytest.param("split", (2, (1, 8)), (1, (4, 2)), 4, marks=pytest.mark.slow),
+    pytest.param("split", (1, (2, 4)), (2, (1, 8)), 16, marks=pytest.mark.slow),
+    pytest.param("drop", (2, (2, 4)), (1, (1, 8)), 16, marks=pytest.mark.slow),
 ]
-"""Lengths of rows, layout that is killed, layout that goes on, and its rows_per_step (8 before)."""
+"""data.long_documents, layout that is killed, layout that goes on, its rows_per_step (8 before)."""
 
 
 @pytest.mark.parametrize(
@@ -217,8 +218,8 @@ STOPS = [
 def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(
     straight, tmp_path, before, after, rows_per_step
 ):
-    _, data, wanted = straight
-    write_config(tmp_path, data)
+    _, long_documents, wanted = straight
+    write_config(tmp_path, long_documents)
     train_apart(tmp_path, "killed", *words_of(before[1]), processes=before[0], kill_at=6)
     done = reader.read_meta(run_paths.find_latest(tmp_path / "run")).step
     assert 0 < done < 6
@@ -230,7 +231,7 @@ def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(
     steps = recorded_batches.read_batches(tmp_path / "killed")[:done]
     assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted[:done]]
     steps += recorded_batches.read_batches(tmp_path / "went_on")
-    assert learned(steps) == expected(data)
+    assert learned(steps) == expected(long_documents)
     check_labels(steps)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["num_tokens_total"] == sum(int(np.sum(tokens > 0)) for tokens, _ in steps)

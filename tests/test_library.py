@@ -1,5 +1,6 @@
 """jaxsp.library: a Hugging Face folder is loaded, token lists are packed, and a folder is saved."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -19,8 +20,8 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.training import compile_options, train_state, train_step
-from tests import batches, messages, tolerances
+from jaxsp.training import compile_options, train_state
+from tests import batches, messages
 
 SETTINGS = {
     "run": {"steps": 3},
@@ -64,8 +65,7 @@ def loaded(base):
 
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
-    run_spec, master = loaded
-    spec = run_spec.longest
+    spec, master = loaded
     stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(spec.table)]
     assert any(
         place.stored_shape != row.shape
@@ -73,7 +73,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     )
     assert dict(spec.mesh.shape) == SETTINGS["mesh"]
     assert spec.num_steps == 3
-    library.save_model(master, tmp_path / "out", run_spec)
+    library.save_model(master, tmp_path / "out", spec)
     before = pathlib.Path(base)
     after = tmp_path / "out"
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
@@ -82,7 +82,7 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert json.loads((after / "config.json").read_text()) == json.loads(
         (before / "config.json").read_text()
     )
-    library.save_model(master, tmp_path / "bfloat16", run_spec, dtype="bfloat16")
+    library.save_model(master, tmp_path / "bfloat16", spec, dtype="bfloat16")
     (name,) = {
         str(tensor.dtype)
         for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()
@@ -116,15 +116,15 @@ def pieces(rows):
 
 def test_documents_are_packed_with_labels_and_weights(loaded):
     """Each segment of a row is a whole document; labels and weights are shifted by one token."""
-    run_spec = loaded[0].replace(has_weights=True)
+    spec = dataclasses.replace(loaded[0], has_weights=True)
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 2, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
     factors = [np.array(document) + 0.5 for document in documents]
-    actual = list(library.pack(documents, run_spec, labels=labels, weights=factors))
+    actual = list(library.pack(documents, spec, labels=labels, weights=factors))
     assert len(actual) == 3
     described = [
         jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
-        for rows in (actual[0], train_state.abstract_inputs(run_spec.longest)[1])
+        for rows in (actual[0], train_state.abstract_inputs(spec)[1])
     ]
     assert described[0] == described[1]
     right = [
@@ -161,9 +161,9 @@ BAD = [
 @pytest.mark.parametrize(("given", "says"), BAD, ids=str)
 def test_bad_lists_are_refused(loaded, given, says):
     given = {"documents": [[1, 2], [3, 4]]} | given
-    run_spec = loaded[0].replace(has_weights="weights" in given)
+    spec = dataclasses.replace(loaded[0], has_weights="weights" in given)
     with pytest.raises(UserError, match="^" + messages.containing(*says)):
-        library.pack(given.pop("documents"), run_spec, **given)
+        library.pack(given.pop("documents"), spec, **given)
 
 
 def test_documents_may_come_from_a_generator(loaded):
@@ -229,31 +229,3 @@ def test_the_example_trains_and_saves(tmp_path, module):
     assert before.keys() == after.keys()
     assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}
     assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]
-
-
-@pytest.mark.slow  # run/test_lengths.py trains them
-def test_batches_of_two_row_lengths_train_alike_whatever_devices_share_rows_of_each(base):
-    rng = np.random.default_rng(1)
-    documents = [rng.integers(0, FIELDS["vocab_size"], n) for n in [*[30] * 40, 100, 120]]
-
-    def train(seq):
-        settings = SETTINGS | {
-            "run": {"steps": 8},
-            "mesh": {"seq": seq},
-            "data": {"row_tokens": [32, 128]},
-            "batch": {"rows_per_step": 2},
-        }
-        run_spec, weights = library.load_model(base, settings)
-        state = train_state.init_state(run_spec.longest, weights)
-        steps = {n: train_step.compile(spec) for n, spec in run_spec.steps.items()}
-        results = []
-        for batch in library.pack(documents, run_spec):
-            row_tokens = batch.tokens_BL.shape[-1]
-            state, metrics = steps[row_tokens](state, batch)
-            results.append((row_tokens, float(metrics["loss"]), float(metrics["grad_norm"])))
-        return results
-
-    expected = train(4)
-    assert {row_tokens for row_tokens, *_ in expected} == {32, 128}
-    for seq in ([1, 8], [8, 4]):
-        np.testing.assert_allclose(train(seq), expected, rtol=tolerances.MESH)

@@ -16,10 +16,9 @@ from jaxsp import benchmark, plan
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
-from jaxsp.core.units import format_count
 from jaxsp.hf import published
 from jaxsp.memory import memory_causes, memory_fit
-from jaxsp.planner import planning, plots, search
+from jaxsp.planner import planning, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
@@ -299,10 +298,6 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         (["--host-gib", "inf"], ["--host-gib = inf"]),
         (["--data"], ["not-here.jsonl"]),
         (["mesh.seq=auto", "--longest"], ["mesh.seq = auto", "--longest", "mesh.seq=8"]),
-        (
-            ["data.row_tokens=[8192, 65536]", "mesh.seq=[2, 3]", "--devices", "8"],
-            ["--devices = 8", "[2, 3]", "--devices 6"],
-        ),
         (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
         (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
         pytest.param(
@@ -368,22 +363,16 @@ def test_several_types_of_gpu_may_be_named(words, kinds, changes):
         assert sorted([args.config, *args.changes]) == sorted(["config.yaml", *changes])
 
 
-def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
-    """Each type with each length, with the same tokens per step. A refused combination is listed;
-    it is an error only if all are refused."""
+def test_several_types_of_gpus_are_planned_in_one_call(run_plan, monkeypatch):
+    """A refused type is listed; it is an error only if all are refused."""
 
     def plan_step(config, *, model, cluster, document_tokens):
         if cluster.device_type in refused:
             raise UserError(["data.row_tokens: too long", "and more"])
-        lengths = {
-            "row_tokens": config.data.row_tokens,
-            "rows_per_step": config.batch.rows_per_step,
-        }
         return example_plans.make_plan(
             device_type=cluster.device_type,
             num_devices=cluster.num_devices,
             tokens_per_s_estimate=1e5,
-            **lengths,
         )
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
@@ -392,66 +381,39 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         "h100-80gb",
         "h200-141gb",
         "a100-80gb",
-        "data.row_tokens=[4096, 8192]",
         "--tokens",
         "1e9",
     ]
     refused = ["a100-80gb"]
     printed, actual = run_plan(*words)
-    planned = [
-        ("h100-80gb", 4096, 16),
-        ("h100-80gb", 8192, 8),
-        ("h200-141gb", 4096, 16),
-        ("h200-141gb", 8192, 8),
-    ]
-    assert [
-        (plan["device_type"], plan["row_tokens"], plan["rows_per_step"]) for plan in actual["plans"]
-    ] == planned
+    planned = ["h100-80gb", "h200-141gb"]
+    assert [plan["device_type"] for plan in actual["plans"]] == planned
     lines = [line.split() for line in printed.splitlines() if line.split()[0] in gpus.GPUS]
-    assert [(device, tokens) for device, tokens, *_ in lines] == [
-        (device, f"{tokens:,}") for device, tokens, _ in planned
-    ]
+    assert [device for device, *_ in lines] == planned
     assert lines[0][-1] == "22", "GPU-hours: 1e9 tokens are 10,000 s of 8 GPUs"
-    assert "refused: 8 x a100-80gb, rows of 8,192 tokens: data.row_tokens: too long\n" in printed
+    assert "refused: 8 x a100-80gb: data.row_tokens: too long\n" in printed
     refused = list(gpus.GPUS)
-    with pytest.raises(
-        UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"
-    ):
+    with pytest.raises(UserError, match=r"(?s)8 x h100-80gb: .*8 x a100-80gb"):
         run_plan(*words)
 
 
-@NEEDS_MATPLOTLIB
-def test_row_lengths_are_one_picture(run_plan, monkeypatch, tmp_path):
-    drawn = []
-
-    def plan_step(config, *, model, cluster, document_tokens):
-        return example_plans.make_plan(row_tokens=config.data.row_tokens)
-
-    monkeypatch.setattr(planning, "plan_step", plan_step)
-    monkeypatch.setattr(plots, "plot_plans", lambda plans, file, title: drawn.append([*plans]))
-    run_plan("--plot", str(tmp_path / "a.png"), "data.row_tokens=[16384, 8192]")
-    assert drawn == [["8,192 tokens, save_attention", "16,384 tokens, save_attention"]]
-
-
 def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path, monkeypatch):
-    """A row of 32,768 tokens, and 5 of 8,192 in one step of 32."""
+    """3 rows of 32,768 tokens are one step."""
     lengths = [2000] * 20 + [30000]
     records = [json.dumps({"input_ids": [1] * length}) for length in lengths]
     (tmp_path / "records.jsonl").write_text("\n".join(records))
-    planned = []
 
     def plan_step(config, *, model, cluster, document_tokens):
-        planned.append((config.data.row_tokens, config.mesh.seq))
-        return example_plans.make_plan(tokens_per_s_estimate=2 * 8 * 32768 / 3600)
+        return example_plans.make_plan(tokens_per_s_estimate=8 * 32768 / 3600)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     words = [f"data.train=[{{source: {tmp_path / 'records.jsonl'}, format: tokens}}]"]
-    words += ["data.row_tokens=[8192, 32768]", "mesh.seq=[1, 4]", "data.max_segments_per_row=64"]
+    words += ["data.row_tokens=32768", "data.max_segments_per_row=64"]
+    words += ["--device", "h100-80gb", "h200-141gb"]
     printed, _ = run_plan(*words, "--data", "run.steps=null", "run.epochs=1")
-    assert planned == [(8192, 1), (32768, 4)]
     assert "21 documents" in printed
-    assert "5 rows of 8,192 tokens and 1 row of 32,768 tokens" in printed
-    assert re.search("steps +2 steps\n", printed)
+    assert "packed into 3 rows" in printed
+    assert re.search("steps +1 step\n", printed)
     rows = [line.split() for line in printed.splitlines() if line.startswith("h100-80gb")]
     assert [row[-1] for row in rows] == ["8", "8"], "an hour of 8 GPUs"
 
@@ -459,22 +421,19 @@ def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path,
 @pytest.mark.usefixtures("compiler")
 def test_auto_is_what_training_chooses_on_each_type_of_gpu(run_plan, monkeypatch):
     """Long rows need fewer GPUs with more memory."""
-    given = []
-    rows = {}
+    degrees = {}
 
     def plan_step(config, *, model, cluster, document_tokens):
-        given.append((cluster.device_type, config.data.row_tokens, config.mesh.seq))
-        rows[cluster.device_type, config.data.row_tokens] = config.batch.rows_per_microbatch
+        degrees[cluster.device_type] = config.mesh.seq
         return example_plans.make_plan(device_type=cluster.device_type)
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
-    words = ["mesh.seq=auto", "data.row_tokens=[8192, 4194304]", "batch.rows_per_microbatch=auto"]
+    words = ["mesh.seq=auto", "data.row_tokens=4194304", "batch.rows_per_microbatch=auto"]
     printed, _ = run_plan(*words, "--device", "h100-80gb", "b200-180gb")
-    degrees = {(device, row_tokens): seq for device, row_tokens, seq in given}
-    assert degrees["h100-80gb", 8192] == 1
-    assert degrees["h100-80gb", 4194304] > degrees["b200-180gb", 4194304] > 0
-    assert f"{degrees['h100-80gb', 4194304]} for rows of 4,194,304" in printed
-    assert f"{format_count(rows['h100-80gb', 4194304], 'row')} of 4,194,304" in printed
+    assert degrees["h100-80gb"] > degrees["b200-180gb"] > 0
+    for device, degree in degrees.items():
+        assert f"mesh.seq = auto on 8 x {device}: {degree}\n" in printed
+        assert f"batch.rows_per_microbatch = auto on 8 x {device}: 1\n" in printed
 
 
 GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")

@@ -130,11 +130,10 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     config = load_config(directory)
-    run_spec, inputs = build.build_training(config, devices=jax.devices())
+    spec, inputs = build.build_training(config, devices=jax.devices())
     ((batch, _),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), run_spec.placements
+        config, inputs.train_set.make_schedule(config, num_steps=1), spec.placement
     ).batches()
-    spec = run_spec.longest
     weights = reader.read_weights(run_paths.find_latest(directory), spec.table)
     master = runs.put_weights(spec.table, weights, spec.mesh)
     compute_gradients = functools.partial(step_gradients.compute_gradients, spec)

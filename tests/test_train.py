@@ -55,8 +55,8 @@ def write_documents(folder, lengths, *, has_labels=False):
 def run(config, num_devices):
     """Trains. Returns: lines of metrics.jsonl."""
     console = rich.console.Console(record=True, width=200, quiet=True)
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(run_spec, inputs, console)
+    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(spec, inputs, console)
     return commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
 
 
@@ -177,7 +177,7 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     tokens = np.zeros(15_922, np.int32)
     lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
     document = datasets.Dataset(pa.table({"tokens": lists}))
-    documents = Documents([datasets.concatenate_datasets([document] * 20_243)], longest_row=15_924)
+    documents = Documents([datasets.concatenate_datasets([document] * 20_243)], row_tokens=15_924)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
     assert len(data.make_schedule(config, epochs=1)) == 20_243
 
@@ -203,8 +203,8 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     assert int(checkpoint.name) == last_step == nan_step + 1, "one more step was dispatched"
     assert re.search(messages.containing(f"checkpoints/{checkpoint.name}"), str(stopped.value))
     config = settings(tmp_path, run__directory=str(tmp_path / "other"))
-    run_spec, _ = build.build_training(config, devices=jax.devices()[:1])
-    weights = reader.read_weights(checkpoint, run_spec.longest.table)
+    spec, _ = build.build_training(config, devices=jax.devices()[:1])
+    weights = reader.read_weights(checkpoint, spec.table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 

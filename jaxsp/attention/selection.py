@@ -50,7 +50,6 @@ def choose(
     The kernel and its settings are the same for all layers.
 
     Args:
-        config: of rows of one length, one of `Config.row_configs`.
         device_bytes: memory of a device; None: what the devices report, if they are present.
     Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
         or calls of the kernel that do not fit an empty device.
@@ -81,7 +80,7 @@ def choose(
         kernel=kernel,
         settings=settings,
         fallback_reason=fallback_reason,
-        layer_scores=drop_long_windows(model.layer_scores, row_tokens=config.data.max_row_tokens),
+        layer_scores=drop_long_windows(model.layer_scores, row_tokens=config.data.row_tokens),
     )
 
 

@@ -41,8 +41,8 @@ class CheckpointMeta:
     data: dict[str, Any]
     """Fingerprint of everything that determines the rows and their order."""
     step: int
-    rows_consumed: dict[str, int]
-    """Rows consumed since step 0, by row length: with `data`, the state of the data loader."""
+    rows_consumed: int
+    """Rows consumed since step 0: with `data`, the state of the data loader."""
     num_tokens_total: int
     eval_loss: float | None = None
     """Loss on the eval set `eval_set`; None if not evaluated or not finite."""

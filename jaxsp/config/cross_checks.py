@@ -40,7 +40,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *_check_chat_template(sections),
         *_check_train_on(sections),
         *_check_adapter(sections),
-        *_check_degrees(sections),
+        *_check_degree(sections),
         *_check_memory(sections),
         *_check_max_segments(sections),
         *_check_nul(fields, ""),
@@ -160,30 +160,10 @@ def _check_adapter(sections: Sections) -> Iterator[str]:
             )
 
 
-def _check_degrees(sections: Sections) -> Iterator[str]:
-    """Checks that mesh.seq has one number for each row length, and that data follows from it."""
-    seq = sections["mesh"].get("seq")
-    written = f"mesh.seq = {yaml_io.format_value(seq)}"
-    data = sections["mesh"].get("data", -1)
-    if not isinstance(seq, list | tuple):
-        if seq == "auto" and data != -1:
-            yield f"{written}: needs a mesh.data that follows from it. Use mesh.data=-1."
-        return
-    row_tokens = sections["data"].get("row_tokens")
-    if row_tokens is None:
-        return  # reported as missing
-    is_list = isinstance(row_tokens, list | tuple)
-    if seq and (not is_list or len(seq) != len(row_tokens)):
-        largest = max((number for number in seq if isinstance(number, int)), default=8)
-        yield (
-            f"{written}: must have one number for each of data.row_tokens = "
-            f"{yaml_io.format_value(row_tokens)}. Use mesh.seq={largest}, or auto."
-        )
-    if data != -1:
-        yield (
-            f"{written}: needs a mesh.data that follows from each number, and mesh.data is {data}. "
-            "Use mesh.data=-1."
-        )
+def _check_degree(sections: Sections) -> Iterator[str]:
+    """Checks that mesh.data follows from mesh.seq if that is `auto`."""
+    if sections["mesh"].get("seq") == "auto" and sections["mesh"].get("data", -1) != -1:
+        yield "mesh.seq = auto: needs a mesh.data that follows from it. Use mesh.data=-1."
 
 
 def _check_memory(sections: Sections) -> Iterator[str]:
@@ -217,20 +197,17 @@ def _check_memory(sections: Sections) -> Iterator[str]:
 
 
 def _check_max_segments(sections: Sections) -> Iterator[str]:
-    """Checks that max_segments_per_row is at most the longest row, because each segment takes
-    memory even if it is unused."""
+    """Checks that a row can have max_segments_per_row: unused ones take memory too."""
     default = DataConfig.model_fields["max_segments_per_row"].default
     max_segments = sections["data"].get("max_segments_per_row")
     # A run saves its config with all defaults, so this default must be valid for short rows too
     if not isinstance(max_segments, int) or max_segments == default:
         return
     row_tokens = sections["data"].get("row_tokens")
-    lengths = row_tokens if isinstance(row_tokens, list | tuple) else [row_tokens]
-    longest = max((length for length in lengths if isinstance(length, int)), default=0)
-    if max_segments > longest > 0:
+    if isinstance(row_tokens, int) and max_segments > row_tokens > 0:
         yield (
-            f"data.max_segments_per_row = {max_segments}: must be at most {longest}, "
-            f"the tokens of a row. Use {min(default, longest)}, or the number your documents need."
+            f"data.max_segments_per_row = {max_segments}: must be at most {row_tokens}, the tokens "
+            f"of a row. Use {min(default, row_tokens)}, or the number your documents need."
         )
 
 

@@ -1,14 +1,11 @@
 """Config sections of the data and the batch."""
 
-import math
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import (
-    MAX_COUNT,
     ConfigSection,
     Date,
     NonNegativeCount,
@@ -101,14 +98,12 @@ class DataConfig(ConfigSection):
     data.eval; rounded up. A hash of run.seed, the source's name and the document's index selects
     them, so every mesh and every resume holds out the same documents. A change of the fraction is a
     change of the data (run.on_data_change)."""
-    row_tokens: Annotated[PositiveCount | tuple[PositiveCount, ...], with_examples(8192)]
-    """Length of a row in tokens; documents are packed into rows. A list of lengths is possible,
-    such as [8192, 65536]: each document goes to the shortest rows that hold it, and each step has
-    rows of one length."""
+    row_tokens: Annotated[PositiveCount, with_examples(8192)]
+    """Length of a row in tokens; documents are packed into rows."""
     max_segments_per_row: PositiveCount = 64
     """Maximum number of segments (documents or parts of them) in one row."""
     long_documents: Literal["split", "truncate", "drop", "error"] = "split"
-    """Action for a document longer than the (longest) row. split: put its segments into several
+    """Action for a document longer than a row. split: put its segments into several
     rows. truncate: keep its beginning. drop: leave it out. error: refuse to start."""
     chat_template: Annotated[str | None, with_examples("template.jinja", min_length=1)] = None
     """File with a chat template (Jinja), or the template itself. null: the tokenizer's own."""
@@ -137,60 +132,12 @@ class DataConfig(ConfigSection):
     num_workers: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of processes that tokenize. null: one per core, or fewer for little data."""
 
-    @pydantic.field_validator("row_tokens", mode="before")
-    @classmethod
-    def _check_row_tokens(cls, value: Any) -> Any:
-        is_list = isinstance(value, list | tuple)
-        _check_lengths(value if is_list else [value])
-        return tuple(value) if is_list else value
-
-    @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """The lengths of rows, the shortest first."""
-        lengths = self.row_tokens if isinstance(self.row_tokens, tuple) else (self.row_tokens,)
-        return tuple(sorted(lengths))
-
-    @property
-    def max_row_tokens(self) -> int:
-        """Tokens of the longest row; the only length of most configs."""
-        return self.row_lengths[-1]
-
-
-def _check_lengths(lengths: Sequence[Any]) -> None:
-    if any(isinstance(length, int) and length > MAX_COUNT for length in lengths):
-        raise ValueError(f"must be at most {MAX_COUNT} tokens")
-    if not lengths or not all(map(fields.is_count, lengths)):
-        raise ValueError("must be a number of tokens, or a list of them")
-    if len(set(lengths)) < len(lengths):
-        raise ValueError("must not have the same length twice")
-    longest = max(lengths)
-    if any(longest % length for length in lengths):
-        raise ValueError(
-            "the longest must be a multiple of each, because every step has the same number of "
-            f"tokens. Use {_nearest_divisors(lengths)}"
-        )
-
-
-def _nearest_divisors(lengths: Sequence[int]) -> list[int]:
-    """The longest length, and the divisors of it that are nearest to the others."""
-    longest = max(lengths)
-    largest_tried = min(math.isqrt(longest), 10**6)
-    small = [divisor for divisor in range(1, largest_tried + 1) if longest % divisor == 0]
-    divisors = {*small, *(longest // divisor for divisor in small)} - {longest}
-    nearest = {
-        min(sorted(divisors), key=lambda divisor: max(divisor / length, length / divisor))
-        for length in lengths
-        if length < longest
-    }
-    return [*sorted(nearest), longest]
-
 
 class BatchConfig(ConfigSection):
     """Number of rows per step."""
 
     rows_per_step: Annotated[PositiveCount, with_examples(8)]
-    """Rows per optimizer update, over the whole mesh; the same for every mesh shape. With several
-    row lengths: rows of the longest; a step of shorter rows has the same number of tokens."""
+    """Rows per optimizer update, over the whole mesh; the same for every mesh shape."""
     rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
     another. auto: the largest number that, by the memory formula, needs no more recomputation than

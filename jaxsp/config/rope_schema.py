@@ -57,7 +57,7 @@ class RopeConfig(ConfigSection):
     long_factor: Annotated[_Divisors | None, with_examples([1.0, 4.0, 16.0], strict=False)] = None
     """Divisor of each frequency in long rows, for longrope."""
     longrope_factors: Annotated[Literal["short", "long"] | None, with_examples("long")] = None
-    """Factors that longrope has for rows of every length; the export then has them in both lists.
+    """Factors that longrope has for all rows; the export then has them in both lists.
     null: long if data.row_tokens is above original_max_position_embeddings, otherwise short."""
 
     def given_fields(self) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The config of a run: its sections, and the fields of model, mesh, attention and memory."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -79,14 +78,10 @@ class MeshConfig(ConfigSection):
     data: Annotated[int, pydantic.Field(ge=-1, le=MAX_COUNT)] = -1
     """Number of sequence-parallel groups in a replica, each with its own rows. -1: as many as the
     devices allow."""
-    seq: Annotated[
-        PositiveCount | tuple[PositiveCount, ...] | Literal["auto"], with_examples(4)
-    ] = 1
-    """Number of devices that share each row (degree of sequence parallelism). With several row
-    lengths, a list with the number for each length of data.row_tokens is possible, such as [1, 8]:
-    short rows then need no communication for attention. It requires mesh.data=-1. auto: for each
-    length, the number with which a step recomputes least (memory.remat) by the memory formula, of
-    several the smallest; groups larger than a node of 8 only to save attention."""
+    seq: Annotated[PositiveCount | Literal["auto"], with_examples(4)] = 1
+    """Number of devices that share each row (degree of sequence parallelism). auto: the number with
+    which a step recomputes least (memory.remat) by the memory formula, of several the smallest;
+    groups larger than a node of 8 only to save attention. It requires mesh.data=-1."""
     virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
     with an accelerator."""
@@ -101,17 +96,14 @@ class MeshConfig(ConfigSection):
     @pydantic.field_validator("seq", mode="before")
     @classmethod
     def _check_seq(cls, value: Any) -> Any:
-        is_list = isinstance(value, list | tuple)
-        if value != "auto" and not (
-            value and all(map(fields.is_count, value if is_list else [value]))
-        ):
-            raise ValueError("must be an integer of at least 1, a list of them, or auto")
-        return tuple(value) if is_list else value
+        if value != "auto" and not fields.is_count(value):
+            raise ValueError("must be an integer of at least 1, or auto")
+        return value
 
     @property
     def degree(self) -> int:
-        """The number of devices that share each row, in the config of one row length."""
-        assert isinstance(self.seq, int), "Config.row_configs have one of a list"
+        """Number of devices that share each row, after `auto` is resolved."""
+        assert isinstance(self.seq, int), "memory/row_meshes.py resolves it"
         return self.seq
 
 
@@ -240,56 +232,8 @@ class Config(ConfigSection):
         has_frozen_group = any(group.frozen for group in self.optimizer.groups)
         return has_frozen_group or self.adapter.type != "none"
 
-    @property
-    def row_configs(self) -> dict[int, "Config"]:
-        """The config of the steps with rows of each length, the shortest first."""
-        return {row_tokens: self._of_length(row_tokens) for row_tokens in self.data.row_lengths}
-
-    def _of_length(self, row_tokens: int) -> "Config":
-        """The config of steps whose rows have one of the lengths.
-
-        Steps have as many tokens as with the longest rows, and microbatches as many tokens per
-        device, if each device gets at least one row.
-        """
-        factor = self.data.max_row_tokens // row_tokens
-        seq = self.mesh.seq
-        degree = longest_degree = 1
-        if isinstance(seq, tuple):
-            degree = seq = self.degrees[row_tokens]
-            longest_degree = self.degrees[self.data.max_row_tokens]
-        rows_per_microbatch = self.batch.rows_per_microbatch
-        if rows_per_microbatch != "auto":
-            rows_per_microbatch = max(1, factor * rows_per_microbatch * degree // longest_degree)
-        batch_fields = {
-            "rows_per_step": factor * self.batch.rows_per_step,
-            "rows_per_microbatch": rows_per_microbatch,
-        }
-        return self.model_copy(
-            update={
-                "data": self.data.model_copy(update={"row_tokens": row_tokens}),
-                "batch": self.batch.model_copy(update=batch_fields),
-                "mesh": self.mesh.model_copy(update={"seq": seq}),
-            }
-        )
-
-    @property
-    def degrees(self) -> dict[int, int]:
-        """Number of devices that share a row, by row length."""
-        seq = self.mesh.seq
-        assert seq != "auto", "memory/row_meshes.py resolves it"
-        if isinstance(seq, int):
-            return dict.fromkeys(self.data.row_lengths, seq)
-        assert isinstance(self.data.row_tokens, tuple), "cross_checks.py compares the lists"
-        return dict(zip(self.data.row_tokens, seq, strict=True))
-
-    def with_degrees(self, degrees: Mapping[int, int]) -> "Config":
-        """Returns the config with a number of devices that share a row for each row length.
-
-        Equal numbers become one.
-        """
-        seq: int | tuple[int, ...] = degrees[self.data.max_row_tokens]
-        if isinstance(self.data.row_tokens, tuple) and len(set(degrees.values())) > 1:
-            seq = tuple(degrees[row_tokens] for row_tokens in self.data.row_tokens)
+    def with_degree(self, seq: int) -> "Config":
+        """Returns the config with a number of devices that share each row."""
         return self.model_copy(update={"mesh": self.mesh.model_copy(update={"seq": seq})})
 
     def with_rows_per_microbatch(self, number: int) -> "Config":

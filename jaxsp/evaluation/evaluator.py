@@ -69,7 +69,7 @@ def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
     """
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
     if any(source.has_long_documents() for source in data.documents.sources):
-        parts += [config.data.long_documents, str(config.data.max_row_tokens)]
+        parts += [config.data.long_documents, str(config.data.row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 
 
@@ -213,8 +213,7 @@ class Evaluator:
         compute_losses = self._compute_losses
         schedule = data.make_schedule(self.config, epochs=1)
         placement = self.spec.placement
-        placements = {self.config.data.max_row_tokens: placement}
-        loader = data.make_loader(self.config, schedule, placements)
+        loader = data.make_loader(self.config, schedule, placement)
         sums: Sums = {}
         dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
         for losses, counts in _fetch_one_behind(dispatched):

@@ -55,7 +55,7 @@ class LongPPL(NamedTuple):
 
 def check(config: Config) -> None:
     """Checks that rows hold enough context, if eval.long_ppl is true. Raises: UserError."""
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     least = CONTEXT_TOKENS + BLOCK_TOKENS
     if config.eval.long_ppl and row_tokens <= least:
         raise UserError(

@@ -90,10 +90,10 @@ class RetrievalEvaluator:
         if not samples:
             return
         of_texts = evaluator.for_texts()
-        longest_row = evaluator.config.data.max_row_tokens
+        row_tokens = evaluator.config.data.row_tokens
         flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
-        short = [pair for pair in flat if pair[1].length <= longest_row]
-        long = [pair for pair in flat if pair[1].length > longest_row]
+        short = [pair for pair in flat if pair[1].length <= row_tokens]
+        long = [pair for pair in flat if pair[1].length > row_tokens]
         if short:
             self._groups.append(_Group(of_texts, short))
         if long:
@@ -164,7 +164,7 @@ def lengthen_rows(spec: StepSpec, length: int) -> StepSpec:
     Raises: UserError if no attention can take such rows.
     """
     config = spec.config
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     if length <= row_tokens:
         return spec
     data = config.data.model_copy(update={"row_tokens": -(-length // row_tokens) * row_tokens})

@@ -41,9 +41,10 @@ def find_tokens(losses: BatchLosses, counts: StepCounts, layout: Layout) -> Toke
     rows = counts.rows
     slot_of_row = np.argsort(counts.places.ravel())
     slot_T, place_T = _expand(slot_of_row[rows.row_of_segment], rows.starts, rows.length)
+    row_tokens = losses.losses_BL.shape[-1]
     if not layout.keeps_order:
-        place_T = _find_places(layout, counts.row_tokens)[place_T]
-    index_T = slot_T * counts.row_tokens + place_T
+        place_T = _find_places(layout, row_tokens)[place_T]
+    index_T = slot_T * row_tokens + place_T
     document_T, position_T = _expand(rows.document, rows.offset, rows.length)
     outcomes_T = np.asarray(losses.outcomes_BL).ravel()[index_T]
     has_label_T = outcomes_T >= 0

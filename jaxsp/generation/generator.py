@@ -128,7 +128,7 @@ class Generator:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Checks the lengths of prompts and answers. Raises: UserError."""
-        limit = self.spec.config.data.max_row_tokens
+        limit = self.spec.config.data.row_tokens
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1. Use 128.")
         for number, prompt in enumerate(prompts):
@@ -185,12 +185,12 @@ class Generator:
         row_tokens = multiple
         while row_tokens < prompt_tokens:
             row_tokens *= 2
-        return min(row_tokens, config.data.max_row_tokens)
+        return min(row_tokens, config.data.row_tokens)
 
     def _choose_rows(self, num_prompts: int, tokens_per_row: int) -> int:
         """Number of rows of a group, a power of two."""
         config = self.spec.config
-        num_tokens = config.data.max_row_tokens * config.batch.microbatch_rows
+        num_tokens = config.data.row_tokens * config.batch.microbatch_rows
         limit = min(MAX_ROWS, max(1, max(num_tokens, MIN_TOKENS) // tokens_per_row))
         wanted = -(-num_prompts // device_mesh.num_groups(self.spec.mesh))
         rows = 1

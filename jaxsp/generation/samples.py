@@ -67,9 +67,9 @@ class SampleGenerator:
     ):
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
-        self._max_new_tokens = min(MAX_NEW_TOKENS, spec.config.data.max_row_tokens // 2)
+        self._max_new_tokens = min(MAX_NEW_TOKENS, spec.config.data.row_tokens // 2)
         count = spec.config.run.generate_samples
-        limit = spec.config.data.max_row_tokens - self._max_new_tokens
+        limit = spec.config.data.row_tokens - self._max_new_tokens
         self._samples = [
             (data.name, number, sample)
             for data in (eval_sets if count else ())

@@ -81,7 +81,7 @@ def parse_model_config(
 
     Args:
         field: name of the config in error messages, for example `model.config`.
-        row_tokens: length of the longest rows, by which longrope chooses its factors; None: no
+        row_tokens: length of the rows, by which longrope chooses its factors; None: no
             longer than the model's original range.
     Raises:
         UserError with a line for every field that is missing, unknown, of the wrong type or not

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -141,23 +141,19 @@ def make_layout(
 def outside_bytes(spec: StepSpec) -> float:
     """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
     layout = make_layout(spec.config, spec.model, spec.mesh.shape, spec.attention.strategy)
-    return CUDA_BYTES + nccl_bytes([layout])
+    return CUDA_BYTES + nccl_bytes(layout)
 
 
-def nccl_bytes(layouts: Sequence[GroupLayout]) -> float:
-    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node.
-
-    The steps of all row lengths keep theirs.
-    """
+def nccl_bytes(layout: GroupLayout) -> float:
+    """Estimate of NCCL's buffers on each device, with memory_limits.DEVICES_PER_NODE per node."""
     node_size = memory_limits.DEVICES_PER_NODE
-    all_to_all_size = max(layout.strategy.heads.degree for layout in layouts)
+    all_to_all_size = layout.strategy.heads.degree
     peers = min(all_to_all_size, node_size) - 1
     remote_peers = max(0, all_to_all_size - node_size)
-    groups = (list_communicators(layout.sizes, layout.strategy) for layout in layouts)
-    num_communicators = len(set().union(*groups))
+    num_communicators = len(list_communicators(layout.sizes, layout.strategy))
     # XLA's permutes have one of their own, of all devices. Source: GpuCliqueKey's is_p2p, and
     # GetP2PConfigForCollectivePermute, openxla/xla xla/backends/gpu/runtime
-    num_communicators += any(layout.has_permutes for layout in layouts)
+    num_communicators += layout.has_permutes
     buffers = num_communicators * COMMUNICATOR_BYTES
     return buffers + ALL_TO_ALL_BYTES * peers / (node_size - 1) + REMOTE_PEER_BYTES * remote_peers
 

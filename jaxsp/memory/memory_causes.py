@@ -35,7 +35,6 @@ class StepMemory:
     and saved activations are formulas. `other temporaries` is the rest of the program's total.
     """
 
-    row_tokens: int
     remat: str
     """Value of memory.remat that was chosen."""
     device: Mapping[str, int]
@@ -56,7 +55,6 @@ def find_causes(step: CompiledStep) -> StepMemory:
         workspace = use.estimated_workspace
     available = step.memory_limit.device
     return StepMemory(
-        row_tokens=step.spec.config.data.max_row_tokens,
         remat=step.spec.remat_policy.remat,
         device=_split(
             use.device_total,

@@ -318,7 +318,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     num_inputs = policy.num_offloaded_inputs(model.num_layers)
     if policy.is_input_offloaded and not policy.has_own_backward_pass:
         num_inputs += model.inner_loop  # its arrays are copied into those of all periods
-    tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.degree
+    tokens = config.data.row_tokens * rows_per_microbatch // config.mesh.degree
     table = trainable.build_table(model, config)
     num_weights = 0
     moments = 0

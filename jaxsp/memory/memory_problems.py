@@ -60,7 +60,7 @@ def find_problems(
                 "recomputed. Use memory.remat=save_attention."
             )
     problems += _find_kept_problems(memory, model)
-    tokens = config.data.max_row_tokens * config.batch.microbatch_rows
+    tokens = config.data.row_tokens * config.batch.microbatch_rows
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
     if RematPolicy(remat=memory.remat).is_mlp_saved and tile != "auto" and tile < tokens:

@@ -109,8 +109,7 @@ def _batch_changes(spec: StepSpec) -> list[str]:
 
 def _can_split_rows(spec: StepSpec, seq: int) -> bool:
     """True if the config's attention can shard rows over `seq` devices."""
-    config = spec.config
-    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})
+    config = spec.config.with_degree(seq)
     try:
         strategy = attention.choose_strategy(config, spec.model)
     except UserError:

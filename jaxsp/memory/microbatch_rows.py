@@ -10,6 +10,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.memory import available_memory, memory_fit, memory_formula, row_meshes
 from jaxsp.memory.available_memory import MemoryLimit
+from jaxsp.runtime import device_mesh
 from jaxsp.training.specs import StepSpec
 
 MIN_PREDICTED_RATIO = 0.93
@@ -26,9 +27,9 @@ def resolve_rows(
 ) -> Config:
     """Replaces `batch.rows_per_microbatch: auto` by a number that adds no recomputation.
 
-    That is the largest number with which the steps of all row lengths keep as much as they can with
-    1 row. The formula may predict too much for 1 row, and too little for several: the number is
-    larger than 1 only if it holds in both cases.
+    That is the largest number with which a step keeps as much as it can with 1 row. The formula may
+    predict too much for 1 row, and too little for several: the number is larger than 1 only if it
+    holds in both cases.
 
     Args:
         config: one whose mesh.seq is no longer `auto`.
@@ -44,12 +45,11 @@ def resolve_rows(
     if model is None or math.isinf(limits.device):
         return one_row
     try:
-        specs = _make_specs(one_row, model, devices, device_bytes)
-        found = [_find_reference(spec, limits) for spec in specs]
+        spec = _make_spec(one_row, model, devices, device_bytes)
+        reference = _find_reference(spec, limits)
     except UserError:  # reported later, with all others
         return one_row
-    references = [reference for reference in found if reference is not None]
-    if len(references) < len(specs):
+    if reference is None:
         return one_row
     rows_per_step = config.batch.rows_per_step
     for number in range(rows_per_step, 1, -1):
@@ -57,22 +57,20 @@ def resolve_rows(
             continue
         larger = config.with_rows_per_microbatch(number)
         with contextlib.suppress(UserError):  # not all numbers divide the rows of a group
-            pairs = zip(_make_specs(larger, model, devices, device_bytes), references, strict=True)
-            if all(_keeps_as_much(spec, reference, limits) for spec, reference in pairs):
+            spec = _make_spec(larger, model, devices, device_bytes)
+            if _keeps_as_much(spec, reference, limits):
                 return larger
     return one_row
 
 
-def _make_specs(
+def _make_spec(
     config: Config, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None
-) -> list[StepSpec]:
-    """Steps of all row lengths. Raises: UserError if one is not possible."""
-    if problems := row_meshes.find_division_problems(config, len(devices), None):
+) -> StepSpec:
+    """The step of a config. Raises: UserError if it is not possible."""
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
+    if problems := device_mesh.find_division_problems(config, sizes, layout=None):
         raise UserError(problems)
-    return [
-        row_meshes.make_step_spec(row_config, model, devices=devices, device_bytes=device_bytes)
-        for row_config in config.row_configs.values()
-    ]
+    return row_meshes.make_step_spec(config, model, devices=devices, device_bytes=device_bytes)
 
 
 def _find_reference(spec: StepSpec, limits: MemoryLimit) -> StepSpec | None:

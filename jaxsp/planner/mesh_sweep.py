@@ -60,15 +60,12 @@ def plan_meshes(
 ) -> list[MeshPlan]:
     """Plans a config's step on every mesh of a cluster, with every strategy that `auto` may choose.
 
-    With several row lengths, plans the longest rows, which decide what fits.
-
     Meshes that fit come first, the fastest by estimate first; of those that are equally fast, the
     one with the smallest `seq`.
 
     Args: on_result: called with each result.
     Raises: UserError if no mesh can be planned.
     """
-    config = _with_longest_rows(config)
     mesh_plans = []
     for mesh, option in list_combinations(config, model, num_devices=cluster.num_devices):
         plan = None
@@ -100,22 +97,16 @@ def plan_meshes(
 def list_combinations(
     config: Config, model: HasHeads, *, num_devices: int
 ) -> list[tuple[dict[str, int], StrategyOption]]:
-    """Lists every mesh of `num_devices` devices with each of its strategies, for the longest rows.
+    """Lists every mesh of `num_devices` devices with each of its strategies.
 
     Each mesh replaces the config's mesh.seq.
     """
-    config = _with_longest_rows(config).with_one_row_for_auto()
+    config = config.with_one_row_for_auto().with_degree(1)
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)
         for option in attention.list_options(config, model, seq=mesh[axes.SEQ])
     ]
-
-
-def _with_longest_rows(config: Config) -> Config:
-    """Returns the config of only the longest rows, one device for each."""
-    config = config.with_degrees(dict.fromkeys(config.data.row_lengths, 1))
-    return config.row_configs[config.data.max_row_tokens]
 
 
 SAME_TIME_FACTOR = 1.05

@@ -178,7 +178,7 @@ def resolve_config(config: Config, *, model: ModelConfig, cluster: Cluster) -> C
     limits = cluster.memory_limit
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
     device_bytes = int(limits.device)
-    config = row_meshes.resolve_degrees(
+    config = row_meshes.resolve_degree(
         config, model, devices=devices, limits=limits, device_bytes=device_bytes
     )
     return microbatch_rows.resolve_rows(
@@ -193,7 +193,7 @@ def plan_step(
     cluster: Cluster,
     document_tokens: int | None = None,
 ) -> Plan:
-    """Plans the step of a config with one row length.
+    """Plans the step of a config.
 
     Args:
         document_tokens: length of the documents that fill the rows; None: each row is one document.
@@ -224,7 +224,7 @@ def plan_step(
     elif fits_larger_microbatch(fitted):
         count = 2 * config.batch.microbatch_rows
         suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
-    document_tokens = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
+    document_tokens = min(document_tokens or config.data.row_tokens, config.data.row_tokens)
     return _describe_step(
         fitted, cluster, document_tokens=document_tokens, suggestions=suggestions, began=began
     )
@@ -232,7 +232,7 @@ def plan_step(
 
 def _has_split_pairs(config: Config, document_tokens: int | None) -> bool:
     """True if the objective needs pairs, and a row does not hold two of the documents."""
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     return config.objective.format is not None and 2 * (document_tokens or row_tokens) > row_tokens
 
 
@@ -266,7 +266,7 @@ def _find_problems(
     except UserError as error:
         problems.extend(error.problems)
     problems.extend(device_mesh.find_division_problems(config, sizes, layout=layout))
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     max_segments = config.data.max_segments_per_row
     if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
         problems.append(
@@ -298,7 +298,7 @@ def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> funct
         num_devices=cluster.num_devices,
         node_devices=cluster.node_devices,
         mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=spec.config.data.max_row_tokens,
+        row_tokens=spec.config.data.row_tokens,
         rows_per_step=batch.rows_per_step,
         rows_per_microbatch=batch.microbatch_rows,
         max_segments_per_row=spec.config.data.max_segments_per_row,
@@ -330,7 +330,7 @@ def _describe_step(
     """Makes the plan of a compiled step. Args: began: time when planning began."""
     spec = fitted.spec
     batch = spec.config.batch
-    row_tokens = spec.config.data.max_row_tokens
+    row_tokens = spec.config.data.row_tokens
     causes = memory_causes.find_causes(fitted)
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - fitted.memory_limit.device) / GIB

@@ -78,7 +78,7 @@ def find_longest_row(
     Args: on_result: called with each length.
     Raises: UserError if planning fails for another reason than the length.
     """
-    config = config.row_configs[config.data.max_row_tokens].with_one_row_for_auto()
+    config = config.with_one_row_for_auto()
     if config.memory.remat == config.memory.kept_mlp_layers == "auto":
         # They would fill the memory of shorter rows, which tells how much longer ones need
         memory = config.memory.model_copy(update={"kept_mlp_layers": 0})
@@ -86,7 +86,7 @@ def find_longest_row(
     cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
-    row_tokens = max(unit, config.data.max_row_tokens // unit * unit)
+    row_tokens = max(unit, config.data.row_tokens // unit * unit)
     while True:
         first_plan = next((length.plan for length in tried.values() if length.plan), None)
         tried[row_tokens] = _try_length(config, row_tokens, model, cluster, first_plan)

@@ -1,4 +1,4 @@
-"""Tables of plans of several GPUs, row lengths or meshes."""
+"""Tables of plans of several GPUs or meshes."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def format_amount(number: float) -> str:
 
 
 def format_comparison(plans: Sequence[Plan], *, tokens: float | None) -> str:
-    """Formats a table of plans of one config for several GPUs and row lengths."""
+    """Formats a table of plans of one config for several GPUs."""
     head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
     head += ["step*", "tokens/s*", "MFU* %", "limited by*"]
     if tokens is not None:

@@ -4,7 +4,7 @@ The modules describe themselves; here is the order.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxsp import attention
@@ -18,7 +18,7 @@ from jaxsp.runtime import device_mesh, run_dir, run_paths
 from jaxsp.sharding import sharding
 from jaxsp.training import trainable
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.specs import RunSpec, StepSpec
+from jaxsp.training.specs import StepSpec
 
 
 class BannerEntry(NamedTuple):
@@ -31,19 +31,18 @@ class BannerEntry(NamedTuple):
     """Text for a terminal without --verbose. None: the same text; empty: no entry."""
 
 
-def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
+def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
     """Returns the banner, first the lines that users check before they wait for a run."""
-    config = run_spec.config
+    config = spec.config
     run = config.run
-    spec = run_spec.longest
     num_shards = device_mesh.num_shards(spec.mesh)
     has_xla_options = run.deterministic or bool(run.xla_options)
     xla = spec.compile_options.description
     return [
-        BannerEntry("training", inputs.describe_steps(run_spec)),
+        BannerEntry("training", inputs.describe_steps(spec)),
         BannerEntry(
             "batch",
-            run_spec.describe_batch() + _describe_origin("batch.rows_per_microbatch", inputs),
+            spec.describe_batch() + _describe_origin("batch.rows_per_microbatch", inputs),
         ),
         BannerEntry(
             "optimizer",
@@ -64,14 +63,12 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
         *itertools.starmap(
             BannerEntry, summary.describe_data(inputs.train_set, config, inputs.schedule)
         ),
-        *_describe_documents(run_spec, inputs),
+        *_describe_documents(spec, inputs),
         BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        *_describe_by_length("mesh", run_spec, lambda step: _describe_mesh(step, inputs)),
+        BannerEntry("mesh", device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)),
         BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
-        *_describe_by_length("attention", run_spec, _describe_attention),
-        *_describe_by_length(
-            "memory", run_spec, lambda step: (memory_descriptions.describe(step), "")
-        ),
+        BannerEntry("attention", *_describe_attention(spec)),
+        BannerEntry("memory", memory_descriptions.describe(spec), short=""),
         # to all if the config has some
         BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
         BannerEntry(
@@ -83,8 +80,8 @@ def describe_run(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
     ]
 
 
-def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntry]:
-    config = run_spec.config
+def _describe_documents(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
+    config = spec.config
     run = config.run
     return [
         BannerEntry("stop", inputs.stop_tokens),
@@ -93,7 +90,7 @@ def _describe_documents(run_spec: RunSpec, inputs: RunInputs) -> list[BannerEntr
             "note",
             context_range.describe_excess(
                 inputs.hf_config,
-                row_tokens=config.data.max_row_tokens,
+                row_tokens=config.data.row_tokens,
                 longest_document=int(inputs.train_set.documents.lengths.max()),
             ),
         ),
@@ -119,38 +116,16 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
     return pairs
 
 
-def _describe_mesh(spec: StepSpec, inputs: RunInputs) -> tuple[str, str]:
-    text = device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)
-    return text, text
-
-
 def _describe_origin(field: str, inputs: RunInputs) -> str:
     """The end of a line with the choice for a field; empty if the config has a number."""
     return f" ({field}: auto)" if field in inputs.automatic_fields else ""
 
 
 def _describe_attention(spec: StepSpec) -> tuple[str, str]:
+    """The whole text and the short one."""
     choice = spec.attention
     text = attention.describe(choice, spec.model)
     short, _, rest = text.partition("; ")
     if rest and choice.fallback_reason:
         short += f" ({choice.kernel.name} because {choice.fallback_reason})"
     return text, short
-
-
-def _describe_by_length(
-    label: str, run_spec: RunSpec, describe: Callable[[StepSpec], tuple[str, str]]
-) -> list[BannerEntry]:
-    """Entries of each row length, the longest first, or a single one if all are equal.
-
-    Args: describe: returns the whole text and the short one of a step.
-    """
-    texts = {length: describe(spec) for length, spec in reversed(run_spec.steps.items())}
-    if len({text for text, _ in texts.values()}) == 1:
-        return [BannerEntry(label, *next(iter(texts.values())))]
-    entries: list[BannerEntry] = []
-    for length, (text, short) in texts.items():
-        name = f"rows of {length:,} tokens: "
-        short = name + short if short else ""
-        entries.append(BannerEntry("" if entries else label, name + text, short=short))
-    return entries

@@ -46,8 +46,6 @@ class StepFields:
     """Sum of num_tokens over all steps so far."""
     num_tokens_by_source: dict[str, int]
     """num_tokens of each source, by name."""
-    row_tokens: int
-    """Row length of the step, in tokens."""
     padding_fraction: float
     """Fraction of the step's token slots that no segment fills."""
     attention_imbalance: float

@@ -25,10 +25,8 @@ class NonfiniteStep:
     """Global norm of the gradient before clipping, as for loss."""
     learning_rate: float
     """Learning rate of this update, which was not applied."""
-    row_tokens: int
-    """Row length of the step, in tokens."""
     rows: list[int]
-    """Indices of the step's rows in the sequence of rows of this length, from 0."""
+    """Indices of the step's rows in the sequence of rows, from 0."""
     documents: list[dict[str, Any]]
     """All segments of these rows. Each has row (index of its row, as in rows), source (name),
     record_index (index of the record in its source, from 0), location (file, and line or row),
@@ -61,7 +59,6 @@ class NonfiniteTracker:
             loss=_json_number(results["loss"]),
             grad_norm=_json_number(results["grad_norm"]),
             learning_rate=float(results["learning_rate"]),
-            row_tokens=loader.row_tokens(step_index),
             rows=sorted({segment["row"] for segment in segments}),
             documents=segments,
         )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from jaxsp.core import durations, urls
 from jaxsp.core.units import format_count
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 
 def summarize_run(
-    run_spec: RunSpec,
+    spec: StepSpec,
     first: Line,
     last: Line,
     *,
@@ -23,7 +23,7 @@ def summarize_run(
 
     Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
     """
-    directory = run_spec.config.run.directory
+    directory = spec.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last["step"] - first["step"] + 1, "step")
     num_tokens = last["num_tokens_total"] - first["num_tokens_total"] + first["num_tokens"]

@@ -5,7 +5,6 @@ import datetime
 import importlib.metadata
 import pathlib
 import platform
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxsp.model import flops
 from jaxsp.reporting.metrics import METRICS_FILE
 from jaxsp.runtime import jsonl, run_dir, run_paths
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 STARTS_FILE = "starts.jsonl"
 
@@ -49,14 +48,11 @@ class StartLine:
     num_processes: int
     """Number of processes."""
     mesh: dict[str, int]
-    """Size of each mesh axis for the longest rows, by name."""
-    seq_by_row_tokens: dict[str, int]
-    """Size of the axis seq for each row length."""
+    """Size of each mesh axis, by name."""
     strategy: str
-    """Attention strategy that was chosen for the longest rows, with its degrees. Empty if no
-    devices share them."""
+    """Attention strategy that was chosen, with its degrees. Empty if no devices share rows."""
     kernel: str
-    """Attention kernel that was chosen for the longest rows."""
+    """Attention kernel that was chosen."""
     jaxsp_version: str | None
     """Version of jaxsp; null if it is not installed as a package."""
     jax_version: str
@@ -64,27 +60,25 @@ class StartLine:
     python_version: str
     """Version of Python."""
     compile_s: float
-    """Seconds to compile the step, for all row lengths."""
-    memory: list[dict[str, Any]]
-    """Memory of the compiled step for each row length. Each has row_tokens, remat (chosen
-    memory.remat), device and host (bytes per device, by cause) and device_available (bytes that the
-    step may use on a device, or null). Weights, optimizer state and totals are exact; gradients and
-    saved activations are formulas; other temporaries are the rest. host is empty if nothing is
-    offloaded."""
+    """Seconds to compile the step."""
+    memory: dict[str, Any]
+    """Memory of the compiled step: remat (chosen memory.remat), device and host (bytes per device,
+    by cause) and device_available (bytes that the step may use on a device, or null). Weights,
+    optimizer state and totals are exact; gradients and saved activations are formulas; other
+    temporaries are the rest. host is empty if nothing is offloaded."""
 
 
 def describe_start(
-    run_spec: RunSpec, inputs: RunInputs, *, memory: Sequence[StepMemory], compile_s: float
+    spec: StepSpec, inputs: RunInputs, *, memory: StepMemory, compile_s: float
 ) -> StartLine:
     """Returns the line of a start."""
-    spec = run_spec.longest
     devices = spec.mesh.devices.flatten()
     checkpoint = inputs.start.checkpoint
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=inputs.start.step,
-        previous_step=_read_last_step(run_paths.local_dir(run_spec.config.run) / METRICS_FILE),
+        previous_step=_read_last_step(run_paths.local_dir(spec.config.run) / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
         config_changes=list(inputs.start.config_changes),
         num_steps=spec.num_steps,
@@ -93,14 +87,13 @@ def describe_start(
         device_kind=devices[0].device_kind,
         num_processes=jax.process_count(),
         mesh=dict(spec.mesh.shape),
-        seq_by_row_tokens={str(n): seq for n, seq in run_spec.config.degrees.items()},
         strategy=spec.attention.strategy.description,
         kernel=spec.attention.kernel.name,
         jaxsp_version=_find_version(),
         jax_version=jax.__version__,
         python_version=platform.python_version(),
         compile_s=round(compile_s, 3),
-        memory=[dataclasses.asdict(step_memory) for step_memory in memory],
+        memory=dataclasses.asdict(memory),
     )
 
 

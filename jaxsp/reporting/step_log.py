@@ -22,7 +22,7 @@ from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import metric_table
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_step import StepResults
 
 SLOW_MFU = 0.01
@@ -93,13 +93,13 @@ class StepLog:
 
     def __init__(
         self,
-        run_spec: RunSpec,
+        spec: StepSpec,
         inputs: RunInputs,
         writer: MetricsWriter,
         progress: Progress,
         status: RunStatus,
     ):
-        self._run_spec = run_spec
+        self._spec = spec
         self._inputs = inputs
         self._writer = writer
         self._progress = progress
@@ -116,7 +116,7 @@ class StepLog:
         self.steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.nonfinite = NonfiniteTracker(run_spec.config.run, writer)
+        self.nonfinite = NonfiniteTracker(spec.config.run, writer)
         self.first_line: Line = {}
         """Line of the first recorded step; empty before it."""
         self.last_line: Line = {}
@@ -183,15 +183,15 @@ class StepLog:
         self.first_line = self.first_line or self.last_line
         if self.last_line["loss"] is not None:
             self.recent_losses.append(self.last_line["loss"])
-        is_due = evaluator.is_due(self._run_spec.config.run.log_every, self._num_finished)
-        if is_due or not results["is_finite"] or self._num_finished == self._run_spec.num_steps:
+        is_due = evaluator.is_due(self._spec.config.run.log_every, self._num_finished)
+        if is_due or not results["is_finite"] or self._num_finished == self._spec.num_steps:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
 
     def _record_nonfinite_step(self, results: StepResults) -> None:
         loader = self._inputs.train_set.make_loader(
-            self._run_spec.config, self._inputs.schedule, self._run_spec.placements
+            self._spec.config, self._inputs.schedule, self._spec.placement
         )
         step_index = self._num_finished - self._inputs.start.step - 1
         self.nonfinite.record_step(self._num_finished, results, loader, step_index)
@@ -229,27 +229,26 @@ class StepLog:
         if peak is None:
             return None
         step_flops = self._count_flops(counts)
-        return step_flops / (SLOW_MFU * peak * 1e12 * self._run_spec.longest.mesh.size)
+        return step_flops / (SLOW_MFU * peak * 1e12 * self._spec.mesh.size)
 
     def _count_flops(self, counts: StepCounts) -> float:
-        spec = self._run_spec.longest
-        return flops.step_flops(spec.model, counts.segment_lengths, spec.table)
+        return flops.step_flops(self._spec.model, counts.segment_lengths, self._spec.table)
 
     @property
     def _peak_tflops(self) -> float | None:
-        return flops.peak_tflops(self._run_spec.longest.mesh.devices.flat[0].device_kind)
+        return flops.peak_tflops(self._spec.mesh.devices.flat[0].device_kind)
 
     def _build_line(
         self, step: DispatchedStep, results: StepResults, *, step_s: float, data_wait_s: float
     ) -> Line:
-        config = self._run_spec.config
-        mesh = self._run_spec.longest.mesh
+        config = self._spec.config
+        mesh = self._spec.mesh
         counts = step.counts
         num_devices = mesh.devices.size
         num_tokens = int(results["num_tokens"])
         tokens_per_s = num_tokens / step_s
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
-        num_slots = config.batch.rows_per_step * config.data.max_row_tokens
+        num_slots = config.batch.rows_per_step * config.data.row_tokens
         tflops = self._count_flops(counts) / step_s / num_devices / 1e12
         peak = self._peak_tflops
         fields = StepFields(
@@ -261,7 +260,6 @@ class StepLog:
             num_tokens_by_source=dict(
                 zip(self._source_names, counts.tokens_per_source, strict=True)
             ),
-            row_tokens=counts.row_tokens,
             padding_fraction=1 - num_tokens / num_slots,
             attention_imbalance=counts.imbalance,
             step_s=step_s,

@@ -55,20 +55,19 @@ class BenchmarkResult:
 
 
 def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
-    """Times steps of a config from its initial weights, with rows of the greatest length.
+    """Times steps of a config from its initial weights.
 
     Raises: UserError for a config that cannot train here, and for a loss that is not finite.
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
-        run_spec, inputs = build.build_training(run_config, devices=jax.devices())
-    spec = run_spec.longest
+        spec, inputs = build.build_training(run_config, devices=jax.devices())
     began = time.perf_counter()
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_state.init_state(spec, inputs.make_weights())
-    loader = inputs.train_set.make_loader(run_spec.config, inputs.schedule, run_spec.placements)
+    loader = inputs.train_set.make_loader(spec.config, inputs.schedule, spec.placement)
     seconds = []
     results = []
     segment_lengths = np.zeros(0, np.int64)
@@ -105,7 +104,6 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
 
 def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int) -> Config:
     """Config of a run of 1 + num_steps steps, without evaluation and profiling."""
-    config = config.row_configs[config.data.max_row_tokens]
     run = {
         "directory": str(directory),
         "steps": 1 + num_steps,

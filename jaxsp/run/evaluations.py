@@ -18,7 +18,7 @@ from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 
 class Evaluations:
@@ -26,19 +26,19 @@ class Evaluations:
 
     def __init__(
         self,
-        run_spec: RunSpec,
+        spec: StepSpec,
         inputs: RunInputs,
         metrics: MetricsWriter,
         status: RunStatus,
         print_line: Callable[[str], None],
     ):
-        config = run_spec.config
+        config = spec.config
         self._eval_every = config.run.eval_every
         self._directory = run_paths.local_dir(config.run)
-        self._eval_sets = Evaluator(run_spec.longest, inputs.eval_sets)
+        self._eval_sets = Evaluator(spec, inputs.eval_sets)
         self._tasks = RetrievalEvaluator(self._eval_sets, inputs.task_samples)
         self._samples = SampleGenerator(
-            run_spec.longest,
+            spec,
             inputs.eval_sets,
             tokenizer=inputs.tokenizer,
             stop_ids=inputs.stop_ids,

@@ -59,7 +59,7 @@ def _read_model(config: Config) -> ModelConfig | None:
     try:
         fields, field = model_config.read_fields(config.model)
         model = model_config.parse_model_config(
-            fields, field=field, row_tokens=config.data.max_row_tokens
+            fields, field=field, row_tokens=config.data.row_tokens
         )
         return peft.resolve(config.adapter, model).model
     except UserError:
@@ -78,11 +78,8 @@ def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: 
     if model is None or "auto" in (config.mesh.seq, config.batch.rows_per_microbatch):
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
-    return max(
-        memory_formula.pool_bytes(
-            memory_formula.offloaded_bytes(model, row_config, num_shards=num_shards)
-        )
-        for row_config in config.row_configs.values()
+    return memory_formula.pool_bytes(
+        memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
     )
 
 
@@ -94,17 +91,13 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
     config = config.with_one_row_for_auto()
     configs = [config]
     if config.mesh.seq == "auto":
-        lengths = config.data.row_lengths
         degrees = row_meshes.list_degrees(config, num_devices)
-        configs = [config.with_degrees(dict.fromkeys(lengths, seq)) for seq in degrees]
+        configs = [config.with_degree(seq) for seq in degrees]
     nccl_bytes = [0.0]
     for candidate in configs:
         with contextlib.suppress(UserError):  # reported later, with all others
-            layouts = [
-                _make_layout(row_config, model, num_devices)
-                for row_config in candidate.row_configs.values()
-            ]
-            nccl_bytes.append(available_memory.nccl_bytes(layouts))
+            layout = _make_layout(candidate, model, num_devices)
+            nccl_bytes.append(available_memory.nccl_bytes(layout))
     return available_memory.CUDA_BYTES + max(nccl_bytes)
 
 

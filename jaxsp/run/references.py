@@ -122,7 +122,7 @@ def read_identity(folder: pathlib.Path) -> str | None:
 def _compute(
     spec: StepSpec, data: PackedDataset, weights: layers.Weights, on_batch: Callable[[], None]
 ) -> np.ndarray:
-    """Log-probability of each document, in rows of the greatest length as in an evaluation."""
+    """Log-probability of each document, in rows as in an evaluation."""
     rows = dataset.pack_documents(data.name, data.documents, spec.config, digests=data.digests)
     sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
     return -sums.losses_D.astype(np.float32)

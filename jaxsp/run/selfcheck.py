@@ -6,7 +6,6 @@ activations back in the wrong order (openxla/xla PR 46231).
 """
 
 import dataclasses
-import itertools
 import math
 import time
 import types
@@ -23,7 +22,6 @@ from jaxtyping import Array
 
 from jaxsp import attention
 from jaxsp.attention import (
-    AttentionChoice,
     Kernel,
     KernelSettings,
     LayerWorkload,
@@ -80,7 +78,7 @@ _PLAIN_SCORES = ScoreConfig()
 _WHOLE_ROWS = attention.combine(1)
 
 
-def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str]:
+def check_device(spec: StepSpec) -> list[str]:
     """Checks this process's devices, and returns a line for each check that passed.
 
     Attention and delta nets are checked on the first, and offloading on all of them. CPUs are not
@@ -93,9 +91,7 @@ def check_device(spec: StepSpec, choices: Sequence[AttentionChoice]) -> list[str
         return []
     check_arithmetic(local[0])
     passed = []
-    listed = (_list_checks(spec, choice) for choice in choices)
-    checks = dict.fromkeys(itertools.chain.from_iterable(listed))
-    if checks:
+    if checks := _list_checks(spec):
         start_s = time.perf_counter()
         for check in checks:
             raise_on_attention_error(check.measure_errors(local[0]), local[0])
@@ -240,9 +236,10 @@ class AttentionCheck:
         return jax.jit(run).lower(*shapes).compile(compiler_options=_NO_AUTOTUNING)
 
 
-def _list_checks(spec: StepSpec, choice: AttentionChoice) -> list[AttentionCheck]:
+def _list_checks(spec: StepSpec) -> list[AttentionCheck]:
     """Lists a check for each kind of layer over whole rows, and one over chunks of rows if the
-    strategy computes those. Several row lengths may share a check."""
+    strategy computes those."""
+    choice = spec.attention
     if not choice.kernel.needs_selfcheck:
         return []
     model = spec.model

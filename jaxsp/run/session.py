@@ -31,7 +31,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
 
@@ -54,7 +54,7 @@ class RunFiles:
 class Session:
     """Decisions and records between the steps of a run, in one process. Made by `open_session`."""
 
-    run_spec: RunSpec
+    spec: StepSpec
     inputs: RunInputs
     files: RunFiles
     preemption: Preemption
@@ -79,7 +79,7 @@ class Session:
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.inputs.start.has_pending_evaluation
         is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
-        is_first = self.run_spec.config.run.eval_at_start and not is_resume
+        is_first = self.spec.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()
         if self.evaluations and (is_pending or is_first):
@@ -122,7 +122,7 @@ class Session:
             self.log.record_dispatched_step()
             self.files.trace.start()
         estimated_s = self.log.estimate_step_s(counts)
-        self.preemption.status.dispatched(step, counts.row_tokens, estimated_s=estimated_s)
+        self.preemption.status.dispatched(estimated_s=estimated_s)
 
     def after_dispatch(self, results: StepResults, counts: StepCounts) -> None:
         """Records the previous step, and reads the next batch, while this step runs."""
@@ -137,7 +137,7 @@ class Session:
         The time is not part of any step's time. The evaluation comes first, because its results
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
-        is_last = step == self.run_spec.num_steps
+        is_last = step == self.spec.num_steps
         should_save, should_evaluate = self._find_due(step, is_last=is_last)
         should_stop_trace = self.files.trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
@@ -171,7 +171,7 @@ class Session:
             "the last checkpoint", expected_s=self.preemption.status.step_s, is_writing=True
         )
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
-        self.has_pending_evaluation |= self.run_spec.config.checkpoint.keep_best > 0
+        self.has_pending_evaluation |= self.spec.config.checkpoint.keep_best > 0
         self.checkpoints.finish(state, self._build_meta())
 
     @property
@@ -179,7 +179,7 @@ class Session:
         """End of the run, after its last step."""
         if not self.log.can_continue:
             return "failed"
-        is_complete = self.is_stopped_early or self.log.num_steps >= self.run_spec.num_steps
+        is_complete = self.is_stopped_early or self.log.num_steps >= self.spec.num_steps
         return "finished" if is_complete or self.preemption.reason is None else "stopped"
 
     def print_outcome(self, console: rich.console.Console) -> None:
@@ -190,7 +190,7 @@ class Session:
         step = self.checkpoints.last_saved_step
         if not self.log.can_continue:
             raise NeedsAttentionError(self.log.nonfinite.stop_message(saved_step=step))
-        is_complete = step >= self.run_spec.num_steps
+        is_complete = step >= self.spec.num_steps
         if self.is_stopped_early and not is_complete:
             self.files.progress.print_line(
                 f"stopped early after step {step}: {self.early_stopping.reason}"
@@ -204,7 +204,7 @@ class Session:
             )
             return
         summary_pairs = run_summary.summarize_run(
-            self.run_spec,
+            self.spec,
             self.log.first_line,
             self.log.last_line,
             recent_losses=self.log.recent_losses,
@@ -226,7 +226,7 @@ class Session:
 
         All processes must call it once per step: the schedule communicates.
         """
-        run = self.run_spec.config.run
+        run = self.spec.config.run
         is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
             self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
         )
@@ -234,7 +234,7 @@ class Session:
         should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
         should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
-        should_rank = should_save and self.run_spec.config.checkpoint.keep_best > 0
+        should_rank = should_save and self.spec.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
             self.early_stopping.expect_evaluation()
         return should_save, should_evaluate or should_rank
@@ -258,14 +258,12 @@ class Session:
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
         inputs = self.inputs
-        consumed = inputs.schedule.rows_consumed(self.log.num_steps - self.inputs.start.step)
-        lengths = [str(stream.row_tokens) for stream in inputs.train_set.streams]
         return CheckpointMeta(
-            config=self.run_spec.config.model_dump(mode="json"),
+            config=self.spec.config.model_dump(mode="json"),
             model=inputs.hf_config,
-            data=inputs.train_set.fingerprint(self.run_spec.config),
+            data=inputs.train_set.fingerprint(self.spec.config),
             step=self.log.num_steps,
-            rows_consumed=dict(zip(lengths, consumed, strict=True)),
+            rows_consumed=inputs.schedule.rows_consumed(self.log.num_steps - inputs.start.step),
             num_tokens_total=self.log.num_tokens,
             has_pending_evaluation=self.has_pending_evaluation,
             early_stopping=self.early_stopping.state,
@@ -275,7 +273,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    run_spec: RunSpec,
+    spec: StepSpec,
     inputs: RunInputs,
     state: TrainState,
     console: rich.console.Console,
@@ -292,11 +290,11 @@ def open_session(
 
     Raises: NeedsAttentionError at the end, after steps that were not finite.
     """
-    config = run_spec.config
+    config = spec.config
     first_step = inputs.start.step
     status = preemption.status
-    loader = inputs.train_set.make_loader(config, inputs.schedule, run_spec.placements)
-    progress = Progress(console, first_step=first_step, num_steps=run_spec.num_steps)
+    loader = inputs.train_set.make_loader(config, inputs.schedule, spec.placement)
+    progress = Progress(console, first_step=first_step, num_steps=spec.num_steps)
     with contextlib.ExitStack() as stack:
         directory = run_paths.local_dir(config.run)
         stack.enter_context(
@@ -305,19 +303,19 @@ def open_session(
             )
         )
         starts.record_start(directory, start_line)
-        _keep_references(run_spec, inputs, directory)
-        trackers, files = _open_files(stack, run_spec, inputs, progress, status)
+        _keep_references(spec, inputs, directory)
+        trackers, files = _open_files(stack, spec, inputs, progress, status)
         session = Session(
-            run_spec=run_spec,
+            spec=spec,
             inputs=inputs,
             files=files,
             preemption=preemption,
             early_stopping=early_stopping,
-            evaluations=Evaluations(run_spec, inputs, files.metrics, status, progress.print_line),
+            evaluations=Evaluations(spec, inputs, files.metrics, status, progress.print_line),
             checkpoints=CheckpointSchedule(
                 files.checkpoints, config.run, first_step=first_step, print_line=progress.print_line
             ),
-            log=StepLog(run_spec, inputs, files.metrics, progress, status),
+            log=StepLog(spec, inputs, files.metrics, progress, status),
             rows=stack.enter_context(contextlib.closing(loader.batches())),
             base_checksums=base_checksums,
         )
@@ -328,10 +326,10 @@ def open_session(
     session.print_outcome(console)
 
 
-def _keep_references(run_spec: RunSpec, inputs: RunInputs, directory: pathlib.Path) -> None:
+def _keep_references(spec: StepSpec, inputs: RunInputs, directory: pathlib.Path) -> None:
     """Writes what the objective needs of the reference model into the run's directory."""
     references.keep(
-        run_spec.longest,
+        spec,
         [inputs.train_set, *inputs.eval_sets],
         directory / references.FOLDER,
         find_identity=functools.partial(
@@ -344,16 +342,16 @@ def _keep_references(run_spec: RunSpec, inputs: RunInputs, directory: pathlib.Pa
 
 def _open_files(
     stack: contextlib.ExitStack,
-    run_spec: RunSpec,
+    spec: StepSpec,
     inputs: RunInputs,
     progress: Progress,
     status: RunStatus,
 ) -> tuple[Trackers, RunFiles]:
     """Opens the files in a run directory, and the trackers; the stack closes them."""
-    config = run_spec.config
+    config = spec.config
     directory = run_paths.local_dir(config.run)
     is_resume = inputs.start.is_resume_in(directory)
-    eval_set = preflight.ranking_eval_set(run_spec, inputs)
+    eval_set = preflight.ranking_eval_set(spec, inputs)
     # A new run also drops lines of an evaluation before its first step, and repeats it
     from_step = inputs.start.step if is_resume else inputs.start.step - 1
     trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
@@ -362,7 +360,7 @@ def _open_files(
     stack.enter_context(metrics)
     checkpoints = CheckpointWriter(
         directory / run_paths.CHECKPOINTS_DIR,
-        table=run_spec.longest.table,
+        table=spec.table,
         retention=config.checkpoint,
         status=status,
         # Before a checkpoint is written, metrics.jsonl must have the lines of its steps

@@ -10,19 +10,19 @@ from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
 from jaxsp.run import finished_run, preflight, references
-from jaxsp.run.preflight import StepFunctions
+from jaxsp.run.preflight import StepFunction
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_state
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.specs import RunSpec, StepSpec
+from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 
 
 def train(
-    run_spec: RunSpec,
+    spec: StepSpec,
     inputs: RunInputs,
     console: rich.console.Console,
     *,
@@ -42,29 +42,27 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(run_spec.config.run, RunStatus())
-    preflight.check_agreement(run_spec, inputs)
-    early_stopping = preflight.make_early_stopping(run_spec, inputs)
-    if message := preflight.describe_completion(run_spec, inputs, early_stopping):
-        eval_set = preflight.ranking_eval_set(run_spec, inputs)
-        finished_run.finish_run(run_spec.config, inputs.start, eval_set=eval_set)
+    preemption = preemption or Preemption(spec.config.run, RunStatus())
+    preflight.check_agreement(spec, inputs)
+    early_stopping = preflight.make_early_stopping(spec, inputs)
+    if message := preflight.describe_completion(spec, inputs, early_stopping):
+        eval_set = preflight.ranking_eval_set(spec, inputs)
+        finished_run.finish_run(spec.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
-    entries = banner.describe_run(run_spec, inputs)
+    entries = banner.describe_run(spec, inputs)
     output.print_pairs(console, banner.select_pairs(entries, is_verbose=verbose))
-    preflight.report_checks(run_spec, inputs, console)
-    compiled = preflight.compile_steps(run_spec, inputs, console)
-    start_line = starts.describe_start(
-        run_spec, inputs, memory=compiled.memory, compile_s=compiled.seconds
-    )
+    preflight.report_checks(spec, inputs, console)
+    step = preflight.compile_step(spec, console)
+    start_line = starts.describe_start(spec, inputs, memory=step.memory, compile_s=step.seconds)
     has_reference_state = inputs.start.checkpoint is None
     if not has_reference_state:
-        _prepare_references(run_spec, inputs, inputs.make_reference_weights, console, preemption)
-    state, base_checksums = _make_state(run_spec.longest, inputs)
+        _prepare_references(spec, inputs, inputs.make_reference_weights, console, preemption)
+    state, base_checksums = _make_state(spec, inputs)
     if has_reference_state:
-        _prepare_references(run_spec, inputs, lambda: state.master, console, preemption)
+        _prepare_references(spec, inputs, lambda: state.master, console, preemption)
     with open_session(
-        run_spec,
+        spec,
         inputs,
         state,
         console,
@@ -74,12 +72,12 @@ def train(
         banner_text=output.format_pairs(banner.select_pairs(entries, is_verbose=True)),
         start_line=start_line,
     ) as session:
-        state = run_steps(session, compiled.functions, state)
+        state = run_steps(session, step.function, state)
         session.save_last(state)
 
 
 def _prepare_references(
-    run_spec: RunSpec,
+    spec: StepSpec,
     inputs: RunInputs,
     make_weights: Callable[[], layers.Weights],
     console: rich.console.Console,
@@ -90,13 +88,13 @@ def _prepare_references(
     Args: make_weights: makes the weights of the reference model.
     """
     data_sets = [inputs.train_set, *inputs.eval_sets]
-    if not references.list_missing(run_spec.longest, data_sets):
+    if not references.list_missing(spec, data_sets):
         return
     preemption.status.begin("the reference pass")
-    directory = run_paths.local_dir(run_spec.config.run)
+    directory = run_paths.local_dir(spec.config.run)
     folder = directory / references.FOLDER
     references.prepare(
-        run_spec.longest,
+        spec,
         data_sets,
         folders=[folder],
         weights_identity=references.choose_identity(
@@ -110,13 +108,13 @@ def _prepare_references(
     )
 
 
-def run_steps(session: Session, functions: StepFunctions, state: TrainState) -> TrainState:
+def run_steps(session: Session, function: StepFunction, state: TrainState) -> TrainState:
     """Runs steps until the last one or until the run stops early, and returns the final state."""
     for step, batch, counts in session.batches():
         if not session.should_dispatch(step):
             break
         session.before_dispatch(step, counts)
-        state, results = functions[counts.row_tokens](state, batch)  # asynchronous
+        state, results = function(state, batch)  # asynchronous
         session.after_dispatch(results, counts)
         session.evaluate_and_save(step, state)
     return state

@@ -1,6 +1,5 @@
 """The device mesh: replica x data x seq."""
 
-import math
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -42,18 +41,14 @@ def find_division_problems(
     sizes: dict[str, int],
     *,
     layout: Layout | None,
-    num_per_longest: int = 1,
     with_training: bool = True,
 ) -> list[str]:
-    """Problems with dividing rows of one length and their tokens among the devices.
+    """Problems with dividing rows and their tokens among the devices.
 
     Args:
-        config: of rows of one length, one of `Config.row_configs`.
         sizes: axis sizes of the mesh.
         layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
             chunks per device.
-        num_per_longest: number of these rows that have the tokens of one of the longest, which
-            batch.rows_per_step counts.
         with_training: False: leaves out batch.rows_per_step.
     Returns: one text per problem; empty if there is none.
     """
@@ -64,7 +59,7 @@ def find_division_problems(
     reason = "1 shard per device (mesh.seq)"
     if chunks_per_device > 1:
         reason = f"{chunks_per_device} chunks per device (mesh.seq)"
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     if row_tokens % divisor:
         multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
         suggestion = f"Use {errors.format_choices(multiples)}."
@@ -79,16 +74,13 @@ def find_division_problems(
     per_microbatch = config.batch.microbatch_rows
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     divisor = groups * per_microbatch
-    if with_training and config.batch.rows_per_step % divisor:
-        longest_rows = config.batch.rows_per_step // num_per_longest
-        divisor //= math.gcd(divisor, num_per_longest)
+    rows_per_step = config.batch.rows_per_step
+    if with_training and rows_per_step % divisor:
         counts = f"{groups} sequence-parallel group{'s' if groups > 1 else ''} x {per_microbatch} "
         counts += f"row{'s' if per_microbatch > 1 else ''} per microbatch"
-        if num_per_longest > 1:
-            counts += f", {num_per_longest} of them for each of the longest rows"
         problems.append(
-            f"batch.rows_per_step = {longest_rows}: must be a multiple of {divisor} ({counts}). "
-            f"Use {errors.format_choices(_nearest_multiples(longest_rows, divisor))}."
+            f"batch.rows_per_step = {rows_per_step}: must be a multiple of {divisor} ({counts}). "
+            f"Use {errors.format_choices(_nearest_multiples(rows_per_step, divisor))}."
         )
     return problems
 

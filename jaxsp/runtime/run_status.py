@@ -56,12 +56,10 @@ class RunStatus:
         self.checkpoint_s: float | None = None
         """Seconds from the start of the last checkpoint until it was written."""
         self.evaluation_s: float | None = None
-        self._running: dict[int, int] = {}
-        """Row lengths of the steps that are dispatched and not finished."""
-        self._durations_s: dict[int, collections.deque[float]] = collections.defaultdict(
-            lambda: collections.deque(maxlen=20)
-        )
-        """Seconds of the last steps, by row length."""
+        self._num_running = 0
+        """Number of steps that are dispatched and not finished."""
+        self._durations_s: collections.deque[float] = collections.deque(maxlen=20)
+        """Seconds of the last steps."""
 
     def begin(
         self,
@@ -104,32 +102,30 @@ class RunStatus:
     def waiting_for_step(self, num_finished: int) -> None:
         """Records that the next step can start."""
         self.num_finished = num_finished
-        step = num_finished + 1
-        self.begin(f"step {step}", expected_s=self._expected_step_s(step))
+        self.begin(f"step {num_finished + 1}", expected_s=self.step_s or None)
 
-    def dispatched(self, step: int, row_tokens: int, *, estimated_s: float | None = None) -> None:
+    def dispatched(self, *, estimated_s: float | None = None) -> None:
         """Records the dispatch of a step, which starts when the step before it is finished.
 
         Args: estimated_s: upper estimate of its duration; None if there is none.
         """
-        self._running[step] = row_tokens
-        if len(self._running) == 1:  # it has started already
+        self._num_running += 1
+        if self._num_running == 1:  # it has started already
             with self._lock:
-                expected_s = self._expected_step_s(step)
                 self.activity = dataclasses.replace(
-                    self.activity, expected_s=expected_s, estimated_s=estimated_s
+                    self.activity, expected_s=self.step_s or None, estimated_s=estimated_s
                 )
 
     def finished(self, step: int, seconds: float) -> None:
         """Records the end of a step, and its duration."""
-        self._durations_s[self._running.pop(step)].append(seconds)
+        self._num_running -= 1
+        self._durations_s.append(seconds)
         self.waiting_for_step(step)
 
     @property
     def step_s(self) -> float:
-        """Median seconds of the last steps of the slowest row length; 0 before the first step."""
-        medians = [statistics.median([*seconds]) for seconds in [*self._durations_s.values()]]
-        return max(medians, default=0.0)
+        """Median seconds of the last steps; 0 before the first step."""
+        return statistics.median([*self._durations_s] or [0.0])
 
     @property
     def is_slow(self) -> bool:
@@ -139,7 +135,7 @@ class RunStatus:
     @property
     def num_dispatched(self) -> int:
         """Number of dispatched steps since step 0."""
-        return (self.num_finished or 0) + len(self._running)
+        return (self.num_finished or 0) + self._num_running
 
     def remaining_s(self) -> float:
         """Expected seconds until the dispatched steps, or an evaluation, are finished.
@@ -148,15 +144,5 @@ class RunStatus:
         """
         if self.activity.expected_end is not None:
             return max(0.0, self.activity.expected_end - time.monotonic())
-        expected_s = sum(self._expected_step_s(step) or 0.0 for step in [*self._running])
+        expected_s = self._num_running * self.step_s
         return max(0.0, expected_s - (time.monotonic() - self.activity.last_progress))
-
-    def _expected_step_s(self, step: int) -> float | None:
-        """Median seconds of steps with this step's row length.
-
-        The row length is unknown before the dispatch: then that of the slowest steps.
-        """
-        if step not in self._running:
-            return self.step_s or None
-        seconds = self._durations_s.get(self._running[step])
-        return statistics.median([*seconds]) if seconds else None

@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxsp.attention import AttentionChoice
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
@@ -28,7 +26,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups, schedules
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.setup import (
     data_sets,
     initial_weights,
@@ -41,7 +39,7 @@ from jaxsp.setup.initial_weights import InitialWeights
 from jaxsp.setup.stop_tokens import StopTokens
 from jaxsp.storage import copies
 from jaxsp.training.inputs import RunInputs, StartPoint
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 if TYPE_CHECKING:
     import transformers
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 class ResolvedConfig:
     """Model, mesh and data of a config."""
 
-    run_spec: RunSpec
+    spec: StepSpec
     hf_config: dict[str, Any]
     model_folder: ModelFolder | None
     adapter_folder: ModelFolder | None
@@ -75,8 +73,8 @@ class RunCheckpoint:
 
 def build_training(
     config: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
-) -> tuple[RunSpec, RunInputs]:
-    """Builds the steps and the inputs of a run; writes nothing except caches.
+) -> tuple[StepSpec, RunInputs]:
+    """Builds the step and the inputs of a run; writes nothing except caches.
 
     Args: skip: damaged checkpoints, which the run must not resume from.
     Raises:
@@ -95,14 +93,14 @@ def build_training(
         run_model_dir=model_dir,
     )
     automatic_fields = _list_automatic_fields(config)
-    config = resolved.run_spec.config
+    config = resolved.spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
     start = _find_start(checkpoint, resolved)
     schedule = _make_schedule(config, train_set, start)
-    run_spec = resolved.run_spec.replace(num_steps=start.step + len(schedule))
-    start = _with_rate_change(start, checkpoint, run_spec, train_set)
-    reference = initial_weights.Reference(run_spec.longest, config.adapter.source)
+    spec = dataclasses.replace(resolved.spec, num_steps=start.step + len(schedule))
+    start = _with_rate_change(start, checkpoint, spec, train_set)
+    reference = initial_weights.Reference(spec, config.adapter.source)
     weights = _open_weights(resolved, is_resume=checkpoint is not None)
     inputs = RunInputs(
         train_set=train_set,
@@ -113,7 +111,7 @@ def build_training(
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
-        weights_origin=_describe_origin(run_spec, weights, checkpoint),
+        weights_origin=_describe_origin(config, weights, checkpoint),
         automatic_fields=automatic_fields,
         make_weights=weights.make,
         make_frozen_weights=weights.make_frozen,
@@ -123,7 +121,7 @@ def build_training(
         missing_parts=_describe_missing_parts(resolved, model_dir),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
-    return run_spec, inputs
+    return spec, inputs
 
 
 def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> StartPoint:
@@ -134,18 +132,17 @@ def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> S
     return resume.make_start_point(
         checkpoint.meta,
         checkpoint.path,
-        resolved.run_spec.config,
-        model=resolved.run_spec.longest.model,
+        resolved.spec.config,
+        model=resolved.spec.model,
         data=resolved.train,
     )
 
 
 def _open_weights(resolved: ResolvedConfig, *, is_resume: bool) -> InitialWeights:
     """Weights of step 0. A checkpoint has all except the frozen ones, which come from the model."""
-    spec = resolved.run_spec.longest
-    needs_model = not is_resume or resolved.run_spec.config.has_frozen_weights
+    needs_model = not is_resume or resolved.spec.config.has_frozen_weights
     return initial_weights.open_sources(
-        spec,
+        resolved.spec,
         resolved.model_folder if needs_model else None,
         None if is_resume else resolved.adapter_folder,
     )
@@ -210,14 +207,14 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
 def _with_rate_change(
     start: StartPoint,
     checkpoint: RunCheckpoint | None,
-    run_spec: RunSpec,
+    spec: StepSpec,
     train_set: PackedDataset,
 ) -> StartPoint:
     """The start, whose changes name the next step's learning rate if it differs from the
     checkpoint's schedule."""
     if checkpoint is None:
         return start
-    config = run_spec.config
+    config = spec.config
     saved = config_file.parse(checkpoint.meta.config)
     num_steps = saved.run.steps
     if num_steps is None:
@@ -227,7 +224,7 @@ def _with_rate_change(
             epochs=saved.run.epochs,
         )
         num_steps = start.step + len(rows)
-    schedules_of = ((saved.optimizer, num_steps), (config.optimizer, run_spec.num_steps))
+    schedules_of = ((saved.optimizer, num_steps), (config.optimizer, spec.num_steps))
     before, now = (
         f"{float(schedules.build_schedule(*each)(jnp.int32(start.step))):.3g}"
         for each in schedules_of
@@ -239,10 +236,9 @@ def _with_rate_change(
 
 
 def _describe_origin(
-    run_spec: RunSpec, weights: InitialWeights, checkpoint: RunCheckpoint | None
+    config: Config, weights: InitialWeights, checkpoint: RunCheckpoint | None
 ) -> str:
     """Describes where the weights of the first step come from."""
-    config = run_spec.config
     if checkpoint is not None:
         return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
     if weights.reader is None:
@@ -306,29 +302,27 @@ def resolve_config(
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
-    config, choices = _resolve_mesh(
-        config, files.config, devices, problems, for_training=for_training
-    )
+    spec = _resolve_mesh(config, files.config, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
     assert files.adapter is not None
-    config = config.model_copy(update={"adapter": files.adapter.config})
+    assert spec is not None
+    config = spec.config.model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
-    assert choices is not None
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
     )
-    run_spec = row_meshes.make_run_spec(
-        config, files.config, choices, devices=devices, num_steps=config.run.steps or 1
-    )
-    has_split_pairs = train is not None and train.num_split_pairs > 0
     if train is not None:
         _check_split_pairs(train, config)
-    run_spec = run_spec.replace(has_split_pairs=has_split_pairs)
     stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
-        run_spec=run_spec,
+        spec=dataclasses.replace(
+            spec,
+            config=config,
+            num_steps=config.run.steps or 1,
+            has_split_pairs=train is not None and train.num_split_pairs > 0,
+        ),
         hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
         adapter_folder=files.adapter.folder,
@@ -359,43 +353,44 @@ def _resolve_mesh(
     problems: ProblemCollector,
     *,
     for_training: bool,
-) -> tuple[Config, dict[int, AttentionChoice] | None]:
-    """Chooses the mesh, the rows of a microbatch and the attention of each row length, and checks
-    the step."""
-    choices = None
+) -> StepSpec | None:
+    """Chooses the mesh, the rows of a microbatch and the attention, and checks the step.
+
+    Returns: None if there are problems.
+    """
+    spec = None
     if model is not None:
         with problems.collect():
-            config = row_meshes.resolve_degrees(
+            config = row_meshes.resolve_degree(
                 config, model, devices=devices, with_training=for_training
             )
     if config.mesh.seq != "auto":
         config = microbatch_rows.resolve_rows(config, model, devices=devices)
         if model is not None:
             with problems.collect():
-                choices = row_meshes.choose_attention(config, model, devices=devices)
-        _check_step(config, model, choices, devices, problems, for_training=for_training)
-    return config, choices
+                spec = row_meshes.make_step_spec(config, model, devices=devices)
+        _check_step(config, model, spec, devices, problems, for_training=for_training)
+    return spec
 
 
 def _check_step(
     config: Config,
     model: ModelConfig | None,
-    choices: Mapping[int, AttentionChoice] | None,
+    spec: StepSpec | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
     *,
     for_training: bool,
 ) -> None:
-    """Checks meshes, memory options, batch and groups."""
-    platform = devices[0].platform
-    found = [
-        memory_problems.find_problems(row_config, platform=platform, model=model)
-        for row_config in config.row_configs.values()
-    ]
-    problems += dict.fromkeys(itertools.chain(*found))
-    problems += row_meshes.find_division_problems(
-        config, len(devices), choices, with_training=for_training
-    )
+    """Checks mesh, memory options, batch and groups."""
+    problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
+    with problems.collect():
+        problems += device_mesh.find_division_problems(
+            config,
+            device_mesh.resolve_axis_sizes(config.mesh, len(devices)),
+            layout=None if spec is None else spec.attention.strategy.layout,
+            with_training=for_training,
+        )
     if for_training and model is not None:
         problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
 
@@ -404,7 +399,7 @@ def _save_model_files(
     resolved: ResolvedConfig, model_dir: pathlib.Path | None, directory: pathlib.Path
 ) -> None:
     """Writes the model's small files (config, tokenizer) into a run directory."""
-    has_own_tokenizer = resolved.run_spec.config.model.tokenizer is None
+    has_own_tokenizer = resolved.spec.config.model.tokenizer is None
     model_files.write_small_files(
         directory,
         run_model_dir=model_dir,

@@ -3,16 +3,15 @@
 Printed by `jaxsp train CONFIG.yaml --prepare-data`, and by `jaxsp plan --data`.
 """
 
-import math
-
 import rich.console
 
 from jaxsp.config.schema import Config
+from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
-from jaxsp.memory import row_meshes
+from jaxsp.runtime import device_mesh
 from jaxsp.setup import data_sets, model_files
 from jaxsp.setup.model_files import ModelFiles
 
@@ -32,9 +31,9 @@ def _find_division_problems(config: Config) -> list[str]:
     if config.batch.rows_per_microbatch == "auto":
         batch = config.batch.model_copy(update={"rows_per_microbatch": 1})
         config = config.model_copy(update={"batch": batch})
-    degrees = [row_config.mesh.degree for row_config in config.row_configs.values()]
-    num_devices = config.mesh.replica * max(config.mesh.data, 1) * math.lcm(*degrees)
-    return row_meshes.find_division_problems(config, num_devices, None)
+    mesh = config.mesh
+    sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
+    return device_mesh.find_division_problems(config, sizes, layout=None)
 
 
 def print_data(

@@ -71,8 +71,8 @@ def make_data_sets(
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
     """Tokenizes and packs the training set (None unless `for_training`) and the eval sets.
 
-    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
-    have rows of the greatest length only. Damaged caches are rebuilt.
+    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Damaged
+    caches are rebuilt.
 
     Raises: UserError with the problems of all sources; DamagedCacheError for a file that is damaged
         again.
@@ -139,9 +139,8 @@ def _pack_sources(
     for_training: bool,
 ) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
     """Packs the training set (None unless `for_training`) and the eval sets."""
-    eval_config = config.row_configs[config.data.max_row_tokens]
     evals = [
-        _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
+        _pack({field: source}, tokenized, config, name=_name(source), field=f"{field}.source")
         for field, source in opened.evals.items()
     ]
     masks = None
@@ -155,7 +154,7 @@ def _pack_sources(
         held_out_set = _pack(
             opened.train,
             tokenized,
-            eval_config,
+            config,
             name=document_selection.EVAL_SET_NAME,
             field="data.eval_fraction",
             masks=masks,
@@ -192,7 +191,7 @@ def _pack(
         source_names=[_name(source) for source in members.values()],
         held_out=masks,
         use_held_out=use_held_out,
-        longest_row=config.data.max_row_tokens,
+        row_tokens=config.data.row_tokens,
         long_documents=config.data.long_documents,
         stats=[tokenized[member].stats for member in members],
         has_scores=config.objective.type == "reward",

@@ -134,7 +134,7 @@ class GivenModel:
 
     def load_weights(self, resolved: build.ResolvedConfig) -> layers.Weights:
         """Loads the weights onto the mesh. Raises: UserError for missing or damaged files."""
-        spec = resolved.run_spec.longest
+        spec = resolved.spec
         if self.checkpoint is None:
             assert resolved.model_folder is not None, "the name is a model's source"
             return initial_weights.open_sources(

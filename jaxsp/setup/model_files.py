@@ -51,7 +51,7 @@ def read_model(
         hf_config = _set_head(hf_config, config, field)
         files = dataclasses.replace(files, hf_config=hf_config)
         model = model_config.parse_model_config(
-            hf_config, field=field, row_tokens=config.data.max_row_tokens
+            hf_config, field=field, row_tokens=config.data.row_tokens
         )
         model = model_config.add_router_losses(model, config.model)
         if source is not None and not source.is_on_hub:

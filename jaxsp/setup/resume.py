@@ -207,19 +207,19 @@ def make_start_point(
     if changed := sorted(frozen ^ saved_frozen):
         state = "frozen" if changed[0] in saved_frozen else "trained"
         problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
-    rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
+    rows_consumed = meta.rows_consumed
     changes = config_changes.list_changes(saved, config)
     if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
         text = "; ".join(differences)
         problems += _data_problems(text, meta, checkpoint, saved, config, changes)
         if config.run.on_data_change == "restart":
-            rows_consumed = {}
+            rows_consumed = 0
             changes = (*changes, f"{text}: starts with the first of the new rows")
         else:
             changes = (
                 *changes,
                 f"{text}: skips as many new rows as were consumed of the old ones "
-                f"({_describe_consumed(meta)})",
+                f"({rows_consumed:,})",
             )
     if problems:
         raise UserError(problems)
@@ -251,7 +251,7 @@ def _model_problems(
     """Differences between the model and adapter of a checkpoint and those of the config."""
     saved = _without_training_choices(
         model_config.parse_model_config(
-            meta.model, field="model.config", row_tokens=saved_config.data.max_row_tokens
+            meta.model, field="model.config", row_tokens=saved_config.data.row_tokens
         )
     )
     model = _without_training_choices(model)
@@ -324,25 +324,20 @@ def _data_problems(
     changes: Sequence[str],
 ) -> list[str]:
     """Problems of a run whose rows have changed; none if run.on_data_change allows it."""
-    has_same_lengths = saved.data.row_lengths == config.data.row_lengths
+    has_same_length = saved.data.row_tokens == config.data.row_tokens
     if config.run.on_data_change == "error":
         fields = [change for change in changes if change.startswith(config_changes.TOKEN_FIELDS)]
         reason = f" (changed: {', '.join(fields)})" if fields else ""
-        alternative = " or continue (skip as many new rows)" if has_same_lengths else ""
+        alternative = " or continue (skip as many new rows)" if has_same_length else ""
         return [
             f"{differences}{reason}: the rows are not those that {checkpoint} has consumed "
-            f"({_describe_consumed(meta)}). Undo the change, or set run.on_data_change=restart "
-            f"(start with the first of the new rows){alternative}."
+            f"({meta.rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the change, "
+            "or set run.on_data_change=restart (start with the first of the new rows)"
+            f"{alternative}."
         ]
-    if config.run.on_data_change == "continue" and not has_same_lengths:
+    if config.run.on_data_change == "continue" and not has_same_length:
         return [
-            f"{differences}: run.on_data_change = continue: must have the same row lengths as "
+            f"{differences}: run.on_data_change = continue: must have the same data.row_tokens as "
             "before. Use restart."
         ]
     return []
-
-
-def _describe_consumed(meta: CheckpointMeta) -> str:
-    return " and ".join(
-        f"{count:,} rows of {int(length):,} tokens" for length, count in meta.rows_consumed.items()
-    )

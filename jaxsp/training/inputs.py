@@ -13,7 +13,7 @@ from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
 from jaxsp.tasks.task import Sample
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.specs import RunSpec
+from jaxsp.training.specs import StepSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class StartPoint:
     """Checkpoint to resume from; None for a new run."""
     step: int = 0
     """Number of steps before the start."""
-    rows_consumed: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Number of rows consumed before the start, by row length."""
+    rows_consumed: int = 0
+    """Number of rows consumed before the start."""
     num_tokens: int = 0
     """Number of tokens in the steps before the start."""
     has_pending_evaluation: bool = False
@@ -78,11 +78,11 @@ class RunInputs:
     write_model: Callable[[pathlib.Path], None]
     """Writes the small files of the model's Hugging Face folder: config and tokenizer."""
 
-    def describe_steps(self, run_spec: RunSpec) -> str:
+    def describe_steps(self, spec: StepSpec) -> str:
         """Describes the length of the run, with the learning rate: what a user checks first."""
-        config = run_spec.config
-        num_tokens = config.batch.rows_per_step * config.data.max_row_tokens
-        text = format_count(run_spec.num_steps, "step")
+        config = spec.config
+        num_tokens = config.batch.rows_per_step * config.data.row_tokens
+        text = format_count(spec.num_steps, "step")
         if self.start.step:
             text += f" ({len(self.schedule):,} remaining)"
         text += f" of {format_count(num_tokens, 'token')}"

@@ -1,8 +1,8 @@
-"""Descriptions of the compiled training steps of a run, one for each row length."""
+"""Description of the compiled training step of a run."""
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -34,7 +34,6 @@ class StepSpec:
     """Everything that determines a compiled step: config, model, mesh and attention."""
 
     config: Config
-    """Config of rows of one length: one of `Config.row_configs`."""
     model: ModelConfig
     mesh: Mesh
     attention: AttentionChoice
@@ -186,7 +185,7 @@ class StepSpec:
     def tokens_per_device(self) -> int:
         """Tokens of a device in a microbatch."""
         config = self.config
-        tokens = config.data.max_row_tokens * config.batch.microbatch_rows
+        tokens = config.data.row_tokens * config.batch.microbatch_rows
         return tokens // self.mesh.shape[axes.SEQ]
 
     @property
@@ -275,61 +274,17 @@ class StepSpec:
         tokens = self.tokens_per_device if is_gathered else None
         return decoder.describe_layers(self.model, tokens_per_device=tokens)
 
-    def describe_microbatches(self) -> str:
-        """Describes the microbatches of a step. Example: `2 microbatches of 1 row per group`."""
+    def describe_batch(self) -> str:
+        """Describes the rows of a step and its microbatches.
+
+        Example: `8 rows of 512 tokens per step, in 2 microbatches of 1 row per group`.
+        """
+        rows = format_count(self.config.batch.rows_per_step, "row")
         count = self.num_microbatches
         microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
         per_group = format_count(self.config.batch.microbatch_rows, "row")
         owner = "device" if self.mesh.shape[axes.SEQ] == 1 else "group"
-        return f"{microbatches} of {per_group} per {owner}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """The config of a run, and its steps for rows of each length.
-
-    The meshes of all steps are the same devices in the same order, in other shapes. Weights and
-    optimizer state are sharded over data x seq together, so every mesh places them alike, and
-    nothing moves between steps.
-    """
-
-    config: Config
-    steps: dict[int, StepSpec]
-    """Step for rows of each length, the shortest first."""
-
-    @property
-    def longest(self) -> StepSpec:
-        """The step with the longest rows; the only one of most runs."""
-        return self.steps[self.config.data.max_row_tokens]
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the run."""
-        return self.longest.num_steps
-
-    @property
-    def placements(self) -> dict[int, RowPlacement]:
-        """Placement of rows of each length."""
-        return {row_tokens: spec.placement for row_tokens, spec in self.steps.items()}
-
-    def replace(self, **changes: Any) -> "RunSpec":
-        """Returns a copy with other fields of all steps."""
-        steps = {
-            row_tokens: dataclasses.replace(spec, **changes)
-            for row_tokens, spec in self.steps.items()
-        }
-        return RunSpec(config=self.config, steps=steps)
-
-    def describe_batch(self) -> str:
-        """Describes the rows of a step, those of the longest row length first."""
-        specs = list(reversed(self.steps.values()))
-        rows = [
-            f"{format_count(spec.config.batch.rows_per_step, 'row')} of "
-            f"{spec.config.data.max_row_tokens:,} tokens"
-            for spec in specs
-        ]
-        parts = [spec.describe_microbatches() for spec in specs]
-        if len(set(parts)) == 1:
-            return f"{' or '.join(rows)} per step, in {parts[0]}"
-        options = [f"{row} in {part}" for row, part in zip(rows, parts, strict=True)]
-        return f"per step {', or '.join(options)}"
+        return (
+            f"{rows} of {self.config.data.row_tokens:,} tokens per step, in {microbatches} of "
+            f"{per_group} per {owner}"
+        )

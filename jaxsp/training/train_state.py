@@ -93,10 +93,10 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
 
 
 def _abstract_batch(spec: StepSpec) -> Batch:
-    """Batch of the longest rows, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
+    """Batch of a step, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
     config = spec.config
     num_rows = device_mesh.num_groups(spec.mesh) * config.batch.microbatch_rows
-    widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: config.data.max_segments_per_row}
+    widths = {PER_TOKEN: config.data.row_tokens, PER_ROW: config.data.max_segments_per_row}
     arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
             (spec.num_microbatches, num_rows, widths[partition]),

@@ -69,20 +69,20 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         "runtime": " ".join(device.client.platform_version.split()),
     }
     try:
-        run_spec, inputs, batch = build_case(case, folder, device)
+        spec, inputs, batch = build_case(case, folder, device)
     except UserError as error:
         return Result(status=report.REFUSED, message=_first_line(error), **fields)
-    choice = run_spec.longest.attention
+    choice = spec.attention
     fields["fallback_reason"] = choice.fallback_reason or None
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     began = time.perf_counter()
     try:
-        fitted = memory_compile.compile_fitting_step(run_spec.longest)
+        fitted = memory_compile.compile_fitting_step(spec)
         fields |= {"compile_s": time.perf_counter() - began, "from_cache": CACHE_HIT in events}
         fields |= describe_step(fitted, choice.kernel.name)
-        memory_compile.reserve_host_memory(run_spec.longest, fitted.memory_use.host)
-        state = train_state.init_state(run_spec.longest, inputs.make_weights())
+        memory_compile.reserve_host_memory(spec, fitted.memory_use.host)
+        state = train_state.init_state(spec, inputs.make_weights())
         seconds = []
         for _ in range(cases.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -107,13 +107,13 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
     source = folder / "documents.jsonl"
     cases.write_documents(case, source)
     config = cases.make_config(case, source=source, directory=folder / "run")
-    run_spec, inputs = build.build_training(config, devices=[device])
+    spec, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), run_spec.placements
+        config, inputs.train_set.make_schedule(config, num_steps=1), spec.placement
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]
-    return run_spec, inputs, batch
+    return spec, inputs, batch
 
 
 def describe_step(fitted: Any, kernel: str) -> dict[str, Any]:

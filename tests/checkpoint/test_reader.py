@@ -65,7 +65,7 @@ META = CheckpointMeta(
     model={},
     data={},
     step=4,
-    rows_consumed={},
+    rows_consumed=0,
     num_tokens_total=9,
     early_stopping=EarlyStoppingState(data="a", digest="tokens of a", best_value=2.5, best_step=3),
 )

@@ -27,7 +27,7 @@ def make_meta(step, loss=None, eval_set=None, **fields):
         "config": {},
         "model": {},
         "data": {},
-        "rows_consumed": {"64": step},
+        "rows_consumed": step,
         "num_tokens_total": 64 * step,
     }
     return CheckpointMeta(step=step, eval_loss=loss, eval_set=eval_set, **required, **fields)

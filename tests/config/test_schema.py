@@ -221,9 +221,7 @@ MESSAGES = {
     "mesh.data=0": "mesh.data = 0: .*mesh.data=-1.",
     "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
     "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
-    "mesh.seq=[]": "mesh.seq = .*: .*integer.* list .*auto.*mesh.seq=4.",
-    "mesh.seq=[8]": "mesh.seq = [8]: .*one number.*row_tokens = 128.*mesh.seq=8, or auto.",
-    "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*one number.*row_tokens = 128.*mesh.seq=2, or auto.",
+    "mesh.seq=[1, 2]": "mesh.seq = [1, 2]: .*integer.*auto.*mesh.seq=4.",
     "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
     "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",
     "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",
@@ -232,15 +230,7 @@ MESSAGES = {
     "data.train=[{source: a.txt, format: x}]": (
         "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text."
     ),
-    "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: .*twice.*data.row_tokens=8192.",
-    "data.row_tokens=[1024, 1000, 300]": (
-        "data.row_tokens = [1024, 1000, 300]: the longest .*multiple.* Use [256, 512, 1024]. .*"
-    ),
-    "data.row_tokens=[7, 2000000000]": (
-        "data.row_tokens = .*: the longest .*multiple.* Use [8, 2000000000]. .*"
-    ),
-    "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
-    "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
+    "data.row_tokens=[8, 64]": "data.row_tokens = [8, 64]: .*integer.*data.row_tokens=8192.",
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
     "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*text or tokens.*",
@@ -550,32 +540,7 @@ def test_weights_require_steps(file):
     assert [source.weight for source in config_file.load(file, words[2:]).data.train] == [1, 3]
 
 
-def test_each_row_length_has_its_number_of_devices_and_microbatches_of_the_same_size(file):
-    words = ["data.row_tokens=[128, 32, 64]", "mesh.seq=[8, 1, 4]", "batch.rows_per_microbatch=2"]
-    config = config_file.load(file, words)
-    assert config.degrees == {128: 8, 32: 1, 64: 4}
-    assert {n: each.mesh.seq for n, each in config.row_configs.items()} == {128: 8, 64: 4, 32: 1}
-    rows = {n: each.batch.rows_per_microbatch for n, each in config.row_configs.items()}
-    assert rows == {128: 2, 64: 2, 32: 1}
-    assert config.with_degrees({128: 8, 32: 1, 64: 4}) == config
-    assert config.with_degrees(dict.fromkeys((128, 32, 64), 2)).mesh.seq == 2
-
-
-def test_numbers_of_devices_for_each_row_length_need_a_mesh_that_follows(file):
-    for seq in ("[1, 2]", "auto"):
-        changes = ["data.row_tokens=[64, 128]", f"mesh.seq={seq}"]
-        (message,) = problems(file, *changes, "mesh.data=2")
-        assert re.search(r"mesh\.seq = .*mesh\.data=-1", message), message
-        assert config_file.load(file, changes).mesh.data == -1
-
-
-def test_steps_with_shorter_rows_have_the_same_number_of_tokens(file):
-    both = config_file.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
-    assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
-    short = both.row_configs[32]
-    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == (
-        (32,),
-        32,
-        8,
-    )
-    assert both.row_configs[128].batch == both.batch
+def test_an_automatic_number_of_devices_needs_a_mesh_that_follows(file):
+    (message,) = problems(file, "mesh.seq=auto", "mesh.data=2")
+    assert re.search(r"mesh\.seq = .*mesh\.data=-1", message), message
+    assert config_file.load(file, ["mesh.seq=auto"]).mesh.data == -1

@@ -129,7 +129,7 @@ def harness_models(folder):
         problems=ProblemCollector(),
         for_training=False,
     )
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
     return own, harness.HarnessModel(
         Evaluator(spec, []), master, tokenizers.load(str(folder)), stop_ids=[256]

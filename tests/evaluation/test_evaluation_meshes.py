@@ -65,7 +65,7 @@ def evaluate(folder, num_devices, words):
         problems=ProblemCollector(),
         for_training=False,
     )
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     master = initial_weights.open_sources(spec, None, None).make()
     eval_sets = Evaluator(spec, resolved.evals)
     tasks = RetrievalEvaluator(eval_sets, resolved.task_samples)

@@ -60,7 +60,7 @@ def make_spec(sizes=(1, 1, 1), **how):
 
 def pack(config):
     columns = {"tokens": TOKENS, "labels": LABELS, "place": [""] * len(TOKENS)}
-    documents = Documents([datasets.Dataset.from_dict(columns)], longest_row=ROW_TOKENS)
+    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=ROW_TOKENS)
     return dataset.pack_documents("documents", documents, config, digests=["x"])
 
 

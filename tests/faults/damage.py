@@ -84,9 +84,9 @@ class SavedRun:
             "logging": {"trackers": []},
         }
         config = config_file.parse(fields)
-        run_spec, inputs = build.build_training(config, devices=jax.devices()[:8])
-        self.spec = run_spec.longest
-        trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
+        spec, inputs = build.build_training(config, devices=jax.devices()[:8])
+        self.spec = spec
+        trainer.train(spec, inputs, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
         self.table = self.spec.table
         self.state_shapes = train_state.abstract_inputs(self.spec)[0]

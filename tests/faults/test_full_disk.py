@@ -48,8 +48,8 @@ def make_config(folder, directory, *changes):
 def train(config):
     """Trains on one device. Returns the output."""
     output = io.StringIO()
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:1])
-    trainer.train(run_spec, inputs, rich.console.Console(file=output, width=200))
+    spec, inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(spec, inputs, rich.console.Console(file=output, width=200))
     return output.getvalue()
 
 

@@ -39,7 +39,7 @@ master = weight_init.random_weights(
 )
 state = train_state.init_state(spec, master)
 meta = lambda number: reader.CheckpointMeta(
-    config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
+    config={}, model={}, data={}, step=number, rows_consumed=0, num_tokens_total=0
 )
 is_broken = True
 

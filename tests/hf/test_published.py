@@ -69,7 +69,7 @@ def test_recipes_that_extend_a_model_reach_their_rows(path):
     config = config_file.load(path, [])
     if config.model.rope is None:
         pytest.skip("has the model's own rope")
-    row_tokens = config.data.max_row_tokens
+    row_tokens = config.data.row_tokens
     fields = published.read_models()[str(config.model.source)].fields
     assert "untrained" in context_range.describe_excess(fields, row_tokens=row_tokens)
     changed = model_config.resolve_fields(fields, config.model, field="published")

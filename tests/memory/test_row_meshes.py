@@ -1,11 +1,9 @@
-"""Meshes of several row lengths, and the choices of `auto` in mesh.seq and
-batch.rows_per_microbatch."""
+"""Choices of `auto` in mesh.seq and batch.rows_per_microbatch."""
 
 import functools
 import math
 
 import jax
-import numpy as np
 import pytest
 
 from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
@@ -22,7 +20,6 @@ from jaxsp.memory import (
 )
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.runtime import memory_limits
-from jaxsp.training import train_state
 from tests import batches, messages
 
 FIELDS = batches.SMALL_LLAMA | {
@@ -34,14 +31,14 @@ FIELDS = batches.SMALL_LLAMA | {
 }
 
 
-def settings(*words, row_tokens=(1024, 8192), seq="auto", rows_per_step=1):
+def settings(*words, row_tokens=8192, seq="auto", rows_per_step=1):
     fields = {
         "run": {"directory": "unused", "steps": 1},
         "model": {"config": FIELDS},
         "mesh": {"seq": seq},
         "data": {
             "train": [{"source": "unused", "format": "tokens"}],
-            "row_tokens": list(row_tokens),
+            "row_tokens": row_tokens,
         },
         "batch": {"rows_per_step": rows_per_step},
         "optimizer": {"learning_rate": 0.1},
@@ -54,42 +51,19 @@ def model():
     return model_config.parse_model_config(FIELDS, field="model.config", row_tokens=8192)
 
 
-def resolve(config, *, limit=math.inf, num_devices=8):
-    return row_meshes.resolve_degrees(
-        config,
-        model(),
-        devices=jax.devices()[:num_devices],
-        limits=MemoryLimit(limit, math.inf),
-    )
+def resolve(config, *, limit=math.inf, host=math.inf):
+    return row_meshes.resolve_degree(
+        config, model(), devices=jax.devices(), limits=MemoryLimit(limit, host)
+    ).mesh.seq
 
 
 def spec_of(config):
-    devices = jax.devices()
-    choices = row_meshes.choose_attention(config, model(), devices=devices)
-    return row_meshes.make_run_spec(config, model(), choices, devices=devices)
-
-
-def test_steps_of_all_lengths_have_the_same_devices_and_place_the_state_alike():
-    run_spec = spec_of(settings(row_tokens=(8192, 1024, 2048), seq=[8, 1, 2]))
-    assert list(run_spec.steps) == [1024, 2048, 8192]
-    specs = run_spec.steps.values()
-    assert [each.mesh.shape["seq"] for each in specs] == [1, 2, 8]
-    assert [each.attend.strategy.seq for each in specs] == [1, 2, 8]
-    assert [each.config.mesh.seq for each in specs] == [1, 2, 8]
-    assert [each.tokens_per_device for each in specs] == [1024, 1024, 1024]
-    assert [each.num_microbatches for each in specs] == [1, 1, 1]
-    expected = jax.tree.leaves(train_state.abstract_inputs(run_spec.longest)[0])
-    devices = run_spec.longest.mesh.devices.ravel()
-    for each in specs:
-        np.testing.assert_array_equal(each.mesh.devices.ravel(), devices)
-        state = jax.tree.leaves(train_state.abstract_inputs(each)[0])
-        for leaf, other in zip(state, expected, strict=True):
-            assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+    return row_meshes.make_step_spec(config, model(), devices=jax.devices())
 
 
 def needed(config, seq, remat):
-    """Memory of the step of the longest rows with the fewest tokens at a time, by formula."""
-    spec = spec_of(config.with_degrees({1024: 1, 8192: seq})).longest
+    """Memory of the step with the fewest tokens at a time, by formula."""
+    spec = spec_of(config.with_degree(seq))
     return min(
         memory_formula.predict_bytes(candidate)
         for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
@@ -106,11 +80,11 @@ def whole_limits(monkeypatch):
 @pytest.mark.usefixtures("whole_limits")
 def test_auto_takes_the_smallest_groups_that_fit():
     config = settings("memory.remat=full", rows_per_step=8)
-    assert resolve(config).degrees == {1024: 1, 8192: 1}
+    assert resolve(config) == 1
     limit = needed(config, 2, "full")
-    assert resolve(config, limit=limit).degrees[8192] == 2
-    assert resolve(config, limit=limit - 1).degrees[8192] == 4
-    assert resolve(config, limit=1).degrees[8192] == 8
+    assert resolve(config, limit=limit) == 2
+    assert resolve(config, limit=limit - 1) == 4
+    assert resolve(config, limit=1) == 8
 
 
 @pytest.mark.usefixtures("whole_limits")
@@ -118,9 +92,9 @@ def test_auto_prefers_groups_inside_a_node_that_recompute_less(monkeypatch):
     config = settings(rows_per_step=8)
     limit = needed(config, 4, "save_attention_and_mlp")
     assert needed(config, 2, "save_attention") < limit < needed(config, 2, "save_attention_and_mlp")
-    assert resolve(config, limit=limit).degrees[8192] == 4
+    assert resolve(config, limit=limit) == 4
     monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 2)
-    assert resolve(config, limit=limit).degrees[8192] == 2
+    assert resolve(config, limit=limit) == 2
 
 
 @pytest.mark.usefixtures("whole_limits")
@@ -129,28 +103,24 @@ def test_auto_recomputes_attention_if_nothing_else_fits():
     full = needed(config, 4, "full")
     saved = needed(config, 8, "save_attention")
     assert full < saved
-    assert resolve(config, limit=(full + saved) // 2).degrees[8192] == 4
+    assert resolve(config, limit=(full + saved) // 2) == 4
 
 
 def test_auto_divides_a_step_of_one_row_among_all_devices():
-    assert resolve(settings(rows_per_step=1)).degrees == {1024: 1, 8192: 8}
+    assert resolve(settings(rows_per_step=1)) == 8
 
 
 @pytest.mark.usefixtures("whole_limits")
 def test_auto_offloads_no_more_than_the_host_holds():
     """More tokens per device, as with the smallest groups, need more host memory."""
     config = settings("memory.offload_activations=layer_inputs", rows_per_step=8)
-    spec = spec_of(config.with_degrees({1024: 1, 8192: 4})).longest
-    host = memory_formula.step_offloaded_bytes(spec).total
-    degrees = row_meshes.resolve_degrees(
-        config, model(), devices=jax.devices(), limits=MemoryLimit(math.inf, host)
-    ).degrees
-    assert degrees[8192] == 4
+    host = memory_formula.step_offloaded_bytes(spec_of(config.with_degree(4))).total
+    assert resolve(config, host=host) == 4
 
 
 def test_auto_refuses_rows_that_cannot_be_divided():
-    with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 3, 8)):
-        resolve(settings(row_tokens=(3,), rows_per_step=1))
+    with pytest.raises(UserError, match=messages.containing("mesh.seq = auto", 8)):
+        resolve(settings(row_tokens=3, rows_per_step=1))
 
 
 AUTO_ROWS = "batch.rows_per_microbatch=auto"
@@ -158,21 +128,18 @@ AUTO_ROWS = "batch.rows_per_microbatch=auto"
 
 def resolve_rows(*words, limit, host=math.inf):
     """Rows per microbatch on 4 groups of 2 devices, each with 4 rows of 8,192 tokens per step."""
-    config = microbatch_rows.resolve_rows(
+    return microbatch_rows.resolve_rows(
         settings(AUTO_ROWS, *words, seq=2, rows_per_step=16),
         model(),
         devices=jax.devices(),
         limits=MemoryLimit(limit, host),
-    )
-    rows = {length: each.batch.microbatch_rows for length, each in config.row_configs.items()}
-    assert rows[1024] == 8 * rows[8192], "as many tokens"
-    return rows[8192]
+    ).batch.microbatch_rows
 
 
 def needed_rows(number, remat, *words):
     """Memory of the step with a number of rows per microbatch, without tiles, by formula."""
     words = (f"batch.rows_per_microbatch={number}", *words)
-    spec = spec_of(settings(*words, seq=2, rows_per_step=16)).longest
+    spec = spec_of(settings(*words, seq=2, rows_per_step=16))
     return max(
         memory_formula.predict_bytes(candidate)
         for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
@@ -217,7 +184,7 @@ def test_microbatches_have_one_row_if_more_would_recompute_more():
 def test_microbatches_have_no_more_rows_than_the_host_holds_and_the_kernel_takes(monkeypatch):
     words = ["memory.offload_activations=layer_inputs", "memory.remat=full"]
     one = settings(*words, "batch.rows_per_microbatch=1", seq=2, rows_per_step=16)
-    host = memory_formula.step_offloaded_bytes(spec_of(one).longest).total
+    host = memory_formula.step_offloaded_bytes(spec_of(one)).total
     assert resolve_rows(*words, limit=1e15, host=2 * host) == 2
 
     def find_reasons(kernel, workload, **_):

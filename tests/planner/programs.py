@@ -69,4 +69,4 @@ def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4, is_tied=False)
 def segment_lengths(step):
     """Lengths of a step's segments, one per row."""
     config = step.spec.config
-    return np.full(config.batch.rows_per_step, config.data.max_row_tokens)
+    return np.full(config.batch.rows_per_step, config.data.row_tokens)

@@ -17,15 +17,14 @@ from tests.planner import example_plans, programs
 MESH = {"replica": 1, "data": 1, "seq": 8}
 
 
-def test_a_mesh_replaces_numbers_of_devices_by_row_length():
-    words = ["data.row_tokens=[8192,16384]", "mesh.data=-1"]
+def test_a_mesh_replaces_an_automatic_number_of_devices():
     model = model_config.parse_model_config(programs.LLAMA, field="model.config")
     expected = mesh_sweep.list_combinations(
         programs.settings("data.row_tokens=16384"), model, num_devices=4
     )
-    for seq in ("[1,4]", "auto"):
-        config = programs.settings(*words, f"mesh.seq={seq}", "batch.rows_per_microbatch=auto")
-        assert mesh_sweep.list_combinations(config, model, num_devices=4) == expected
+    words = ["mesh.data=-1", "mesh.seq=auto", "batch.rows_per_microbatch=auto"]
+    config = programs.settings("data.row_tokens=16384", *words)
+    assert mesh_sweep.list_combinations(config, model, num_devices=4) == expected
 
 
 def test_every_mesh_is_listed_once():
@@ -87,8 +86,7 @@ def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
     assert mesh_plans[-1].problem == "too many"
 
 
-def test_of_several_row_lengths_the_longest_are_planned(monkeypatch):
-    """Each mesh has its own number of rows per microbatch if that is automatic."""
+def test_each_mesh_has_its_own_automatic_number_of_rows_per_microbatch(monkeypatch):
     planned = []
 
     def resolve_config(config, *, model, cluster):
@@ -96,19 +94,18 @@ def test_of_several_row_lengths_the_longest_are_planned(monkeypatch):
         return config.with_rows_per_microbatch(10 * config.mesh.seq)
 
     def plan_step(config, *, model, cluster, document_tokens):
-        rows = config.batch.rows_per_microbatch
-        planned.append((config.data.row_lengths, config.batch.rows_per_step, config.mesh.seq, rows))
+        planned.append((config.mesh.seq, config.batch.rows_per_microbatch))
         return example_plans.make_plan()
 
     monkeypatch.setattr(planning, "plan_step", plan_step)
     monkeypatch.setattr(planning, "resolve_config", resolve_config)
-    words = ["mesh.seq=[1, 2]", "attention.strategy=ring", "batch.rows_per_microbatch=auto"]
+    words = ["attention.strategy=ring", "batch.rows_per_microbatch=auto"]
     mesh_sweep.plan_meshes(
-        programs.settings("data.row_tokens=[8192, 16384]", *words),
+        programs.settings(*words),
         model=model_config.parse_model_config(programs.LLAMA, field="model.config"),
         cluster=compiled.make_cluster("h100-80gb", 2),
     )
-    assert planned == [((16384,), 1, 2, 20), ((16384,), 1, 1, 10), ((16384,), 1, 1, 10)]
+    assert planned == [(2, 20), (1, 10), (1, 10)]
 
 
 def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):

@@ -114,14 +114,6 @@ def test_a_plan_chooses_memory_options_for_what_the_headroom_leaves(monkeypatch)
     assert kept.host == without.host
 
 
-def test_the_longest_rows_have_their_own_degree(monkeypatch):
-    words = ["data.row_tokens=[131072, 8192]", "mesh.seq=[8, 3]"]
-    result, lengths = search_row(monkeypatch, line, *words)
-    assert all(row_tokens % (search.LENGTH_UNIT * 8) == 0 for row_tokens in lengths)
-    assert lengths[0] == 131072
-    assert result.plan.row_tokens == pytest.approx(3_000_000, rel=0.01)
-
-
 def test_host_memory_may_be_the_limit(monkeypatch):
     result, lengths = search_row(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
     assert result.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)

@@ -46,7 +46,6 @@ def metrics_lines(
             "num_loss_tokens": num_tokens - 64,
             "num_tokens_total": total,
             "num_tokens_by_source": dict(zip(sources, parts, strict=True)),
-            "row_tokens": 4096,
             "padding_fraction": 1 - num_tokens / 32_768,
             "attention_imbalance": 1 + 0.2 * rng.random(),
             "step_s": step_s,
@@ -132,22 +131,19 @@ def start_line(from_step: int = 0, **fields: Any) -> dict[str, Any]:
         "jax_version": "0.12.0",
         "python_version": "3.12.3",
         "compile_s": 41.5,
-        "memory": [
-            {
-                "row_tokens": 4096,
-                "remat": "save_attention",
-                "device": {
-                    "weights": 4 * gib,
-                    "optimizer state": 8 * gib,
-                    "cuDNN workspace": gib,
-                    "gradients": 4 * gib,
-                    "saved activations": 26 * gib,
-                    "other temporaries": 17 * gib,
-                },
-                "host": {},
-                "device_available": 71 * gib,
-            }
-        ],
+        "memory": {
+            "remat": "save_attention",
+            "device": {
+                "weights": 4 * gib,
+                "optimizer state": 8 * gib,
+                "cuDNN workspace": gib,
+                "gradients": 4 * gib,
+                "saved activations": 26 * gib,
+                "other temporaries": 17 * gib,
+            },
+            "host": {},
+            "device_available": 71 * gib,
+        },
         **fields,
     }
 

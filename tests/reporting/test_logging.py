@@ -104,7 +104,7 @@ def test_a_start_is_recorded_with_its_mesh_and_memory(runs):
     folder, *_ = runs
     (start,) = lines(folder / "first", "starts.jsonl")
     assert (start["num_devices"], start["mesh"]["seq"], start["num_steps"]) == (2, 2, 4)
-    (memory,) = start["memory"]
+    memory = start["memory"]
     weights = 4 * start["num_parameters"]
     assert memory["device"]["weights"] <= weights, "no more than whole float32 weights"
     counts = memory["device"]["optimizer state"] - 2 * memory["device"]["weights"]

@@ -49,20 +49,20 @@ def folder(tmp_path_factory):
         records[number][offset] = NEW
     lines = [json.dumps({"input_ids": record}) for record in records]
     (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    run_spec, inputs = build.build_training(
+    spec, inputs = build.build_training(
         make_config(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"),
         devices=jax.devices()[:1],
     )
     whole = jax.tree.map(
         lambda param, x: np.array(x)[..., *map(slice, param.shape)],
-        run_spec.longest.table,
+        spec.table,
         inputs.make_weights(),
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
     writer.export_model(
         whole,
-        table=decoder.param_table(run_spec.longest.model),
+        table=decoder.param_table(spec.model),
         fields=MODEL,
         tokenizer=tokenizer,
         directory=folder / "hf",
@@ -89,8 +89,8 @@ def make_config(folder, *words):
 
 def train(config):
     devices = jax.devices()[: config.mesh.data * config.mesh.seq]
-    run_spec, inputs = build.build_training(config, devices=devices)
-    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
+    spec, inputs = build.build_training(config, devices=devices)
+    trainer.train(spec, inputs, rich.console.Console(quiet=True))
 
 
 def lines(directory, name=metrics.METRICS_FILE):
@@ -114,7 +114,7 @@ def test_nonfinite_step_is_recorded_with_its_documents_identically_on_every_mesh
     assert first == second
     data = folder / "data.jsonl"
     for line in first:
-        assert (line["loss"], line["grad_norm"], line["row_tokens"]) == ("nan", "nan", 64)
+        assert (line["loss"], line["grad_norm"]) == ("nan", "nan")
         step = line["step"]
         assert line["rows"] == [2 * step - 2, 2 * step - 1]
         segments = line["documents"]
@@ -142,11 +142,11 @@ def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder
     assert [line["learning_rate"] for line in all_lines] == pytest.approx(
         [0.01 * (1 - n / STEPS) for n in range(STEPS)]
     )
-    run_spec, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
+    spec, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
     state = reader.restore(
         run_paths.find_latest(directory),
-        train_state.abstract_inputs(run_spec.longest)[0],
-        table=run_spec.longest.table,
+        train_state.abstract_inputs(spec)[0],
+        table=spec.table,
         num_steps=STEPS,
     )
     counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32]

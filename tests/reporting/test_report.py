@@ -67,7 +67,7 @@ def test_the_page_shows_the_numbers_of_the_files(tmp_path, monkeypatch):
     evals[-2] |= synthetic_runs.positions(3.0, 2.0)
     tasks = [synthetic_runs.task_line(50, "needle", 4096, exact_rate=0.25)]
     starts = [synthetic_runs.start_line(), synthetic_runs.start_line(20, previous_step=24)]
-    starts[1]["memory"][0]["host"] = {"moments": 3 * 2**30}
+    starts[1]["memory"]["host"] = {"moments": 3 * 2**30}
     nonfinite = [{"step": 10, "loss": "nan"}]
     kinds = {"evals": evals, "tasks": tasks, "starts": starts, "nonfinite": nonfinite}
     shown = make_page(tmp_path, write_run(tmp_path / "a", lines, **kinds).relative_to(tmp_path))

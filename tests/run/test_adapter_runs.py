@@ -55,8 +55,8 @@ def settings(folder: pathlib.Path, *words: str):
 
 def train(config) -> None:
     num_devices = config.mesh.data * config.mesh.seq
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
+    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(spec, inputs, rich.console.Console(quiet=True))
 
 
 def write_base(directory: pathlib.Path) -> None:
@@ -113,8 +113,8 @@ def test_the_disk_needs_space_for_the_trained_weights_only(straight, monkeypatch
     needed = []
     check = lambda config, *, checkpoint_bytes, **others: needed.append(checkpoint_bytes)
     monkeypatch.setattr(disk_space, "check", check)
-    run_spec, inputs = build.build_training(settings(straight), devices=jax.devices())
-    preflight.report_checks(run_spec, inputs, rich.console.Console(quiet=True))
+    spec, inputs = build.build_training(settings(straight), devices=jax.devices())
+    preflight.report_checks(spec, inputs, rich.console.Console(quiet=True))
     arrays = reader.read_meta(straight / f"run/checkpoints/{STEPS}").arrays
     num_stored = sum(np.prod(array["shape"]) for array in arrays.values())
     assert 4 * num_stored <= needed[0] <= 1.2 * 4 * num_stored  # shards are padded
@@ -236,25 +236,25 @@ def test_the_library_trains_adapters_and_saves_them_alone_and_merged(straight, t
         "data": {"row_tokens": 64},
         "model": {"compute_dtype": "float32"},
     }
-    run_spec, weights = library.load_model(str(straight / "base"), config | {"adapter": adapter})
+    spec, weights = library.load_model(str(straight / "base"), config | {"adapter": adapter})
     before = batches.name_leaves(weights)
-    state = train_state.init_state(run_spec.longest, weights)
+    state = train_state.init_state(spec, weights)
     documents = [record["input_ids"] for record in commands.read_lines(straight / "train.jsonl")]
-    for batch in library.pack(documents, run_spec):
-        state, _ = train_step.compile(run_spec.longest)(state, batch)
+    for batch in library.pack(documents, spec):
+        state, _ = train_step.compile(spec)(state, batch)
     after = batches.name_leaves(state.master)
-    trained = batches.name_leaves(trainable.select_trained(run_spec.longest.table, state.master))
+    trained = batches.name_leaves(trainable.select_trained(spec.table, state.master))
     for path in after:
         is_same = batches.is_bitwise_equal(after[path], before[path])
         assert is_same == (path not in trained), path
 
-    library.save_adapter(state.master, tmp_path / "adapter", run_spec)
+    library.save_adapter(state.master, tmp_path / "adapter", spec)
     source = {"type": "dora", "source": str(tmp_path / "adapter")}
     _, loaded = library.load_model(str(straight / "base"), config | {"adapter": source})
     for path, array in batches.name_leaves(loaded).items():
         assert batches.is_bitwise_equal(array, after[path]), path
 
-    library.save_model(state.master, tmp_path / "merged", run_spec)
+    library.save_model(state.master, tmp_path / "merged", spec)
     merged = safetensors.numpy.load_file(tmp_path / "merged/model.safetensors")
     base = safetensors.numpy.load_file(straight / "base/model.safetensors")
     assert merged.keys() == base.keys()

@@ -49,9 +49,9 @@ def settings(folder, *words):
 
 def train(config):
     console = rich.console.Console(width=200, file=None)
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:1])
+    spec, inputs = build.build_training(config, devices=jax.devices()[:1])
     with console.capture() as capture:
-        trainer.train(run_spec, inputs, console)
+        trainer.train(spec, inputs, console)
     return " ".join(capture.get().split())
 
 

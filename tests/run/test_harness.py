@@ -79,7 +79,7 @@ def models(folder):
         problems=ProblemCollector(),
         for_training=False,
     )
-    spec = resolved.run_spec.longest
+    spec = resolved.spec
     master = initial_weights.open_sources(spec, resolved.model_folder, None).make()
     tokenizer = tokenizers.load(str(folder))
     model = harness.HarnessModel(

@@ -34,8 +34,8 @@ def train(folder, *, steps):
         "logging": {"trackers": []},
     }
     console = rich.console.Console(record=True, width=200, quiet=True)
-    run_spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
-    trainer.train(run_spec, inputs, console)
+    spec, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:2])
+    trainer.train(spec, inputs, console)
 
 
 @pytest.mark.e2e

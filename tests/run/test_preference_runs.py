@@ -1,4 +1,4 @@
-"""Runs with objectives for pairs: the same on every mesh, for all row lengths, after a stop."""
+"""Runs with objectives for pairs: the same on every mesh, after a stop."""
 
 import json
 import pathlib
@@ -80,9 +80,9 @@ def settings(folder, name, *words, sources=("train",), sizes=(1, 1), **sections)
 def run(config, num_devices=1, quiet=True):
     """Trains. Returns: lines of metrics.jsonl, and the text on the console."""
     console = rich.console.Console(record=True, width=200, quiet=quiet, file=None)
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
     with console.capture() as capture:
-        trainer.train(run_spec, inputs, console)
+        trainer.train(spec, inputs, console)
     lines = commands.read_lines(pathlib.Path(config.run.directory) / "metrics.jsonl")
     return lines, capture.get()
 
@@ -196,8 +196,7 @@ def write_adapter(folder, kind):
     directory = folder / f"adapter {kind}"
     if not directory.exists():
         config = settings(folder, "unused", adapter={"type": kind, "rank": 4})
-        run_spec, _ = build.build_training(config, devices=jax.devices()[:1])
-        spec = run_spec.longest
+        spec, _ = build.build_training(config, devices=jax.devices()[:1])
         table = trainable.select_trained(spec.table, spec.table)
         rng = np.random.default_rng(5)
         draw = lambda param: rng.uniform(0.05, 0.2, param.stacked_shape).astype(np.float32)
@@ -313,9 +312,7 @@ def test_the_evaluation_is_that_of_the_training_loss(folder):
 
 
 def test_an_evaluator_without_references_is_an_internal_error(folder):
-    run_spec, inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
+    spec, inputs = build.build_training(settings(folder, "none"), devices=jax.devices()[:1])
     inputs.train_set.documents.references = None
     with pytest.raises(AssertionError, match="references"):
-        Evaluator(run_spec.longest, []).evaluate(
-            inputs.train_set, inputs.make_weights(), num_steps=0
-        )
+        Evaluator(spec, []).evaluate(inputs.train_set, inputs.make_weights(), num_steps=0)

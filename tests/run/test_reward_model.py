@@ -134,14 +134,14 @@ def test_losses_and_exported_weights_are_those_of_torch(folder, sizes, center):
 def test_a_language_model_gets_a_new_head(folder):
     lines, _ = test_preference_runs.run(settings(folder, "new head", source="language"))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    run_spec, inputs = build.build_training(
+    spec, inputs = build.build_training(
         settings(folder, "another", source="language"), devices=jax.devices()[:1]
     )
     assert inputs.weights_origin.endswith("a new head, which is random")
     head = np.asarray(inputs.make_weights()["head"])
     assert head.shape == (1, MODEL["hidden_size"])
     assert 0.01 < head.std() < 0.03
-    assert run_spec.longest.model.num_logits == 1
+    assert spec.model.num_logits == 1
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")

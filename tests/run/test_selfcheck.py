@@ -316,7 +316,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
     spec = test_memory_options.make_program(
         gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
     )
-    lines = selfcheck.check_device(spec, [spec.attention])
+    lines = selfcheck.check_device(spec)
     check = selfcheck.AttentionCheck(
         kernel=spec.attention.kernel,
         heads_per_kv_head=4,
@@ -354,7 +354,8 @@ def test_delta_nets_are_checked_in_models_that_have_them(monkeypatch, gpu):
             ),
         ),
     )
-    (line,) = selfcheck.check_device(spec, [])
+    spec = dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, layer_scores=()))
+    (line,) = selfcheck.check_device(spec)
     check = DeltaRuleCheck(
         strength_scale=2.0,
         num_key_heads=2,
@@ -382,7 +383,7 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     memory = {"remat": "save_attention", "offload_activations": "layer_inputs"}
     spec = test_memory_options.make_program(gpu, memory, xla_options=xla_options)
-    selfcheck.check_device(spec, [spec.attention])
+    selfcheck.check_device(spec)
     return tried
 
 
@@ -423,4 +424,4 @@ def test_the_check_runs_without_prefetch_only_if_it_fails_with_prefetch(monkeypa
 
 def test_cpus_are_not_checked():
     spec = test_memory_options.make_program(jax.devices()[0], {"remat": "full"})
-    assert selfcheck.check_device(spec, [spec.attention]) == []
+    assert selfcheck.check_device(spec) == []

@@ -50,8 +50,8 @@ def settings(folder, *words):
 
 
 def train(chosen):
-    run_spec, material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(run_spec, material, rich.console.Console(quiet=True))
+    spec, material = build.build_training(chosen, devices=jax.devices()[:1])
+    trainer.train(spec, material, rich.console.Console(quiet=True))
 
 
 @pytest.fixture
@@ -81,9 +81,7 @@ class Recorded(CheckpointWriter):
 def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     now = 1000.0
     state = TrainState(master={}, opt_state={}, step=np.int32(0))
-    meta = CheckpointMeta(
-        config={}, model={}, data={}, step=0, rows_consumed={}, num_tokens_total=0
-    )
+    meta = CheckpointMeta(config={}, model={}, data={}, step=0, rows_consumed=0, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
     save = CheckpointSchedule(
@@ -119,7 +117,7 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
     table = build.build_training(
         settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1]
-    )[0].longest.table
+    )[0].table
     for num_steps in (1, 4):
         train(
             settings(
@@ -176,9 +174,7 @@ def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training
     # before and after each of three attempts
     outcomes = [None, full, None, full, None, full]
     state = TrainState(master={}, opt_state={}, step=np.int32(0))
-    meta = CheckpointMeta(
-        config={}, model={}, data={}, step=9, rows_consumed={}, num_tokens_total=0
-    )
+    meta = CheckpointMeta(config={}, model={}, data={}, step=9, rows_consumed=0, num_tokens_total=0)
     save = CheckpointSchedule(
         store, RunConfig(directory="x", steps=9), first_step=0, print_line=lines.append
     )
@@ -227,10 +223,10 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
             "optimizer.learning_rate=3",
             "optimizer.schedule=constant",
         ]
-        run_spec, material = build.build_training(
+        spec, material = build.build_training(
             settings(folder, *words, *more), devices=jax.devices()[:1]
         )
-        trainer.train(run_spec, material, console)
+        trainer.train(spec, material, console)
         return console.file.getvalue()
 
     def steps():
@@ -466,24 +462,23 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
 @pytest.mark.e2e
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
-    compile_ = preflight.compile_steps
+    compile_ = preflight.compile_step
     seen = []
     now = RunStatus()
 
-    def watched(run_spec, material, console):
-        compiled = compile_(run_spec, material, console)
-        look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
-        functions = {length: look(run) for length, run in compiled.functions.items()}
-        return dataclasses.replace(compiled, functions=functions)
+    def watched(spec, console):
+        step = compile_(spec, console)
+        look = lambda *given: seen.append(now.num_dispatched) or step.function(*given)
+        return dataclasses.replace(step, function=look)
 
-    monkeypatch.setattr(preflight, "compile_steps", watched)
+    monkeypatch.setattr(preflight, "compile_step", watched)
     chosen = settings(folder, "run.steps=3")
-    run_spec, material = build.build_training(chosen, devices=jax.devices()[:1])
+    spec, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(
-        run_spec, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
+        spec, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
     )
-    assert seen == [{1}, {1, 2}, {2, 3}]
-    assert not now._running
+    assert seen == [1, 2, 3]
+    assert now.num_dispatched == now.num_finished == 3
 
 
 def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
@@ -514,33 +509,33 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
         f"data.train={json.dumps([{**one, 'name': 'books'}])}",
         f"data.eval={json.dumps([{**one, 'name': 'held out'}])}",
     ]
-    run_spec, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
+    spec, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
     lines = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda own: lines.append(own) or np.stack([own, own])
     )
-    preflight.check_agreement(run_spec, material)
+    preflight.check_agreement(spec, material)
     changed = {
-        "nothing": (run_spec, material),
+        "nothing": (spec, material),
         "train": (
-            run_spec,
+            spec,
             dataclasses.replace(
                 material, train_set=dataclasses.replace(material.train_set, digests=("z",))
             ),
         ),
         "eval": (
-            run_spec,
+            spec,
             dataclasses.replace(
                 material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)
             ),
         ),
         "step": (
-            run_spec,
+            spec,
             dataclasses.replace(material, start=dataclasses.replace(material.start, step=4)),
         ),
         "config": (
-            dataclasses.replace(run_spec, config=settings(folder, *named, "run.seed=1")),
+            dataclasses.replace(spec, config=settings(folder, *named, "run.seed=1")),
             material,
         ),
     }[other]

@@ -28,7 +28,7 @@ stop = preemption.Preemption(run_schema.RunConfig(**options["run"]), status)
 with stop.listen():
     for step in range(1, num_steps + 1):
         assert stop.should_dispatch(step)
-        status.dispatched(step, 64)
+        status.dispatched()
         if step < num_steps:
             status.finished(step, options["step_s"])
     print("ready", flush=True)
@@ -88,12 +88,12 @@ def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining(tmp_p
     stop = Preemption(RunConfig(directory=str(tmp_path), steps=9), status)
     for step in (1, 2):
         assert stop.should_dispatch(step)
-        status.dispatched(step, 64)
+        status.dispatched()
         status.finished(step, 7.0)
     assert stop.should_dispatch(3)
     stop._hold_dispatch("SIGTERM")
     assert (stop._progress.num_dispatched, stop._progress.remaining_s) == (3, 7.0)
-    status.dispatched(3, 64)
+    status.dispatched()
     stop._hold_dispatch("SIGTERM")
     assert stop._progress.remaining_s == pytest.approx(7.0, abs=0.5)
 

@@ -204,19 +204,16 @@ def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nothing(
     assert len(re.findall(report, capfd.readouterr().err)) == 1
 
 
-def test_the_expected_time_of_a_step_is_that_of_steps_with_the_same_row_length():
+def test_the_expected_time_of_a_step_is_the_median_of_the_last_ones():
     status = RunStatus()
-    steps = [(64, 1.0), (512, 9.0), (64, 2.0), (64, 3.0), (512, 30.0), (512, 10.0)]
-    for step, (row_tokens, seconds) in enumerate(steps, 1):
-        status.dispatched(step, row_tokens)
+    for step, seconds in enumerate([9.0, 30.0, 10.0], 1):
+        status.dispatched()
         status.finished(step, seconds)
-    assert status.step_s == 10.0
-    assert status.activity.description == "step 7"
-    assert status.activity.expected_s == 10.0, "the row length is unknown before the dispatch"
-    status.dispatched(7, 64)
-    assert status.activity.expected_s == 2.0
-    status.dispatched(8, 512)
-    assert 11.0 < status.remaining_s() <= 12.0
+    assert (status.activity.description, status.activity.expected_s) == ("step 4", 10.0)
+    status.dispatched()
+    assert status.activity.expected_s == 10.0
+    status.dispatched()
+    assert 19.0 < status.remaining_s() <= 20.0
 
 
 def test_a_watchdog_that_is_closed_does_not_end_the_process(tmp_path):

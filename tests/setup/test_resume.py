@@ -62,8 +62,8 @@ def settings(folder, *words):
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
-    run_spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
-    trainer.train(run_spec, material, console)
+    spec, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
+    trainer.train(spec, material, console)
 
 
 def lines(directory, name="metrics.jsonl"):
@@ -151,7 +151,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
 
 def prepare_table(folder):
     chosen = settings(folder, f"run.directory={folder}/elsewhere")
-    return build.build_training(chosen, devices=jax.devices())[0].longest.table
+    return build.build_training(chosen, devices=jax.devices())[0].table
 
 
 @pytest.mark.e2e
@@ -297,7 +297,7 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
         model=batches.UNEVEN_LLAMA,
         data=documents.fingerprint(before) | {"data.long_documents": "split"},
         step=4,
-        rows_consumed={"64": 32},
+        rows_consumed=32,
         num_tokens_total=7,
     )
     model = model_config.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
@@ -337,8 +337,8 @@ def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path
     start = StartPoint(step=4, rows_consumed={64: 32})
     checkpoint = build.RunCheckpoint(path=tmp_path, meta=meta, model_dir=None)
     for config, num_steps, rate in ((before, 8, None), (now, 12, "0.0075")):
-        run_spec = types.SimpleNamespace(config=config, num_steps=num_steps)
-        changed = build._with_rate_change(start, checkpoint, run_spec, documents)
+        spec = types.SimpleNamespace(config=config, num_steps=num_steps)
+        changed = build._with_rate_change(start, checkpoint, spec, documents)
         expected = (f"learning rate of step 5 0.005 -> {rate}",) if rate else ()
         assert changed.config_changes == expected
 
@@ -347,7 +347,7 @@ def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
-    run_spec, _ = build.build_training(
+    spec, _ = build.build_training(
         settings(
             tmp_path,
             "data.eval=[]",
@@ -356,13 +356,11 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
         ),
         devices=jax.devices(),
     )
-    whole = jax.tree.map(
-        lambda row: np.zeros(row.stacked_shape, np.float32), run_spec.longest.table
-    )
+    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), spec.table)
     folder = tmp_path / "hf"
     writer.export_model(
         whole,
-        table=run_spec.longest.table,
+        table=spec.table,
         fields=batches.UNEVEN_LLAMA,
         tokenizer=tokenizers.make_byte_tokenizer(),
         directory=folder,
@@ -403,9 +401,7 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     assert actual[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
         "8 steps of 4 rows are 4 steps of 8"
     )
-    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
-        "64": STEPS * 8
-    }
+    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == STEPS * 8
     for half in range(4):
         pair = actual[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert (
@@ -452,32 +448,31 @@ REFUSED = [
             ["run.seed = 1", 0],
             marks=pytest.mark.slow,
         ),
-        ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8, 64]),
+        ("continue", ["run.seed=1"], STOPPED * 8, ["run.seed = 1", 0, STOPPED * 8]),
     ],
 )
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
-    run_spec, material = build.build_training(chosen, devices=jax.devices())
-    assert (material.start.step, run_spec.num_steps, material.schedule.begin_rows) == (
+    spec, material = build.build_training(chosen, devices=jax.devices())
+    assert (material.start.step, spec.num_steps, material.schedule.begin_row) == (
         STOPPED,
         STEPS,
-        (begins,),
+        begins,
     )
     train(chosen)
     actual = lines(stopped / "run")
     assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
     assert re.search(messages.containing(*said), messages.read_banner(stopped / "run"))
     # what was learned is what the new plan has there
-    (stream,) = material.train_set.streams
+    stream = material.train_set.stream
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
     tokens = [
         sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8])
         for step in range(STEPS - STOPPED)
     ]
     assert [line["num_tokens"] for line in actual[STOPPED:]] == tokens
-    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
-        str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
-    }
+    meta = reader.read_meta(run_paths.find_latest(stopped / "run"))
+    assert meta.rows_consumed == begins + 8 * (STEPS - STOPPED)
 
 
 @pytest.mark.e2e

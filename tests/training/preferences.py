@@ -79,9 +79,7 @@ def pack(records: Records, spec: StepSpec, *, has_references: bool = True) -> Pa
         columns["first_reference"] = records.references[::2]
         columns["second_reference"] = records.references[1::2]
     config = spec.config
-    documents = Documents(
-        [datasets.Dataset.from_dict(columns)], longest_row=config.data.max_row_tokens
-    )
+    documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=config.data.row_tokens)
     return dataset.pack_documents("pairs", documents, config, digests=["x"])
 
 
@@ -89,8 +87,7 @@ def only_batch(data: PackedDataset, spec: StepSpec) -> Batch:
     """All pairs as one step."""
     schedule = data.make_schedule(spec.config, epochs=1)
     assert len(schedule) == 1, schedule
-    placements = {spec.config.data.max_row_tokens: spec.placement}
-    return next(data.make_loader(spec.config, schedule, placements).batches())[0]
+    return next(data.make_loader(spec.config, schedule, spec.placement).batches())[0]
 
 
 def pad(records: Records) -> Batch:

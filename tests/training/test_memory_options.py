@@ -232,9 +232,7 @@ def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weigh
         leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
     ]
     assert {leaf.sharding.memory_kind for leaf in averages} == {host_memory.MEMORY_KIND}
-    meta = CheckpointMeta(
-        config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0
-    )
+    meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed=0, num_tokens_total=0)
     with CheckpointWriter(
         tmp_path, table=offloaded.spec.table, retention=CheckpointConfig()
     ) as store:

@@ -195,8 +195,8 @@ def _run(path: pathlib.Path) -> None:
     """Does what `jaxsp train` does, on as many devices as the mesh has."""
     config = config_file.load(path, [])
     num_devices = config.mesh.data * config.mesh.degree
-    run_spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
-    trainer.train(run_spec, inputs, rich.console.Console(quiet=True))
+    spec, inputs = build.build_training(config, devices=jax.devices()[:num_devices])
+    trainer.train(spec, inputs, rich.console.Console(quiet=True))
 
 
 @contextlib.contextmanager

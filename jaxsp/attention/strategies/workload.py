@@ -66,14 +66,14 @@ class LayerWorkload:
 
         Args: remat: replaces memory.remat of the config.
         """
-        row_tokens = config.data.max_row_tokens
+        row_tokens = config.data.row_tokens
         kinds = drop_long_windows(model.layer_scores, row_tokens=row_tokens)
         (score,) = drop_long_windows([score], row_tokens=row_tokens)
         return cls(
             num_rows=config.batch.microbatch_rows,
             # 0 would not reach the check that rows can be divided
-            tokens_per_device=max(1, config.data.max_row_tokens // config.mesh.degree),
-            row_tokens=config.data.max_row_tokens,
+            tokens_per_device=max(1, config.data.row_tokens // config.mesh.degree),
+            row_tokens=config.data.row_tokens,
             max_segments=config.data.max_segments_per_row,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,

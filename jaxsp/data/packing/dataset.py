@@ -1,7 +1,7 @@
-"""A data set: documents, and the streams of rows that they are packed into."""
+"""A data set: documents, and the stream of rows that they are packed into."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,11 @@ _LONG_DOCUMENTS = "data.long_documents"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedDataset:
-    """Documents, and a stream of rows for each row length that they need, the shortest first."""
+    """Documents, and the stream of rows that they are packed into."""
 
     name: str
     documents: Documents
-    streams: tuple[RowStream, ...]
-    step_fractions: tuple[float, ...]
+    stream: RowStream
     digests: tuple[str, ...]
     source_weights: tuple[float, ...] | None
     """Weight of each source; they add up to 1. None if all documents are packed together."""
@@ -35,7 +34,7 @@ class PackedDataset:
     @property
     def num_split_pairs(self) -> int:
         """Number of pairs that do not fit into one row."""
-        return sum(part.num_split_pairs for stream in self.streams for part in stream.parts)
+        return sum(part.num_split_pairs for part in self.stream.parts)
 
     @property
     def digested_sources(self) -> list[tuple[SourceCounts, str]]:
@@ -45,70 +44,49 @@ class PackedDataset:
         self,
         config: Config,
         *,
-        consumed: Mapping[int, int] | None = None,
+        consumed: int = 0,
         num_steps: int | None = None,
         epochs: int | None = None,
     ) -> RowSchedule:
         """Schedules `num_steps` more steps, or the steps to the end of `epochs` epochs.
 
         Args:
-            consumed: number of rows consumed before, by row length.
+            consumed: number of rows consumed before.
         """
-        consumed = consumed or {}
-        begin_rows = [
-            # after a change of the data: the rows of a pair stay together
-            -(-consumed.get(stream.row_tokens, 0) // stream.block_rows) * stream.block_rows
-            for stream in self.streams
-        ]
-        row_configs = config.row_configs
-        end_rows = None
-        if epochs is not None:
-            end_rows = [
-                max(stream.count_rows(epochs), begin)
-                for stream, begin in zip(self.streams, begin_rows, strict=True)
-            ]
+        # after a change of the data: the rows of a pair stay together
+        begin_row = -(-consumed // self.stream.block_rows) * self.stream.block_rows
         return mixing.build_schedule(
-            begin_rows=begin_rows,
-            rows_per_step=[
-                row_configs[stream.row_tokens].batch.rows_per_step for stream in self.streams
-            ],
-            fractions=self.step_fractions,
-            seed=config.run.seed,
+            begin_row=begin_row,
+            rows_per_step=config.batch.rows_per_step,
             num_steps=num_steps,
-            end_rows=end_rows,
+            end_row=None if epochs is None else max(self.stream.count_rows(epochs), begin_row),
         )
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:
-        """True if an epoch ends with step `num_steps` of a schedule.
-
-        With rows of several lengths, an epoch is a pass over all of them.
-        """
-        epochs_before, epochs_after = (
-            min(map(_count_epochs, self.streams, schedule.rows_consumed(steps)))
+        """True if an epoch ends with step `num_steps` of a schedule."""
+        before, after = (
+            _count_epochs(self.stream, schedule.rows_consumed(steps))
             for steps in (num_steps - 1, num_steps)
         )
-        return epochs_after > epochs_before
+        return after > before
 
     def make_loader(
-        self, config: Config, schedule: RowSchedule, placements: Mapping[int, RowPlacement]
+        self, config: Config, schedule: RowSchedule, placement: RowPlacement
     ) -> BatchLoader:
-        """Returns the loader of a schedule's steps. Args: placements: of rows of each length."""
+        """Returns the loader of a schedule's steps."""
         return BatchLoader(
-            self.documents, self.streams, schedule, config=config, placements=placements
+            self.documents, self.stream, schedule, config=config, placement=placement
         )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """Everything that decides the content and the order of the rows, as JSON values."""
         data = config.data
-        row_tokens: int | list[int] = data.max_row_tokens
-        if len(data.row_lengths) > 1:
-            row_tokens = list(data.row_lengths)
         # without long documents the rows are the same for every value
         has_long_documents = any(map(SourceCounts.has_long_documents, self.documents.sources))
         return {
             "run.seed": config.run.seed,
             "data.eval_fraction": data.eval_fraction,
-            "data.row_tokens": row_tokens,
+            "data.row_tokens": data.row_tokens,
             "data.max_segments_per_row": data.max_segments_per_row,
             _LONG_DOCUMENTS: data.long_documents if has_long_documents else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
@@ -168,74 +146,47 @@ def pack_documents(
     digests: Sequence[str],
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
-    """Packs each document into rows of the shortest length that holds it.
-
-    The documents of a pair are in one row of the shortest length that holds both. If none does,
-    they are in two rows of the greatest length.
+    """Packs documents into rows. The documents of a pair are in one row, or in two if none holds
+    both.
 
     Without weights all documents are packed together. With weights each source is packed
     separately, and the sources' rows are mixed.
     """
     segments = documents.segments
-    row_lengths = config.data.row_lengths
-    length_index = _choose_row_lengths(documents, row_lengths)
-    part_of_segment = np.zeros(len(length_index), np.int64)
+    part_of_segment = np.zeros(len(segments.length), np.int64)
     weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
         part_of_segment = documents.find_sources(segments.document)
         weights = _normalize_weights(source_weights)
     tokens = np.bincount(part_of_segment, segments.length, minlength=len(weights))
     _check_no_source_empty(documents, tokens, config.data)
-    streams = []
-    space = []
-    for number, row_tokens in enumerate(row_lengths):
-        parts = {}
-        for part in np.unique(part_of_segment[length_index == number]).tolist():
-            parts[part] = PackedEpochs(
-                segments.select((length_index == number) & (part_of_segment == part)),
-                row_tokens=row_tokens,
-                max_segments=config.data.max_segments_per_row,
-                seed=config.run.seed,
-                per_record=documents.per_record,
-            )
-        if not parts:
-            continue
-        # number of rows of this length for each token of the whole mixture
-        rows_per_token = [
-            weights[part] * epochs.count_rows(1) / tokens[part] for part, epochs in parts.items()
-        ]
-        stream = RowStream(
-            list(parts.values()),
-            _to_fractions(rows_per_token),
-            row_tokens=row_tokens,
-            sources=() if source_weights is None else list(parts),
+    parts = [
+        PackedEpochs(
+            segments.select(part_of_segment == part),
+            row_tokens=config.data.row_tokens,
+            max_segments=config.data.max_segments_per_row,
+            seed=config.run.seed,
+            per_record=documents.per_record,
         )
-        streams.append(stream)
-        space.append(sum(rows_per_token) * row_tokens)
+        for part in range(len(weights))
+    ]
+    # number of rows for each token of the whole mixture
+    rows_per_token = [
+        weight * part.count_rows(1) / num_tokens
+        for weight, part, num_tokens in zip(weights, parts, tokens, strict=True)
+    ]
     return PackedDataset(
         name=name,
         documents=documents,
-        streams=tuple(streams),
-        step_fractions=tuple(_to_fractions(space)),
+        stream=RowStream(parts, (np.array(rows_per_token) / sum(rows_per_token)).tolist()),
         digests=tuple(digests),
         source_weights=None if source_weights is None else weights,
     )
 
 
-def _choose_row_lengths(documents: Documents, row_lengths: Sequence[int]) -> np.ndarray:
-    """For each segment, the index of the shortest rows that hold its record, else the longest."""
-    lengths = documents.lengths.reshape(-1, documents.per_record).sum(1)
-    indices = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
-    return indices[documents.segments.document // documents.per_record]
-
-
 def _normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
     scaled = np.divide(weights, max(weights))  # the sum of very large weights would be infinite
     return tuple((scaled / scaled.sum()).tolist())
-
-
-def _to_fractions(values: Sequence[float]) -> list[float]:
-    return (np.array(values) / sum(values)).tolist()
 
 
 def _check_no_source_empty(documents: Documents, tokens: np.ndarray, data: DataConfig) -> None:

@@ -93,19 +93,19 @@ def _check_ids(
 
 
 def choose_lengths(
-    stored: np.ndarray, longest_row: int | None, long_documents: str, per_record: int = 1
+    stored: np.ndarray, row_tokens: int | None, long_documents: str, per_record: int = 1
 ) -> np.ndarray:
     """Number of tokens to use of each document; 0: none. A pair is used as a whole.
 
     Args:
         stored: number of tokens of each document.
-        longest_row: tokens of the longest row; None: documents have any length.
+        row_tokens: tokens of a row; None: documents have any length.
         long_documents: data.long_documents.
     """
-    if longest_row is not None and long_documents == "truncate":
-        return np.minimum(stored, longest_row)
-    if longest_row is not None and long_documents == "drop":
-        is_record_long = (stored.reshape(-1, per_record) > longest_row).any(1)
+    if row_tokens is not None and long_documents == "truncate":
+        return np.minimum(stored, row_tokens)
+    if row_tokens is not None and long_documents == "drop":
+        is_record_long = (stored.reshape(-1, per_record) > row_tokens).any(1)
         return np.where(np.repeat(is_record_long, per_record), 0, stored)
     return stored
 
@@ -128,7 +128,7 @@ class ChunkSegments:
 
 
 def select_segments(
-    chunks: Sequence[Chunk], used: np.ndarray, longest_row: int | None
+    chunks: Sequence[Chunk], used: np.ndarray, row_tokens: int | None
 ) -> list[ChunkSegments]:
     """Selects the segments that have a loss token: the others would cost steps and teach nothing.
 
@@ -136,21 +136,19 @@ def select_segments(
 
     Args:
         used: number of tokens that are used of each document of the chunks.
-        longest_row: tokens of the longest row; None: no document is split.
+        row_tokens: tokens of a row; None: no document is split.
     """
     ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
     return [
-        _select_chunk_segments(chunk, chunk_used, longest_row)
+        _select_chunk_segments(chunk, chunk_used, row_tokens)
         for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
     ]
 
 
-def _select_chunk_segments(
-    chunk: Chunk, used: np.ndarray, longest_row: int | None
-) -> ChunkSegments:
+def _select_chunk_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
     indices = np.flatnonzero(used)
     lengths = used[indices]
-    segments = packing.split_documents(lengths, longest_row)
+    segments = packing.split_documents(lengths, row_tokens)
     # targets are first + 1 to last: a document's first token is never one
     first = segments.offset
     last = np.minimum(segments.offset + segments.length, lengths[segments.document] - 1)

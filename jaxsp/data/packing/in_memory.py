@@ -17,7 +17,7 @@ def pack_arrays(
     labels: Sequence[np.ndarray],
     config: Config,
 ) -> PackedDataset:
-    """Packs documents into rows of the greatest length, which must hold each of them.
+    """Packs documents into rows, which must hold each of them.
 
     Args:
         documents: token ids, int32 [T].
@@ -35,7 +35,7 @@ def pack_arrays(
     )
     rows = Documents([datasets.Dataset(table)], source_names=[name], field=name)
     assert len(rows.lengths) == len(documents), "a document has no label"
-    assert rows.lengths.max() <= config.data.max_row_tokens, "a document is longer than a row"
+    assert rows.lengths.max() <= config.data.row_tokens, "a document is longer than a row"
     return dataset.pack_documents(name, rows, config, digests=[""])
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import grain
@@ -32,7 +32,7 @@ from jaxsp.runtime import device_mesh
 
 
 class RowPlacement(NamedTuple):
-    """Devices for rows of one length, and the order of their tokens."""
+    """Devices for the rows, and the order of their tokens."""
 
     mesh: jax.sharding.Mesh
     layout: Layout
@@ -50,11 +50,7 @@ class RowPlacement(NamedTuple):
 class _SortedRows(NamedTuple):
     """A step's rows, sorted for the groups: the most attention work first, empty rows last."""
 
-    row_tokens: int
     rows: PackedRows
-    places: np.ndarray
-    """[microbatches, B]: place of each row of the microbatches in `rows`."""
-    placement: RowPlacement
     block_rows: int
     """Number of consecutive rows that belong together: see `PackedEpochs`."""
 
@@ -83,66 +79,61 @@ class BatchLoader:
     A step's rows are sorted by attention work and dealt to the groups in rotation
     (`batch.step_row_index`), so that groups that wait for each other have rows of similar work.
     Within a group, each device holds its shard of every row, in the layout that attention requires.
-    Which rows a step has depends on the schedule only. Rows of each length may have a mesh of their
-    own.
+    Which rows a step has depends on the schedule only.
     """
 
     def __init__(
         self,
         documents: Documents,
-        streams: Sequence[RowStream],
+        stream: RowStream,
         schedule: RowSchedule,
         *,
         config: Config,
-        placements: Mapping[int, RowPlacement],
+        placement: RowPlacement,
     ):
-        """Prepares the loader. Args: placements: placement of rows of each length."""
         self._documents = documents
-        self._streams = streams
+        self._stream = stream
         self._schedule = schedule
-        self._placements = [placements[stream.row_tokens] for stream in streams]
+        self._placement = placement
+        self._row_tokens = config.data.row_tokens
         self._max_segments = config.data.max_segments_per_row
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
         if documents.per_record == 2:
             self._specs["documents_BM"] = PER_ROW
-        self._places = list(map(find_places, self._placements))
+        self._places = find_places(placement)
+        """[microbatches, B]: place of each row of the microbatches in a step's sorted rows."""
+        self._shapes = {
+            PER_TOKEN: (*self._places.shape, self._row_tokens),
+            PER_ROW: (*self._places.shape, self._max_segments),
+        }
         self.num_steps = len(schedule)
 
     def read_step(self, step: int) -> HostBatch:
         """Reads the blocks of a step for this process's devices."""
         sorted_rows = self._sort_rows(step)
-        shapes = self._shapes(sorted_rows)
-        read_slice = functools.partial(self._read_slice, sorted_rows)
-        blocks = self._read_blocks(sorted_rows, PER_TOKEN, shapes, read_slice)
+        read_slice = functools.partial(self._read_slice, sorted_rows.rows)
+        blocks = self._read_blocks(PER_TOKEN, read_slice)
         pairs = None
         numbers = np.zeros(0, np.int32)
         if self._documents.per_record == 2:
             numbers = sorted_rows.number_documents()
             pairs = self._make_pairs(sorted_rows, numbers)
         blocks |= self._read_blocks(
-            sorted_rows,
             PER_ROW,
-            shapes,
             lambda place, *_: row_reader.make_slots(
                 sorted_rows.rows.row(place),
                 self._max_segments,
                 numbers[slice(*sorted_rows.rows.row_starts[place : place + 2])],
             ),
         )
-        return HostBatch(
-            shapes=shapes,
-            blocks=blocks,
-            pairs=pairs,
-            counts=self._count_step(step, sorted_rows),
-            mesh=sorted_rows.placement.mesh,
-        )
+        return HostBatch(blocks=blocks, pairs=pairs, counts=self._count_step(step, sorted_rows))
 
     def _make_pairs(self, sorted_rows: _SortedRows, numbers: np.ndarray) -> Pairs:
         """Pairs of a step. Args: numbers: of each segment's document."""
         max_pairs = batch.max_pairs(
-            rows_per_step=sorted_rows.placement.batch.rows_per_step,
+            rows_per_step=self._placement.batch.rows_per_step,
             max_segments=self._max_segments,
         )
         references_D = np.zeros(2 * max_pairs, np.float32)
@@ -154,15 +145,8 @@ class BatchLoader:
             is_desirable_P[numbers // 2] = self._documents.is_desirable[document // 2]
         return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
-    def _shapes(self, sorted_rows: _SortedRows) -> dict[str, tuple[int, int, int]]:
-        """[microbatches, B, L] or [microbatches, B, M] of each Batch field."""
-        widths = {PER_TOKEN: sorted_rows.row_tokens, PER_ROW: self._max_segments}
-        microbatches, num_slots = sorted_rows.places.shape
-        return {name: (microbatches, num_slots, widths[spec]) for name, spec in self._specs.items()}
-
     def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
         step_rows = self._schedule.step_rows(step)
-        stream = self._streams[step_rows.stream_index]
         rows = sorted_rows.rows
         tokens_per_source = np.bincount(
             self._documents.find_sources(rows.document),
@@ -170,14 +154,13 @@ class BatchLoader:
             minlength=len(self._documents.sources),
         )
         return StepCounts(
-            row_tokens=sorted_rows.row_tokens,
             rows=rows,
-            places=sorted_rows.places,
+            places=self._places,
             num_rows=step_rows.num_rows,
-            epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
+            epoch=self._stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
             documents_P2=self._list_pairs(sorted_rows),
-            imbalance=self._compute_imbalance(sorted_rows),
+            imbalance=self._compute_imbalance(rows),
         )
 
     def _list_pairs(self, sorted_rows: _SortedRows) -> np.ndarray:
@@ -189,19 +172,15 @@ class BatchLoader:
         documents_P2.reshape(-1)[numbers] = sorted_rows.rows.document
         return documents_P2
 
-    def row_tokens(self, step: int) -> int:
-        return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
-
     def list_segments(self, step: int) -> list[dict[str, Any]]:
         """Describes the segments of a step in the order of its rows: the same on every mesh.
 
         Returns: as in `NonfiniteStep.documents`.
         """
-        step_rows = self._schedule.step_rows(step)
-        stream = self._streams[step_rows.stream_index]
+        first_row, num_rows = self._schedule.step_rows(step)
         segments = []
-        for row_index in range(step_rows.first_row, step_rows.first_row + step_rows.num_rows):
-            row = stream.row(row_index)
+        for row_index in range(first_row, first_row + num_rows):
+            row = self._stream.row(row_index)
             arrays = (row.document.tolist(), row.offset.tolist(), row.length.tolist())
             for document, offset, num_tokens in zip(*arrays, strict=True):
                 origin = self._documents.find_origin(document)
@@ -224,57 +203,46 @@ class BatchLoader:
                     name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
                 if host_batch.pairs is not None:
-                    arrays["pairs"] = _put_everywhere(host_batch.pairs, host_batch.mesh)
+                    arrays["pairs"] = _put_everywhere(host_batch.pairs, self._placement.mesh)
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
-        shape = host_batch.shapes[name]
+        shape = self._shapes[self._specs[name]]
         blocks = host_batch.blocks[name]
         return jax.make_array_from_callback(
             shape,
-            NamedSharding(host_batch.mesh, self._specs[name]),
+            NamedSharding(self._placement.mesh, self._specs[name]),
             lambda index: blocks[_to_span(index, shape)],
         )
 
     def _sort_rows(self, step: int) -> _SortedRows:
-        stream_index, first_row, num_rows = self._schedule.step_rows(step)
-        stream = self._streams[stream_index]
-        places = self._places[stream_index]
-        rows = stream.rows(first_row, first_row + num_rows)
+        first_row, num_rows = self._schedule.step_rows(step)
+        rows = self._stream.rows(first_row, first_row + num_rows)
         # an evaluation scores documents one by one, and may have an odd number of rows
-        block_rows = stream.block_rows if places.size % 2 == 0 else 1
+        block_rows = self._stream.block_rows if self._places.size % 2 == 0 else 1
         rows = rows.append_empty(num_rows + num_rows % block_rows)
         work = count_attention_work(rows).reshape(-1, block_rows).sum(1)
         blocks = np.argsort(-work, kind="stable")
         rows = rows.select_rows((blocks[:, None] * block_rows + np.arange(block_rows)).ravel())
-        return _SortedRows(
-            stream.row_tokens,
-            rows.append_empty(places.size),
-            places,
-            self._placements[stream_index],
-            block_rows,
-        )
+        return _SortedRows(rows.append_empty(self._places.size), block_rows)
 
-    def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
-        rows = sorted_rows.rows
+    def _compute_imbalance(self, rows: PackedRows) -> float:
         work = balance.count_row_work(
             rows.starts,
             rows.length,
             rows.row_of_segment,
             num_rows=len(rows),
-            row_tokens=sorted_rows.row_tokens,
-            layout=sorted_rows.placement.layout,
+            row_tokens=self._row_tokens,
+            layout=self._placement.layout,
         )
-        by_group = split_by_group(work[sorted_rows.places], sorted_rows.placement.num_groups)
+        by_group = split_by_group(work[self._places], self._placement.num_groups)
         return balance.compute_imbalance(
-            by_group.sum(2), has_ring_steps=sorted_rows.placement.has_ring_steps
+            by_group.sum(2), has_ring_steps=self._placement.has_ring_steps
         )
 
     def _read_blocks(
         self,
-        sorted_rows: _SortedRows,
         spec: jax.sharding.PartitionSpec,
-        shapes: dict[str, tuple[int, int, int]],
         read_part: Callable[[int, int, int], Any],
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
@@ -284,10 +252,10 @@ class BatchLoader:
         """
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
-        sharding = NamedSharding(sorted_rows.placement.mesh, spec)
-        for span in _local_spans(sharding, shapes[names[0]]):
+        sharding = NamedSharding(self._placement.mesh, spec)
+        for span in _local_spans(sharding, self._shapes[spec]):
             microbatches, slots, (begin, end) = span
-            places = sorted_rows.places[slice(*microbatches), slice(*slots)]
+            places = self._places[slice(*microbatches), slice(*slots)]
             parts = [
                 [read_part(place, begin, end) for place in microbatch_places]
                 for microbatch_places in places.tolist()
@@ -299,10 +267,9 @@ class BatchLoader:
                 )
         return blocks
 
-    def _read_slice(self, sorted_rows: _SortedRows, place: int, begin: int, end: int) -> RowSlice:
-        row = sorted_rows.rows.row(place)
-        layout = sorted_rows.placement.layout
-        spans = layout.spans(begin, end, row_tokens=sorted_rows.row_tokens)
+    def _read_slice(self, rows: PackedRows, place: int, begin: int, end: int) -> RowSlice:
+        row = rows.row(place)
+        spans = self._placement.layout.spans(begin, end, row_tokens=self._row_tokens)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
         )

@@ -1,4 +1,4 @@
-"""Order of rows and steps: sources are mixed by weight, and steps alternate between row lengths.
+"""Order of rows: sources are mixed by weight, and steps take the rows in turn.
 
 Rows of two sources a and b, where a has 3 of 4 tokens and the rows are equally full:
 
@@ -6,19 +6,11 @@ Rows of two sources a and b, where a has 3 of 4 tokens and the rows are equally 
 
 Row j of a source is at (j + 1/2) / fraction: a at 0.7, 2, 3.3 ..., b at 2, 6, 10 ...
 
-Steps with rows of two lengths, where the first length has three quarters of all row space:
-
-    0 0 1 0 | 0 1 0 0 | 1 0 0 0
-
-Step j of a length is at a place between j / fraction and (j + 1) / fraction that the seed decides.
-
-Both orders can be cut anywhere. They continue from the number of rows that were consumed of each
-part, whatever the mesh and the rows per step were.
+The order can be cut anywhere. It continues from the number of rows that were consumed, whatever the
+mesh and the rows per step were.
 """
 
-import bisect
 import dataclasses
-import functools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,26 +23,16 @@ from jaxsp.data.packing.packing import PackedEpochs, PackedRows, Segments
 
 
 class RowStream:
-    """Endless sequence of rows of one length, interleaved from several parts. Thread-safe.
+    """Endless sequence of rows, interleaved from several parts. Thread-safe.
 
     Args:
+        parts: the rows of all documents, or those of each source if sources are mixed by weight.
         fractions: fraction of the rows that each part has; they add up to 1.
-        sources: source of each part, if sources are mixed by weight.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[PackedEpochs],
-        fractions: Sequence[float],
-        *,
-        row_tokens: int,
-        sources: Sequence[int] = (),
-    ):
+    def __init__(self, parts: Sequence[PackedEpochs], fractions: Sequence[float]):
         assert len(parts) == len(fractions) > 0, "a fraction for each part"
-        assert len(sources) in (0, len(parts)), "a source for each part"
         self.parts = tuple(parts)
-        self.sources = tuple(sources)
-        self.row_tokens = row_tokens
         self.fractions = np.array(fractions)
         self.block_rows = max(part.block_rows for part in parts)
         """Number of consecutive rows that belong together: see `PackedEpochs`."""
@@ -76,7 +58,7 @@ class RowStream:
 
     def find_epoch(self, index: int) -> int | None:
         """The epoch of a row, from 0; None if sources are mixed by weight."""
-        return None if self.sources else self.parts[0].find_epoch(index)
+        return None if len(self.parts) > 1 else self.parts[0].find_epoch(index)
 
     def count_rows(self, epochs: int) -> int:
         """Number of rows in the first `epochs` epochs of the only part."""
@@ -116,8 +98,6 @@ def _interleave_parts(
 class StepRows(NamedTuple):
     """The rows of a step."""
 
-    stream_index: int
-    """Index of the stream that they are from."""
     first_row: int
     """Index of the first of them within the stream."""
     num_rows: int
@@ -125,102 +105,56 @@ class StepRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSchedule:
-    """The rows of each remaining step.
-
-    With a single stream they follow from the step's number, so that a billion steps take no memory.
-    """
+    """The rows of each remaining step."""
 
     num_steps: int
-    begin_rows: tuple[int, ...]
-    """Number of rows of each stream that were consumed before."""
-    end_rows: tuple[int, ...]
-    """Number of rows of each stream after which the data ends."""
-    rows_per_step: tuple[int, ...]
-    """Number of rows of a step with rows of each stream."""
-    stream_of_step: np.ndarray | None = None
-    """The stream of each step; None if there is only one."""
+    begin_row: int
+    """Number of rows that were consumed before."""
+    end_row: int
+    """Number of rows after which the data ends."""
+    rows_per_step: int
 
     def __len__(self) -> int:
         return self.num_steps
 
     def step_rows(self, step: int) -> StepRows:
-        stream = 0
-        steps_before = step
-        if self.stream_of_step is not None:
-            stream = int(self.stream_of_step[step])
-            steps_before = int(self._steps_before[step])
-        first = self.begin_rows[stream] + steps_before * self.rows_per_step[stream]
-        num_rows = min(self.rows_per_step[stream], self.end_rows[stream] - first)
-        return StepRows(stream, first, num_rows)
+        first = self.begin_row + step * self.rows_per_step
+        return StepRows(first, min(self.rows_per_step, self.end_row - first))
 
-    @functools.cached_property
-    def _steps_before(self) -> np.ndarray:
-        assert self.stream_of_step is not None, "there are several streams"
-        before = np.zeros(self.num_steps, np.int64)
-        for stream in range(len(self.begin_rows)):
-            steps = np.flatnonzero(self.stream_of_step == stream)
-            before[steps] = np.arange(len(steps))
-        return before
-
-    def rows_consumed(self, num_steps: int) -> tuple[int, ...]:
-        """Rows of each stream consumed after `num_steps` steps: the whole state of the data."""
-        if self.stream_of_step is None:
-            steps = [min(num_steps, self.num_steps)]
-        else:
-            num_streams = len(self.begin_rows)
-            steps = np.bincount(self.stream_of_step[:num_steps], minlength=num_streams).tolist()
-        streams = zip(self.begin_rows, steps, self.rows_per_step, self.end_rows, strict=True)
-        return tuple(
-            max(begin, min(begin + count * per_step, end))
-            for begin, count, per_step, end in streams
-        )
+    def rows_consumed(self, num_steps: int) -> int:
+        """Rows consumed after `num_steps` steps: the whole state of the data."""
+        consumed = self.begin_row + min(num_steps, self.num_steps) * self.rows_per_step
+        return max(self.begin_row, min(consumed, self.end_row))
 
     @property
     def num_rows(self) -> int:
-        return sum(self.rows_consumed(self.num_steps)) - sum(self.begin_rows)
+        return self.rows_consumed(self.num_steps) - self.begin_row
 
 
 def build_schedule(
     *,
-    begin_rows: Sequence[int],
-    rows_per_step: Sequence[int],
-    fractions: Sequence[float],
-    seed: int,
+    begin_row: int,
+    rows_per_step: int,
     num_steps: int | None = None,
-    end_rows: Sequence[int] | None = None,
+    end_row: int | None = None,
 ) -> RowSchedule:
-    """Builds a schedule of `num_steps` steps, or until each stream has come to its end.
+    """Builds a schedule of `num_steps` steps, or until the stream has come to its end.
 
-    Args:
-        begin_rows, end_rows: number of rows of each stream.
-        fractions: fraction of the steps that each stream has.
+    Args: begin_row, end_row: number of rows.
     Raises: UserError for more steps than a schedule can have.
     """
-    assert (num_steps is None) != (end_rows is None), "either steps or rows limit a schedule"
-    limits = [_UNLIMITED_ROWS] * len(begin_rows) if end_rows is None else list(end_rows)
+    assert (num_steps is None) != (end_row is None), "either steps or rows limit a schedule"
+    field = "run.steps" if end_row is None else "run.epochs"
+    if end_row is None:
+        end_row = _UNLIMITED_ROWS
     if num_steps is None:
-        streams = zip(begin_rows, limits, rows_per_step, strict=True)
-        num_steps = sum(-(-max(end - begin, 0) // per_step) for begin, end, per_step in streams)
-    is_mixed = len(begin_rows) > 1
-    max_steps = _MAX_MIXED_STEPS if is_mixed else _MAX_STEPS
-    if num_steps > max_steps:
-        field = "run.steps" if end_rows is None else "run.epochs"
-        condition = " with rows of several lengths" if is_mixed else ""
+        num_steps = -(-max(end_row - begin_row, 0) // rows_per_step)
+    if num_steps > _MAX_STEPS:
         raise UserError(
-            f"{field}: makes {num_steps:,} steps, but a run has at most {max_steps:,}{condition}. "
-            "Use fewer."
-        )
-    stream_of_step = None
-    if is_mixed:
-        stream_of_step = _interleave_streams(
-            list(begin_rows), rows_per_step, fractions, seed, num_steps, limits
+            f"{field}: makes {num_steps:,} steps, but a run has at most {_MAX_STEPS:,}. Use fewer."
         )
     return RowSchedule(
-        num_steps=num_steps,
-        begin_rows=tuple(begin_rows),
-        end_rows=tuple(limits),
-        rows_per_step=tuple(rows_per_step),
-        stream_of_step=stream_of_step,
+        num_steps=num_steps, begin_row=begin_row, end_row=end_row, rows_per_step=rows_per_step
     )
 
 
@@ -228,36 +162,3 @@ _UNLIMITED_ROWS = 2**63 - 1
 
 _MAX_STEPS = 10**12
 """Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
-
-_MAX_MIXED_STEPS = 10**7
-"""Maximum number of steps with rows of several lengths, laid out before step 0 in 5 us each."""
-
-
-def _interleave_streams(
-    consumed: list[int],
-    rows_per_step: Sequence[int],
-    fractions: Sequence[float],
-    seed: int,
-    num_steps: int,
-    limits: Sequence[int],
-) -> np.ndarray:
-    """The stream of each step."""
-
-    def next_place(stream: int) -> float:
-        row = consumed[stream]
-        jitter = np.random.default_rng((seed, stream, row)).random()
-        return (row / rows_per_step[stream] + jitter) / fractions[stream]
-
-    waiting = sorted(
-        (next_place(stream), stream)
-        for stream in range(len(consumed))
-        if consumed[stream] < limits[stream]
-    )
-    streams = np.zeros(num_steps, np.int8)
-    for step in range(num_steps):
-        _, stream = waiting.pop(0)
-        streams[step] = stream
-        consumed[stream] += rows_per_step[stream]
-        if consumed[stream] < limits[stream]:
-            bisect.insort(waiting, (next_place(stream), stream))
-    return streams

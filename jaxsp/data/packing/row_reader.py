@@ -55,8 +55,8 @@ class Documents:
         source_names: names of the sources of the datasets.
         held_out: for each dataset, True for the documents that are held out for evaluation. They
             are left out, or with `use_held_out` the others are. None: no document is held out.
-        longest_row: tokens of the longest row; None: documents have any length.
-        long_documents: data.long_documents, what to do with documents longer than `longest_row`.
+        row_tokens: tokens of a row; None: documents have any length.
+        long_documents: data.long_documents, what to do with documents longer than `row_tokens`.
         stats: statistics of the datasets, with checksums of what is read; None: not checked.
         has_scores: give the last token of each document a label, 0, and no other token: a reward
             model scores documents there.
@@ -73,7 +73,7 @@ class Documents:
         source_names: Sequence[str] | None = None,
         held_out: Sequence[np.ndarray] | None = None,
         use_held_out: bool = False,
-        longest_row: int | None = None,
+        row_tokens: int | None = None,
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
@@ -98,10 +98,10 @@ class Documents:
             is_in_split = np.ones(len(stored), bool)
             if held_out is not None:
                 is_in_split = np.repeat(held_out[number] == use_held_out, self.per_record)
-            options = (longest_row, long_documents)
+            options = (row_tokens, long_documents)
             usable = document_selection.choose_lengths(stored, *options, self.per_record)
             used = np.where(is_in_split, usable, 0)
-            selected = document_selection.select_segments(chunks, used, longest_row)
+            selected = document_selection.select_segments(chunks, used, row_tokens)
             chosen += selected
             self._chunks += chunks
             sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
@@ -114,7 +114,7 @@ class Documents:
                 selected,
                 used=used,
                 is_in_split=is_in_split,
-                longest_row=longest_row,
+                row_tokens=row_tokens,
                 count_held_out=not use_held_out,
             )
             self.sources += (counts,)
@@ -125,7 +125,7 @@ class Documents:
         """Log-probability of each document by the reference model, float64; None if it is unknown:
         jaxsp then computes it before it trains."""
         self._check_positions(field)
-        self._check_has_labels(field, longest_row, long_documents)
+        self._check_has_labels(field, row_tokens, long_documents)
 
     def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
         """Numbers the documents of all chunks."""
@@ -184,16 +184,16 @@ class Documents:
                 "set data.long_documents to truncate or drop."
             )
 
-    def _check_has_labels(self, field: str, longest_row: int | None, long_documents: str) -> None:
+    def _check_has_labels(self, field: str, row_tokens: int | None, long_documents: str) -> None:
         if self.num_loss_tokens > 0:
             return
         longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
-        is_cut = longest_row is not None and longest > longest_row and long_documents != "split"
+        is_cut = row_tokens is not None and longest > row_tokens and long_documents != "split"
         if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
             split = "data.long_documents=split, or " if self.per_record == 1 else ""
             raise UserError(
                 f"{field}: data.long_documents = {long_documents} leaves no token with a loss: "
-                f"rows have {longest_row:,} tokens, and documents up to {longest:,}. Use "
+                f"rows have {row_tokens:,} tokens, and documents up to {longest:,}. Use "
                 f"{split}a data.row_tokens of at least {longest:,}."
             )
         raise UserError(
@@ -334,7 +334,7 @@ def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
 def _check_lengths(
     dataset: "datasets.Dataset",
     lengths: np.ndarray,
-    longest_row: int | None,
+    row_tokens: int | None,
     long_documents: str,
     field: str,
 ) -> None:
@@ -345,9 +345,9 @@ def _check_lengths(
     """
     per_record = document_selection.count_documents_per_record(dataset)
     may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
-    if longest_row is None or long_documents in may_be_long:
+    if row_tokens is None or long_documents in may_be_long:
         return
-    too_long = np.flatnonzero(lengths > longest_row)
+    too_long = np.flatnonzero(lengths > row_tokens)
     if not len(too_long):
         return
     first = int(too_long[0])
@@ -359,6 +359,6 @@ def _check_lengths(
         others = f" {num_others:,} other {noun} too long."
     raise UserError(
         f"data.long_documents = {long_documents}: {field}: {place} has {lengths[first]:,} tokens, "
-        f"but a row has {longest_row:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
+        f"but a row has {row_tokens:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
         f"data.row_tokens of at least {lengths.max():,}."
     )

@@ -61,7 +61,7 @@ def count_source(
     *,
     used: np.ndarray,
     is_in_split: np.ndarray,
-    longest_row: int | None,
+    row_tokens: int | None,
     count_held_out: bool,
 ) -> SourceCounts:
     """Counts the documents of a source.
@@ -71,12 +71,12 @@ def count_source(
         selected: the segments of each chunk.
         used: for each document, the number of its tokens up to which segments are made.
         is_in_split: for each document, True if it belongs to this split.
-        longest_row: tokens of the longest row; None: documents have any length.
+        row_tokens: tokens of a row; None: documents have any length.
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
     stored = np.concatenate([chunk.lengths for chunk in chunks])
     has_loss = _find_used(chunks, selected)
-    is_split = used > (used.max() if longest_row is None else longest_row)
+    is_split = used > (used.max() if row_tokens is None else row_tokens)
     is_truncated = (used > 0) & (used < stored)
     left_out = stored[is_in_split & (used == 0)]
     per_record = chunks[0].per_record

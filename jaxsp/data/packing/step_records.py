@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from jaxsp.core.batch import Pairs
@@ -16,7 +15,6 @@ BlockSpan = tuple[tuple[int, int], ...]
 class StepCounts:
     """Counts of a step over the whole mesh, computed from the packing plan only."""
 
-    row_tokens: int
     rows: PackedRows
     """The step's rows and their segments, in the order of `places`."""
     places: np.ndarray
@@ -45,11 +43,7 @@ class HostBatch:
     A block that several devices hold is there once.
     """
 
-    shapes: dict[str, tuple[int, int, int]]
-    """Global shape of each Batch field."""
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
     pairs: Pairs | None
     """Pairs of the step, as arrays of the host."""
     counts: StepCounts
-    mesh: jax.sharding.Mesh
-    """Mesh of rows of this length."""

@@ -9,7 +9,7 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.mixing import RowSchedule, RowStream
+from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows
 from jaxsp.data.packing.source_counts import SourceCounts
 
@@ -30,11 +30,9 @@ def describe_data(
     for source in sources:
         lines += [("skipped", example) for example in source.skipped_examples]
     lines += [("note", note) for note in describe_bare_answers(sources, config.data)]
-    for stream in data.streams:
-        for part in stream.parts:
-            suggestion = _suggest_packing(part, config, stream)
-            if suggestion:
-                lines.append(("note", suggestion))
+    for part in data.stream.parts:
+        if suggestion := _suggest_packing(part, config.data):
+            lines.append(("note", suggestion))
     if len(sources) > 1:
         epochs = None if data.source_weights is None else _estimate_epochs(data, schedule)
         for number in range(len(sources)):
@@ -45,20 +43,13 @@ def describe_data(
 def _describe_rows(data: PackedDataset, config: Config) -> str:
     segments = data.documents.segments
     num_tokens = int(segments.length.sum())
-    space = 0
-    rows = []
-    for stream in data.streams:
-        num_rows = sum(part.count_rows(1) for part in stream.parts)
-        space += stream.row_tokens * num_rows
-        text = format_count(num_rows, "row")
-        if len(config.data.row_lengths) > 1:
-            text += f" of {stream.row_tokens:,} tokens"
-        rows.append(text)
+    num_rows = sum(part.count_rows(1) for part in data.stream.parts)
+    percent = 100 * num_tokens / (num_rows * config.data.row_tokens)
     return (
         f"{format_count(len(data.documents.lengths), 'document')} in "
         f"{format_count(len(segments.length), 'segment')}, "
         f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
-        f"packed into {' and '.join(rows)}, {100 * num_tokens / space:.2f} % full"
+        f"packed into {format_count(num_rows, 'row')}, {percent:.2f} % full"
     )
 
 
@@ -70,12 +61,11 @@ def describe_epochs(data: PackedDataset, config: Config, schedule: RowSchedule) 
     if data.source_weights is not None:
         return ""
     epoch = data.make_schedule(config, epochs=1)
-    num_epochs = sum(schedule.rows_consumed(len(schedule))) / epoch.num_rows
+    num_epochs = schedule.rows_consumed(len(schedule)) / epoch.num_rows
     text = f"{num_epochs:.3g} epochs"
     if config.run.epochs is not None:
         text = format_count(config.run.epochs, "epoch")
-    rows = zip(epoch.end_rows, epoch.rows_per_step, strict=True)
-    if num_epochs <= 1 or not any(end % per_step for end, per_step in rows):
+    if num_epochs <= 1 or epoch.num_rows % epoch.rows_per_step == 0:
         return f"{text} of {format_count(len(epoch), 'step')}"
     return f"{text} of {format_count(epoch.num_rows, 'row')} (steps continue across epochs)"
 
@@ -136,15 +126,15 @@ def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> 
     ]
 
 
-def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
+def _suggest_packing(part: PackedEpochs, data: DataConfig) -> str | None:
     plan = part.plan_epoch(0)
-    max_segments = config.data.max_segments_per_row
-    suggested = suggest_max_segments(plan, row_tokens=stream.row_tokens, max_segments=max_segments)
+    max_segments = data.max_segments_per_row
+    suggested = suggest_max_segments(plan, row_tokens=data.row_tokens, max_segments=max_segments)
     if suggested is None:
         return None
-    percent = 100 * plan.length.sum() / (len(plan) * stream.row_tokens)
+    percent = 100 * plan.length.sum() / (len(plan) * data.row_tokens)
     return (
-        f"rows of {stream.row_tokens:,} tokens are {percent:.0f} % full, because they have at most "
+        f"rows of {data.row_tokens:,} tokens are {percent:.0f} % full, because they have at most "
         f"{format_count(max_segments, 'segment')}: data.max_segments_per_row={suggested} would "
         "fill them"
     )
@@ -184,15 +174,11 @@ def _estimate_epochs(data: PackedDataset, schedule: RowSchedule) -> list[float]:
     Exact numbers need plans of all those rows, which take a second per epoch for a million
     documents.
     """
-    tokens = np.zeros(len(data.documents.sources))
-    for stream, end in zip(data.streams, schedule.rows_consumed(len(schedule)), strict=True):
-        for part, source, fraction in zip(
-            stream.parts, stream.sources, stream.fractions, strict=True
-        ):
-            tokens[source] += end * fraction * part.num_tokens / part.count_rows(1)
+    end = schedule.rows_consumed(len(schedule))
+    parts = zip(data.stream.parts, data.stream.fractions, data.documents.sources, strict=True)
     return [
-        float(used) / source.num_tokens
-        for used, source in zip(tokens, data.documents.sources, strict=True)
+        float(end * fraction * part.num_tokens / part.count_rows(1)) / source.num_tokens
+        for part, fraction, source in parts
     ]
 
 

@@ -16,7 +16,7 @@ def describe_excess(
 
     Args:
         fields: fields of the model's config.json, with the changes of model.rope.
-        row_tokens: length of the longest rows.
+        row_tokens: length of the rows.
         longest_document: its number of tokens, before it is split into rows; None if unknown.
     """
     positions = fields.get("max_position_embeddings")

@@ -28,7 +28,7 @@ class RopeInputs:
     head_dim: int
     max_position_embeddings: int | None
     row_tokens: int | None
-    """Length of the longest rows, by which longrope chooses its factors; None: no longer than the
+    """Length of the rows, by which longrope chooses its factors; None: no longer than the
     model's original range."""
 
     @property
@@ -178,7 +178,7 @@ def _longrope(inputs: RopeInputs) -> _Result:
     """Each frequency has its own divisor, from one list for short rows and one for long rows.
 
     transformers chooses by the longest document of a batch. Here the choice is fixed for a run, by
-    the length of its longest rows.
+    the length of its rows.
     """
     group = inputs.group
     original = inputs.original

@@ -42,9 +42,7 @@ def data_of(sources, config, weights=None, **fields):
         sets.append(tokenized(lengths, first))
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
-    documents = Documents(
-        sets, source_names=names, longest_row=config.data.max_row_tokens, **fields
-    )
+    documents = Documents(sets, source_names=names, row_tokens=config.data.row_tokens, **fields)
     return dataset.pack_documents("train", documents, config, digests=names, source_weights=weights)
 
 
@@ -66,76 +64,13 @@ def taken(steps):
     return np.sort(actual[actual > 0])
 
 
-TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
-
-
-def test_each_document_goes_to_the_shortest_row_that_holds_it():
-    config = test_loader.settings_of(**TWO)
-    data = data_of([[2, 16, 17, 64, 65, 200]], config)
-    actual = {
-        stream.row_tokens: {
-            int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document
-        }
-        for stream in data.streams
-    }
-    assert actual == {16: {0, 1}, 64: {2, 3, 4, 5}}
-
-
-def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_the_same_space():
-    config = test_loader.settings_of(**TWO)
-    lengths = [*lengths_of(90, 20), *lengths_of(20, 90)]
-    steps = steps_of(data_of([lengths], config), config, epochs=1)
-    expected = []
-    first = 1
-    for length in lengths:
-        # a last segment of one token has no next token to predict
-        expected += range(first, first + (length - 1 if length % 64 == 1 else length))
-        first += length
-    assert taken(steps).tolist() == expected
-    assert {counts.row_tokens for _, counts in steps} == {16, 64}
-    for given, counts in steps:
-        turns, slots, row_tokens = given.tokens_BL.shape
-        assert (turns, slots * row_tokens, row_tokens) == (2, 2 * 64, counts.row_tokens), (
-            "as many turns, as many tokens at once"
-        )
-
-
-def test_a_run_with_rows_of_two_lengths_continues_also_with_other_rows_per_step():
-    config = test_loader.settings_of(**TWO)
-    lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
-    data = data_of([lengths], config)
-    schedule = data.make_schedule(config, epochs=2)
-    for done in range(0, len(schedule), 5):
-        first = data.make_loader(config, schedule, test_loader.rows_on(config, 1, 2, 4))
-        before = [first.read_step(step) for step in range(done)]
-        consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
-        other = test_loader.settings_of(**TWO | {"rows_per_step": 6})
-        after = steps_of(data, other, (1, 1, 2), consumed=consumed, epochs=2)
-        pieces = sorted(
-            int(n)
-            for counts in [*(step.counts for step in before), *(c for _, c in after)]
-            for n in counts.segment_lengths
-        )
-        whole = sorted(
-            int(n) for _, counts in steps_of(data, config, epochs=2) for n in counts.segment_lengths
-        )
-        assert pieces == whole
-
-
-def test_a_length_that_no_document_needs_has_no_steps():
-    data = data_of([[3, 4, 5]], test_loader.settings_of(**TWO))
-    assert [stream.row_tokens for stream in data.streams] == [16]
-    assert data.step_fractions == (1.0,)
-
-
 def shares_of(steps):
     tokens = np.sum([counts.tokens_per_source for _, counts in steps], axis=0)
     return tokens / tokens.sum()
 
 
-@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
-def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(row_tokens):
-    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=4)
+def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths():
+    config = test_loader.settings_of(rows_per_step=4)
     lengths = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
     data = data_of(lengths, config, weights=[6.0, 3.0, 1.0])
     steps = steps_of(data, config, num_steps=300)
@@ -163,9 +98,8 @@ def test_very_large_weights_are_fractions_too():
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
     config = test_loader.settings_of()
     data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], config, weights=[1.0, 1.0])
-    (stream,) = data.streams
     for index in range(50):
-        assert len(set(data.documents.find_sources(stream.row(index).document).tolist())) == 1
+        assert len(set(data.documents.find_sources(data.stream.row(index).document).tolist())) == 1
 
 
 def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
@@ -223,11 +157,10 @@ def test_long_documents_are_counted_by_their_treatment(what, lengths, counts):
 
 
 @pytest.mark.parametrize("what", ["split", "truncate", "drop"])
-@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
-def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens):
+def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     """The oracle reads each document's labels one by one."""
-    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=4)
-    longest = config.data.max_row_tokens
+    config = test_loader.settings_of(rows_per_step=4)
+    row_tokens = config.data.row_tokens
     random = np.random.default_rng(0)
     tokens = [random.integers(1, 1000, length) for length in [*lengths_of(60, 150), 1, 2, 64, 65]]
     labels = [np.where(random.random(len(ids)) < 0.03, ids, -100) for ids in tokens]
@@ -236,12 +169,12 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens
     for record, document in enumerate(labels):
         used = len(document)
         if what == "truncate":
-            used = min(used, longest)
-        if what == "drop" and used > longest:
+            used = min(used, row_tokens)
+        if what == "drop" and used > row_tokens:
             continue
         kept = []
-        for offset in range(0, used, longest):
-            length = min(longest, used - offset)
+        for offset in range(0, used, row_tokens):
+            length = min(row_tokens, used - offset)
             targets = [k + 1 for k in range(offset, offset + length) if k + 1 < used]
             if any(document[target] != -100 for target in targets):
                 kept.append((record, offset, length))
@@ -250,13 +183,13 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what, row_tokens
                 counts["num_segments_without_loss"] += 1
         if not kept:
             counts["num_without_loss"] += 1
-            counts["num_segments_without_loss"] -= -(-used // longest)
+            counts["num_segments_without_loss"] -= -(-used // row_tokens)
         expected += kept
     columns = {"tokens": tokens, "labels": labels, "place": list("x" * len(tokens))}
     documents = Documents(
         [datasets.Dataset.from_dict(columns)],
         source_names=["a"],
-        longest_row=longest,
+        row_tokens=row_tokens,
         long_documents=what,
     )
     actual = [
@@ -287,19 +220,17 @@ def test_data_that_loses_its_labels_to_short_rows_names_row_tokens(what):
     columns = {"tokens": [[1] * 50, [1] * 40], "labels": [[-100] * 40 + [1] * 10, [-100] * 40]}
     chats = datasets.Dataset.from_dict(columns)
     with pytest.raises(UserError) as raised:
-        Documents([chats], longest_row=32, long_documents=what)
+        Documents([chats], row_tokens=32, long_documents=what)
     assert_names(raised.value, f"data.long_documents = {what}", "32", "data.row_tokens", "50")
-    assert Documents([chats], longest_row=50, long_documents=what).num_loss_tokens == 10
-    assert Documents([chats], longest_row=32, long_documents="split").num_loss_tokens == 10
+    assert Documents([chats], row_tokens=50, long_documents=what).num_loss_tokens == 10
+    assert Documents([chats], row_tokens=32, long_documents="split").num_loss_tokens == 10
 
 
 def test_a_truncated_document_ends_like_any_other():
     """Its last token has no next one: the label would be a token that is not there."""
     for labels in (False, True):
-        stored = Documents([tokenized([40], 1, labels)], longest_row=32, long_documents="truncate")
-        row = (
-            data_of([[40]], test_loader.settings_of(), long_documents="truncate").streams[0].row(0)
-        )
+        stored = Documents([tokenized([40], 1, labels)], row_tokens=32, long_documents="truncate")
+        row = data_of([[40]], test_loader.settings_of(), long_documents="truncate").stream.row(0)
         share = stored.read_slice(row, 0, 32)
         assert share.tokens.tolist() == list(range(1, 33))
         assert share.labels.tolist() == [
@@ -310,7 +241,7 @@ def test_a_truncated_document_ends_like_any_other():
 
 def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
-        Documents([tokenized(LONG)], longest_row=32, long_documents="error", field="data.train")
+        Documents([tokenized(LONG)], row_tokens=32, long_documents="error", field="data.train")
     (lines,) = raised.value.problems
     assert_names(
         lines,
@@ -343,10 +274,9 @@ def test_rows_of_similar_work_are_side_by_side():
 
 
 def _dealt_unsorted(data, first):
-    (stream,) = data.streams
     work = np.array(
         [
-            int((stream.row(index).length.astype(int) ** 2).sum())
+            int((data.stream.row(index).length.astype(int) ** 2).sum())
             for index in range(first, first + 16)
         ]
     ).reshape(2, 8)
@@ -361,11 +291,11 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 
 
 def test_every_count_is_printed_before_the_first_step():
-    config = test_loader.settings_of(row_tokens=[16, 64], rows_per_step=2)
+    config = test_loader.settings_of(row_tokens=64, rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
     lines = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     counts, not_as_they_are, a, b = (line for _, line in lines)
-    assert numbers(counts) == [4, 5, 88, 84, 2, 16, 2, 64, 55.00]
+    assert numbers(counts) == [4, 5, 88, 84, 2, 68.75]
     assert numbers(not_as_they_are) == [1, 1]
     assert_names(not_as_they_are, "split", "empty")
     assert (numbers(a), numbers(b)) == ([3, 83], [1, 5])
@@ -411,33 +341,19 @@ def test_long_documents_changes_nothing_if_no_document_is_long():
     )
 
 
-@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 @pytest.mark.parametrize("rows_per_step", [2, 6])
-def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tokens, rows_per_step):
-    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
+def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(rows_per_step):
+    config = test_loader.settings_of(rows_per_step=rows_per_step)
     data = data_of([lengths_of(60, 60)], config)
     schedule = data.make_schedule(config, epochs=3)
-    needed = [[stream.count_rows(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
-    consumed = {
-        step: np.array(schedule.rows_consumed(step)) for step in range(1, len(schedule) + 1)
-    }
     # one step may complete two short epochs
-    expected = sorted(
-        {min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed}
-    )
+    expected = sorted({-(-data.stream.count_rows(epoch) // rows_per_step) for epoch in (1, 2, 3)})
     actual = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
     assert actual == expected
     assert actual[-1] == len(schedule)
     # and after a resume the same steps
     done = 3
-    begin = dict(
-        zip(
-            [stream.row_tokens for stream in data.streams],
-            schedule.rows_consumed(done),
-            strict=True,
-        )
-    )
-    rest = data.make_schedule(config, consumed=begin, epochs=3)
+    rest = data.make_schedule(config, consumed=schedule.rows_consumed(done), epochs=3)
     actual = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert actual == [step for step in expected if step > done]
 
@@ -468,8 +384,7 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     assert_names(lines, "1,024", "12 %", "8")
     (limit,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", lines))
     other = test_loader.settings_of(row_tokens=1024, max_segments=limit)
-    (stream,) = data_of([[16] * 800], other).streams
-    assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
+    assert 12_800 / (data_of([[16] * 800], other).stream.count_rows(1) * 1024) >= 0.96, (
         "800 documents are few: the last row may be half empty"
     )
 
@@ -500,7 +415,7 @@ def test_skipped_records_are_named(tmp_path):
         vocab_size=9,
         field="data.train.0.source",
     )
-    documents = Documents([new_tokenizer.dataset], source_names=["a"], longest_row=32)
+    documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
     data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.stats.digest])
     actual = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     assert [5.0] in [numbers(words) for word, words in actual if word == ""]

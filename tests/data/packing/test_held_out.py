@@ -44,7 +44,7 @@ def test_every_document_is_trained_on_or_held_out():
     )
     parts = [
         Documents(
-            [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, longest_row=7
+            [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, row_tokens=7
         )
         for which in (False, True)
     ]
@@ -72,7 +72,7 @@ def test_another_fraction_is_a_change_of_the_data():
     before, now = (
         dataset.pack_documents(
             "train",
-            Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], longest_row=64),
+            Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], row_tokens=64),
             (config := test_loader.settings_of(eval_fraction=fraction)),
             digests=["same"],
         ).fingerprint(config)

@@ -26,11 +26,7 @@ def mesh_of(replica, data, seq):
 
 
 def rows_on(config, *mesh, layout=KEPT_ORDER, has_ring_steps=False):
-    """Places rows of every length on this mesh."""
-    return {
-        row_tokens: RowPlacement(mesh_of(*mesh), layout, row_config.batch, has_ring_steps)
-        for row_tokens, row_config in config.row_configs.items()
-    }
+    return RowPlacement(mesh_of(*mesh), layout, config.batch, has_ring_steps)
 
 
 def documents_of(lengths, labels=False, row_tokens=32):
@@ -39,7 +35,7 @@ def documents_of(lengths, labels=False, row_tokens=32):
     columns = {"tokens": tokens}
     if labels:
         columns["labels"] = [np.where(random.random(len(ids)) < 0.5, ids, -100) for ids in tokens]
-    return Documents([datasets.Dataset.from_dict(columns)], longest_row=row_tokens)
+    return Documents([datasets.Dataset.from_dict(columns)], row_tokens=row_tokens)
 
 
 def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_segments=5, **data):
@@ -62,9 +58,7 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
-    schedule = data.make_schedule(
-        config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs
-    )
+    schedule = data.make_schedule(config, consumed=first_row, epochs=epochs)
     return data.make_loader(config, schedule, rows_on(config, *mesh, layout=layout))
 
 
@@ -152,8 +146,7 @@ def test_rows_are_dealt_to_the_groups_in_turn():
     ((given, _), *_) = feed.batches()
     # equally long: they are dealt in their order
     first = [
-        int(feed._documents.read_slice(feed._streams[0].row(row), 0, 1).tokens[0])
-        for row in range(8)
+        int(feed._documents.read_slice(feed._stream.row(row), 0, 1).tokens[0]) for row in range(8)
     ]
     # group 0 gets rows 0, 2, 4, 6 and group 1 the others, two at once
     assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [
@@ -359,7 +352,7 @@ def test_weights_go_with_their_labels(mesh, layout):
     table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
         "weights", datasets.LargeList(datasets.Value("float32"))
     )
-    feed = pipeline_of(Documents([table], longest_row=32), mesh=mesh, layout=layout, epochs=1)
+    feed = pipeline_of(Documents([table], row_tokens=32), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():
         labels = np.asarray(given.labels_BL)

@@ -37,7 +37,7 @@ def draw_lengths(count, most, seed=0):
 
 
 def make_epochs(lengths, *, max_segments=6, seed=0):
-    documents = Documents([make_records(lengths)], longest_row=ROW)
+    documents = Documents([make_records(lengths)], row_tokens=ROW)
     return PackedEpochs(
         documents.segments, row_tokens=ROW, max_segments=max_segments, seed=seed, per_record=2
     )
@@ -72,7 +72,7 @@ def test_each_pair_is_in_one_row_or_in_two_that_stay_together(most):
 def test_rows_of_split_pairs_are_filled_with_other_pairs():
     lengths = [[20, 20]] * 8 + [[5, 6]] * 16
     plan = packing.plan_rows(
-        Documents([make_records(lengths)], longest_row=ROW).segments,
+        Documents([make_records(lengths)], row_tokens=ROW).segments,
         row_tokens=ROW,
         max_segments=6,
         seed=0,
@@ -84,7 +84,7 @@ def test_rows_of_split_pairs_are_filled_with_other_pairs():
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_the_rows_of_a_pair_are_in_one_step_and_one_even_microbatch(mesh):
     settings = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2 // mesh[1])
-    documents = Documents([make_records(draw_lengths(60, ROW + 1))], longest_row=ROW)
+    documents = Documents([make_records(draw_lengths(60, ROW + 1))], row_tokens=ROW)
     data = dataset.pack_documents("pairs", documents, settings, digests=["x"])
     assert data.num_split_pairs > 10
     loader = data.make_loader(
@@ -111,12 +111,11 @@ def test_the_rows_of_a_pair_are_in_one_step_and_one_even_microbatch(mesh):
 def test_a_mixture_keeps_the_rows_of_pairs_together():
     settings = test_loader.settings_of(rows_per_step=8)
     sources = [make_records(draw_lengths(30, ROW + 1, seed)) for seed in range(2)]
-    documents = Documents(sources, source_names=["a", "b"], longest_row=ROW)
+    documents = Documents(sources, source_names=["a", "b"], row_tokens=ROW)
     data = dataset.pack_documents(
         "pairs", documents, settings, digests=["x", "y"], source_weights=[2.0, 1.0]
     )
-    (stream,) = data.streams
-    rows = stream.rows(0, 80)
+    rows = data.stream.rows(0, 80)
     block = rows.row_of_segment // 2
     for document in np.unique(rows.document // 2):
         places = block[rows.document // 2 == document]
@@ -127,31 +126,31 @@ def test_a_mixture_keeps_the_rows_of_pairs_together():
 def test_a_record_is_left_out_as_a_whole():
     lengths = [[8, 9], [40, 5], [9, 40], [6, 7], [1, 9]]
     records = make_records(lengths)
-    dropped = Documents([records], longest_row=ROW, long_documents="drop")
+    dropped = Documents([records], row_tokens=ROW, long_documents="drop")
     assert dropped.lengths.tolist() == [8, 9, 6, 7], "a document of one token has no loss"
     (counts,) = dropped.sources
     assert (counts.num_dropped, counts.num_without_loss) == (4, 2)
-    truncated = Documents([records], longest_row=ROW, long_documents="truncate")
+    truncated = Documents([records], row_tokens=ROW, long_documents="truncate")
     assert truncated.lengths.tolist() == [8, 9, 32, 5, 9, 32, 6, 7]
 
 
 def test_a_prompt_that_fills_the_row_leaves_nothing_to_compare():
     records = make_records([[40, 36], [33, 34]], prompt=32)
     with pytest.raises(UserError, match="leaves no token with a loss"):
-        Documents([records], longest_row=ROW, long_documents="truncate")
+        Documents([records], row_tokens=ROW, long_documents="truncate")
 
 
 def test_documents_of_pairs_are_not_split():
     with pytest.raises(UserError, match=r"line 1 has 40 tokens.*Use truncate or drop") as caught:
-        Documents([make_records([[8, 9], [9, 40]])], longest_row=ROW)
+        Documents([make_records([[8, 9], [9, 40]])], row_tokens=ROW)
     assert "long_documents = split" in str(caught.value)
 
 
 def test_held_out_records_and_origins_count_records():
     records = make_records([[8, 9], [6, 7], [5, 4]])
     mask = np.array([False, True, False])
-    training = Documents([records], longest_row=ROW, held_out=[mask])
-    held_out = Documents([records], longest_row=ROW, held_out=[mask], use_held_out=True)
+    training = Documents([records], row_tokens=ROW, held_out=[mask])
+    held_out = Documents([records], row_tokens=ROW, held_out=[mask], use_held_out=True)
     assert training.lengths.tolist() == [8, 9, 5, 4]
     assert held_out.lengths.tolist() == [6, 7]
     origins = [training.find_origin(document) for document in range(4)]
@@ -160,7 +159,7 @@ def test_held_out_records_and_origins_count_records():
 
 
 def test_labels_and_positions_are_those_of_each_document():
-    documents = Documents([make_records([[5, 4]], prompt=2)], longest_row=ROW)
+    documents = Documents([make_records([[5, 4]], prompt=2)], row_tokens=ROW)
     row = documents.segments
     part = documents.read_slice(row, 0, 10)
     assert part.tokens.tolist() == [*range(9), 0]
@@ -169,7 +168,7 @@ def test_labels_and_positions_are_those_of_each_document():
 
 
 def test_a_reward_model_scores_the_last_token_of_each_document():
-    documents = Documents([make_records([[5, 4]])], longest_row=ROW, has_scores=True)
+    documents = Documents([make_records([[5, 4]])], row_tokens=ROW, has_scores=True)
     row = documents.segments
     labels = np.concatenate(
         [documents.read_slice(row, begin, begin + 3).labels for begin in range(0, 12, 3)]
@@ -203,7 +202,7 @@ def read_counts(data, settings):
 def test_an_evaluation_with_an_odd_number_of_rows_reads_all_of_them():
     settings = test_loader.settings_of(rows_per_step=3)
     lengths = [[31, 31], [17, 18], [18, 16], [31, 30], [3, 4]] * 3
-    documents = Documents([make_records(lengths)], longest_row=ROW)
+    documents = Documents([make_records(lengths)], row_tokens=ROW)
     data = dataset.pack_documents("pairs", documents, settings, digests=["x"])
     seen = np.concatenate([counts.documents_P2.ravel() for counts in read_counts(data, settings)])
     assert np.sort(seen[seen >= 0]).tolist() == list(range(len(documents.lengths)))
@@ -213,7 +212,7 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
     """A source with a single row repeats its pair in both rows of a block."""
     settings = test_loader.settings_of(rows_per_step=8)
     sources = [make_records([[3, 4]]), make_records([[20, 20]] * 12)]
-    documents = Documents(sources, source_names=["a", "b"], longest_row=ROW)
+    documents = Documents(sources, source_names=["a", "b"], row_tokens=ROW)
     data = dataset.pack_documents(
         "pairs", documents, settings, digests=["x", "y"], source_weights=[1.0, 1.0]
     )
@@ -230,9 +229,9 @@ def test_a_pair_of_two_epochs_in_one_block_is_two_pairs():
 
 def test_after_a_change_of_the_data_steps_have_whole_pairs():
     settings = test_loader.settings_of(rows_per_step=4)
-    documents = Documents([make_records([[20, 20]] * 12)], longest_row=ROW)
+    documents = Documents([make_records([[20, 20]] * 12)], row_tokens=ROW)
     data = dataset.pack_documents("pairs", documents, settings, digests=["x"])
-    schedule = data.make_schedule(settings, consumed={ROW: 3}, num_steps=3)
+    schedule = data.make_schedule(settings, consumed=3, num_steps=3)
     loader = data.make_loader(settings, schedule, test_loader.rows_on(settings, 1, 1, 1))
     for step in range(3):
         assert (loader.read_step(step).counts.documents_P2 >= 0).all()

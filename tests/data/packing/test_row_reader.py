@@ -52,7 +52,7 @@ def test_every_range_of_a_row_is_cut_from_the_whole_row():
 
 
 def test_a_document_over_three_rows_keeps_labels_and_positions():
-    stored = Documents([dataset([[1, 2], list(range(100, 120))])], longest_row=8)
+    stored = Documents([dataset([[1, 2], list(range(100, 120))])], row_tokens=8)
     plan = packing.plan_rows(stored.segments, row_tokens=8, max_segments=4, seed=0)
     shares = []
     for row in map(plan.row, range(len(plan))):
