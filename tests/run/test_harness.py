@@ -123,7 +123,7 @@ def test_likelihoods_are_those_of_the_harness(models):
     pairs = [
         (" indent", "ed line and no answer"),
         ("assist", "ants answer"),
-        ("an answ", "er"),
+        ("an answ", "er line no"),
         ("an answer ", "no"),
         ("an answer  \n", "  leading"),
         ("an answer", "  \n no"),
