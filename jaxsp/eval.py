@@ -7,10 +7,9 @@ or to the file of --out.
 import argparse
 import functools
 import importlib.util
-import json
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import rich.console
@@ -121,9 +120,12 @@ def _evaluate(
         if own_dir is None and resolved.model_folder is not None:
             own_dir = resolved.model_folder.path
         stop_ids = stop_tokens.list_stop_ids(resolved.hf_config, own_dir, tokenizer)
-        kwargs = harness_tasks.chat_template_kwargs
         model = harness.HarnessModel(
-            eval_sets, master, tokenizer, stop_ids=stop_ids, chat_template_kwargs=kwargs
+            eval_sets,
+            master,
+            tokenizer,
+            stop_ids=stop_ids,
+            apply_chat_template=harness_tasks.apply_chat_template,
         )
         evaluate_tasks = functools.partial(harness.evaluate, model, harness_tasks)
     for evaluator in (eval_sets, RetrievalEvaluator(eval_sets, resolved.task_samples)):
@@ -175,13 +177,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--apply-chat-template",
         action="store_true",
         default=None,
-        help="make prompts a chat, with examples as its turns; default: plain text",
-    )
-    group.add_argument(
-        "--chat-template-kwargs",
-        type=json_object,
-        metavar="JSON",
-        help="arguments of a chat template: '{\"enable_thinking\": false}'",
+        help="make prompts a chat, with examples as its turns, by data.chat_template and "
+        "data.chat_template_kwargs; default: plain text",
     )
     return parser
 
@@ -199,8 +196,7 @@ def _check_baseline(baseline: str, out: EvalFiles) -> None:
 def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
     """Finds the tasks of the harness before the model is read. Raises: UserError."""
     if args.lm_eval is None:
-        names = "lm_eval_tasks limit num_fewshot apply_chat_template chat_template_kwargs".split()
-        for name in names:
+        for name in ("lm_eval_tasks", "limit", "num_fewshot", "apply_chat_template"):
             if getattr(args, name) is not None:
                 raise UserError(
                     f"--{name.replace('_', '-')}: is for lm-evaluation-harness. Use it with "
@@ -214,21 +210,13 @@ def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
         )
     from jaxsp.run import harness
 
-    kwargs = args.chat_template_kwargs
-    if kwargs is None and args.apply_chat_template:
-        kwargs = {}
     return harness.find_tasks(
         args.lm_eval,
         folder=args.lm_eval_tasks,
         limit=args.limit,
         num_fewshot=args.num_fewshot,
-        chat_template_kwargs=kwargs,
+        apply_chat_template=args.apply_chat_template is not None,
     )
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Reads an option. Raises: ValueError or TypeError, of which argparse prints the function."""
-    return dict(json.loads(text))
 
 
 def _prepare_references(

@@ -218,7 +218,7 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
 
 def _render_chat(messages: list[dict[str, str]], config: Config, tokenizer: Any) -> str:
     """Text of a chat, up to the answer. Raises: UserError without a template."""
-    renderer = chat_template.make_prompt_renderer(config.data, tokenizer, {})
+    renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
     try:
         return renderer(messages, prompt=True)[0]
     except RecordError as problem:

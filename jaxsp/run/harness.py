@@ -45,10 +45,10 @@ class HarnessModel(TemplateLM):
         tokenizer: Any,
         *,
         stop_ids: Sequence[int],
-        chat_template_kwargs: dict[str, Any] | None = None,
+        apply_chat_template: bool = False,
     ):
-        """Prepares the model. Raises: UserError for a reward model, and without an end token or a
-        chat template for its arguments.
+        """Prepares the model. Raises: UserError for a reward model, and without an end token or the
+        chat template that prompts need.
 
         Args: evaluator: that of the eval sets. stop_ids: tokens that end an answer.
         """
@@ -65,11 +65,11 @@ class HarnessModel(TemplateLM):
         self._generator = Generator(self._spec)
         self._stop_ids = stop_ids
         self._renderer = None
-        if chat_template_kwargs is not None:
-            self._renderer = chat_template.make_prompt_renderer(
-                self._spec.config.data, tokenizer, chat_template_kwargs
-            )
-        self.settings = vars(setting_fields.describe(self._spec))
+        self.settings = vars(setting_fields.describe(self._spec)) | {"chat_template_kwargs": None}
+        if apply_chat_template:
+            data = self._spec.config.data
+            self._renderer = chat_template.make_prompt_renderer(data, tokenizer)
+            self.settings["chat_template_kwargs"] = data.chat_template_kwargs
 
     @property
     def eot_token_id(self) -> int:
@@ -227,8 +227,8 @@ class HarnessTasks(NamedTuple):
     """Number of records of each task; None: all."""
     num_fewshot: int | None
     """Number of examples in prompts; None: those of the task."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template of prompts; None: plain text."""
+    apply_chat_template: bool
+    """True: prompts are chats; otherwise plain text."""
 
 
 def find_tasks(
@@ -237,7 +237,7 @@ def find_tasks(
     folder: str | None,
     limit: int | None,
     num_fewshot: int | None,
-    chat_template_kwargs: dict[str, Any] | None,
+    apply_chat_template: bool,
 ) -> HarnessTasks:
     """Finds tasks before anything is computed.
 
@@ -260,7 +260,7 @@ def find_tasks(
             "names that `lm-eval ls tasks` lists, and --lm-eval-tasks FOLDER for your own."
         )
     matches = manager.match_tasks(split)
-    return HarnessTasks(matches, manager, limit, num_fewshot, chat_template_kwargs)
+    return HarnessTasks(matches, manager, limit, num_fewshot, apply_chat_template)
 
 
 def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tuple[list[Line], str]:
@@ -286,7 +286,7 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
             loaded,
             limit=tasks.limit,
             log_samples=False,
-            apply_chat_template=tasks.chat_template_kwargs is not None,
+            apply_chat_template=tasks.apply_chat_template,
             fewshot_as_multiturn=True,
         )
     except ConnectionError as error:  # of datasets
@@ -295,11 +295,7 @@ def evaluate(model: HarnessModel, tasks: HarnessTasks, *, num_steps: int) -> tup
             "the hub can be reached, with the same HF_HOME."
         ) from error
     assert found is not None, "each process is the first one for the harness"
-    settings = model.settings | {
-        "limit": tasks.limit,
-        "num_fewshot": tasks.num_fewshot,
-        "chat_template_kwargs": tasks.chat_template_kwargs,
-    }
+    settings = model.settings | {"limit": tasks.limit, "num_fewshot": tasks.num_fewshot}
     lines = [
         {"step": num_steps, "lm_eval": name, "results": _select_numbers(numbers)} | settings
         for name, numbers in found["results"].items()

@@ -269,7 +269,8 @@ metric_list:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{{ end }}"
     options = [
         *["--lm-eval", "ow*", "--lm-eval-tasks", str(tmp_path)],
-        *["--chat-template-kwargs", '{"end": ". "}', f"data.chat_template={json.dumps(template)}"],
+        *["--apply-chat-template", "data.chat_template_kwargs={end: '. '}"],
+        f"data.chat_template={json.dumps(template)}",
     ]
     (line,) = run_eval(folder, tmp_path / "out.jsonl", *options)
     monkeypatch.setattr(harness_models[0].tokenizer, "chat_template", template)

@@ -1,6 +1,7 @@
 """Requests of lm-evaluation-harness: those of its own model, with special tokens and templates."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -171,8 +172,13 @@ def with_template(models, template, kwargs):
     tokenizer.pad_token = tokenizer.eos_token
     own.tokenizer = tokenizer
     own.chat_template_args = kwargs
+    evaluator = copy.copy(model._evaluator)
+    config = evaluator.spec.config
+    data = config.data.model_copy(update={"chat_template_kwargs": kwargs})
+    config = config.model_copy(update={"data": data})
+    evaluator.spec = dataclasses.replace(evaluator.spec, config=config)
     return own, harness.HarnessModel(
-        model._evaluator, model._master, tokenizer, stop_ids=(), chat_template_kwargs=kwargs
+        evaluator, model._master, tokenizer, stop_ids=(), apply_chat_template=True
     )
 
 
@@ -248,7 +254,7 @@ metric_list: [{{metric: exact_match}}]
     for each in (own, model):
         monkeypatch.setattr(each, "generate_until", record_prompts(each, prompts))
     monkeypatch.chdir(tmp_path)
-    tasks = harness.HarnessTasks(["own_choice", "own_text"], manager, 5, 2, kwargs)
+    tasks = harness.HarnessTasks(["own_choice", "own_text"], manager, 5, 2, kwargs is not None)
     lines, _ = harness.evaluate(model, tasks, num_steps=3)
     assert "git" not in capfd.readouterr().err
     expected = lm_eval.simple_evaluate(

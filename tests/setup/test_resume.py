@@ -331,10 +331,10 @@ def test_the_learning_rate_of_a_run_of_epochs_is_that_of_its_last_epoch(tmp_path
         model=batches.UNEVEN_LLAMA,
         data={},
         step=4,
-        rows_consumed={"64": 32},
+        rows_consumed=32,
         num_tokens_total=7,
     )
-    start = StartPoint(step=4, rows_consumed={64: 32})
+    start = StartPoint(step=4, rows_consumed=32)
     checkpoint = build.RunCheckpoint(path=tmp_path, meta=meta, model_dir=None)
     for config, num_steps, rate in ((before, 8, None), (now, 12, "0.0075")):
         spec = types.SimpleNamespace(config=config, num_steps=num_steps)

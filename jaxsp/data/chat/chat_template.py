@@ -188,7 +188,7 @@ class TemplateRenderer:
         )
 
     def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Any, **options: bool
+        self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any
     ) -> tuple[str, TextSpans]:
         from transformers.utils import chat_template_utils
 
@@ -217,16 +217,15 @@ class TemplateRenderer:
 
 
 def make_prompt_renderer(
-    data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase", kwargs: dict[str, Any]
+    data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TemplateRenderer:
     """Makes a renderer of chats that are not records. Raises: UserError without a template, and for
-    arguments that it cannot have."""
-    record = {"chat_template_kwargs": kwargs}
+    variables that it does not read."""
     template = load_template(data, tokenizer)
     date = data.chat_template_date
     try:
         return TemplateRenderer(
-            record, tokenizer=tokenizer, template=template, with_marks=False, date=date
+            {}, tokenizer=tokenizer, template=template, with_marks=False, date=date
         )
     except RecordError as problem:
         raise UserError(f"chat template: {problem}.") from None
