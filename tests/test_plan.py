@@ -22,7 +22,6 @@ from jaxsp.memory import memory_causes, memory_fit
 from jaxsp.planner import planning, plots, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
-from jaxsp.run import mesh_benchmark
 from jaxsp.sharding import host_offload
 from tests import messages
 from tests.planner import example_plans
@@ -505,14 +504,13 @@ def test_a_benchmark_of_all_meshes_uses_published_sizes_too(monkeypatch, capsys)
     """The processes get them as overrides of the config."""
     models = []
 
-    def benchmark_meshes(path, overrides, *, num_steps, model, print_line):
+    def benchmark_meshes(path, overrides, num_steps, model, show):
         models.append(config_file.load(path, list(overrides)).model)
-        return []
+        raise UserError("stopped here")
 
-    monkeypatch.setattr(mesh_benchmark, "benchmark_meshes", benchmark_meshes)
-    monkeypatch.setattr(mesh_benchmark, "format_table", lambda results: "a table")
-    monkeypatch.setattr(mesh_benchmark, "check_losses", lambda results: "equal losses")
-    benchmark.main(["configs/quickstart.yaml", *GATED, "--all-meshes"])
+    monkeypatch.setattr(run_benchmark, "benchmark_meshes", benchmark_meshes)
+    with pytest.raises(UserError, match="stopped here"):
+        benchmark.main(["configs/quickstart.yaml", *GATED, "--all-meshes"])
     assert (models[0].source, models[0].config["num_hidden_layers"]) == (None, 32)
     assert "meta-llama/Llama-3.1-8B" in capsys.readouterr().out.splitlines()[0]
 
