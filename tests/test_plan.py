@@ -1,6 +1,5 @@
 """python -m jaxsp.plan, on models small enough to be compiled in seconds."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -19,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.hf import published
 from jaxsp.memory import memory_causes, memory_fit
-from jaxsp.planner import planning, plots, search
+from jaxsp.planner import planning, search
 from jaxsp.planner.compile import gpus
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.sharding import host_offload
@@ -50,11 +49,6 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 2816,
 }
-
-
-NEEDS_MATPLOTLIB = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="plots need the plan extra"
-)
 
 
 @pytest.fixture
@@ -238,12 +232,8 @@ def test_an_offload_that_xla_ignores_is_an_internal_error(run_plan, monkeypatch)
 @pytest.mark.slow  # the search has tests of its own, in planner/
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
-def test_the_longest_row_fits_and_is_plotted(run_plan, tmp_path):
-    pytest.importorskip("matplotlib", reason="plots need the plan extra")
-    picture = tmp_path / "picture.png"
-    printed, actual = run_plan(
-        "--longest", "mesh.seq=1", "--devices", "1", "batch.rows_per_step=1", "--plot", str(picture)
-    )
+def test_the_longest_row_fits(run_plan):
+    printed, actual = run_plan("--longest", "mesh.seq=1", "--devices", "1", "batch.rows_per_step=1")
     assert actual["fits"] is True
     assert actual["row_tokens"] == actual["longest_row_tokens"]
     beyond = next(length["row_tokens"] for length in actual["tried"] if not length["fits"])
@@ -252,7 +242,6 @@ def test_the_longest_row_fits_and_is_plotted(run_plan, tmp_path):
     )
     assert actual["device_gib"] > 0.95 * actual["device_limit_gib"]
     assert f"{actual['row_tokens']:,} tokens" in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.e2e
@@ -304,15 +293,9 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
         ),
         (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
         (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
-        pytest.param(
-            ["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"],
-            ["--plot: ", "--device"],
-            marks=NEEDS_MATPLOTLIB,
-        ),
         (["--tokens", "0"], ["--tokens = 0.0"]),
         (["--document-tokens", "100"], ["32,768 tokens", 1, "documents", "32768"]),
         (["--longest", "--document-tokens", "100"], ["--document-tokens: ", "longest"]),
-        (["--plot", "picture"], ["picture", ".png"]),
         (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
         (["batch.rows_per_step=7"], ["batch.rows_per_step = 7", 2]),
         (["attention.ulysses_degree=3"], ["attention.ulysses_degree = 3", "null"]),
@@ -417,19 +400,6 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(run_plan, monkeypatch):
         UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"
     ):
         run_plan(*words)
-
-
-@NEEDS_MATPLOTLIB
-def test_row_lengths_are_one_picture(run_plan, monkeypatch, tmp_path):
-    drawn = []
-
-    def plan_step(config, *, model, cluster, document_tokens):
-        return example_plans.make_plan(row_tokens=config.data.row_tokens)
-
-    monkeypatch.setattr(planning, "plan_step", plan_step)
-    monkeypatch.setattr(plots, "plot_plans", lambda plans, file, title: drawn.append([*plans]))
-    run_plan("--plot", str(tmp_path / "a.png"), "data.row_tokens=[16384, 8192]")
-    assert drawn == [["8,192 tokens, save_attention", "16,384 tokens, save_attention"]]
 
 
 def test_the_steps_of_the_data_are_printed_and_give_the_cost(run_plan, tmp_path, monkeypatch):
