@@ -20,7 +20,7 @@ LIMITS = {
     "evaluation": 870,
     "experts": 801,
     "generation": 678,
-    "hf": 4455,
+    "hf": 4450,
     "memory": 1804,
     "model": 1849,
     "objectives": 289,
