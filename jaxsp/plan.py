@@ -21,7 +21,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder, peft, published
 from jaxsp.hf.rope import context_range
-from jaxsp.planner import plots, report
+from jaxsp.planner import report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.runtime import memory_limits
@@ -90,7 +90,6 @@ def main(arguments: list[str]) -> None:
         document_tokens=given.document_tokens,
         train_tokens=train_tokens,
         json_file=given.json,
-        plot_file=given.plot,
     )
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(clusters[0])}")
@@ -137,11 +136,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="plans every mesh of these devices, and ranks them",
     )
-    for flag, text in (
-        ("--plot", "draws memory and time of each plan: row lengths that were tried, or meshes"),
-        ("--json", "writes the plan as JSON"),
-    ):
-        parser.add_argument(flag, metavar="FILE", type=pathlib.Path, help=text)
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the plan as JSON")
     given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
     _check_arguments(given)
     return given
@@ -170,7 +165,7 @@ def _check_arguments(given: argparse.Namespace) -> None:
     if len(given.device or ()) > 1:
         problems += [
             f"{flag}: needs one type of GPU. Use one --device, or leave {flag} out."
-            for flag in ("--longest", "--meshes", "--plot")
+            for flag in ("--longest", "--meshes")
             if values[flag]
         ]
     if given.longest and given.document_tokens is not None:
@@ -178,13 +173,9 @@ def _check_arguments(given: argparse.Namespace) -> None:
             "--document-tokens: must not be set with --longest, whose rows are one document. "
             "Leave it out."
         )
-    for flag in ("--json", "--plot"):
-        if values[flag]:
-            with problems.collect():
-                cli.check_file(values[flag], flag=flag)
-    if given.plot:
+    if given.json:
         with problems.collect():
-            plots.check_output(given.plot)
+            cli.check_file(given.json, flag="--json")
     problems.raise_if_any()
 
 

@@ -1,9 +1,10 @@
 """Questions of `jaxsp plan`: one step, a table of GPUs, the longest row, or a ranking of meshes."""
 
 import dataclasses
+import itertools
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import rich.console
@@ -12,11 +13,10 @@ from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
 from jaxsp.hf.published import ModelSizes
-from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
+from jaxsp.planner import mesh_sweep, planning, report, search, tables
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
-from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
 
 
@@ -33,7 +33,6 @@ class PlanRequest:
     train_tokens: float | None = None
     """Tokens to train on, for the cost; None if they are unknown."""
     json_file: pathlib.Path | None = None
-    plot_file: pathlib.Path | None = None
 
     @property
     def model_name(self) -> str:
@@ -79,44 +78,28 @@ class PlanRequest:
             files.write_output(self.json_file, files.to_json(result))
             self.console.print(f"written: {self.json_file}")
 
-    def draw(self, plans: Mapping[str, Plan]) -> None:
-        """Draws plans by their labels, if there is a `plot_file`."""
-        if self.plot_file is None or not plans:
-            return
-        devices = f"{self.cluster.num_devices} x {self.cluster.device_type}"
-        title = f"{self.model_name} on {devices}: planned, not measured"
-        plots.plot_plans(plans, self.plot_file, title=title)
-        self.console.print(f"drawn: {self.plot_file}")
-
-    def draw_lengths(self, plans: Sequence[Plan]) -> None:
-        """Draws plans of several row lengths, the shortest at the top."""
-        ordered = sorted(plans, key=lambda plan: plan.row_tokens)
-        self.draw({f"{plan.row_tokens:,} tokens, {plan.remat}": plan for plan in ordered})
-
 
 def plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     plan = request.plan(request.resolve_config(request.cluster), request.cluster)
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan))
-    request.draw_lengths([plan])
 
 
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's step on each kind of GPU."""
     plans = []
     refusals = []
-    progress = Progress(len(clusters))
     for cluster in clusters:
         devices = f"{cluster.num_devices} x {cluster.device_type}"
         try:
             plan = request.plan(request.resolve_config(cluster), cluster)
         except UserError as error:
             refusals.append(f"{devices}: {str(error).splitlines()[0]}")
-            request.console.print(f"{devices}: refused [{progress.advance()}]")
+            request.console.print(f"{devices}: refused")
             continue
         spent = durations.describe(plan.plan_s)
-        request.console.print(f"{devices}: compiled in {spent} [{progress.advance()}]")
+        request.console.print(f"{devices}: compiled in {spent}")
         plans.append(plan)
     if not plans:
         raise UserError(refusals)
@@ -153,7 +136,6 @@ def find_longest(request: PlanRequest) -> None:
         return
     request.print_plan(plan)
     request.write_json(dataclasses.asdict(plan) | result)
-    request.draw_lengths([length.plan for length in longest.tried if length.plan is not None])
 
 
 def plan_meshes(request: PlanRequest) -> None:
@@ -164,10 +146,11 @@ def plan_meshes(request: PlanRequest) -> None:
     console = request.console
     combinations = mesh_sweep.list_combinations(config, model, num_devices=cluster.num_devices)
     console.print(f"{len(combinations)} combinations of mesh and attention strategy to compile:")
-    progress = Progress(len(combinations))
+    numbers = itertools.count(1)
 
     def print_mesh(mesh_plan: MeshPlan) -> None:
-        console.print(report.format_mesh_plan(mesh_plan, progress=progress.advance()))
+        count = f"{next(numbers)} of {len(combinations)}"
+        console.print(report.format_mesh_plan(mesh_plan, count=count))
 
     mesh_plans = mesh_sweep.plan_meshes(
         config,
@@ -179,11 +162,4 @@ def plan_meshes(request: PlanRequest) -> None:
     rows = f"{config.batch.rows_per_step} rows of {config.data.row_tokens:,} tokens per step"
     console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
     console.print(tables.format_ranking(mesh_plans))
-    request.draw(
-        {
-            f"{report.format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}": mesh_plan.plan
-            for mesh_plan in mesh_plans
-            if mesh_plan.plan is not None
-        }
-    )
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})

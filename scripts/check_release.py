@@ -21,16 +21,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.run import selfcheck
-from jaxsp.training import compile_options
 from scripts.bench import configs, machine
 
 RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
@@ -38,13 +35,21 @@ RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
 BYTES_WITHIN = 1e-3
 """Relative tolerance of bytes sent. The formulas omit sums of counts and norms, a few bytes."""
 
-HEADS = {"heads_per_kv_head": 4, "num_kv_heads": 2, "head_dim": 128}
+DEFAULTS = {
+    "kernel": "cudnn",
+    "heads": (8, 2),
+    "head_dim": 128,
+    "score": ScoreConfig(),
+    "settings": KernelSettings(),
+    "strategy": attention.combine(1),
+}
 
+CHUNKS = KernelSettings(head_chunks=2)
 RING = attention.combine(1, Ring(degree=1))
 ALL_GATHER = attention.combine(1, AllGather(degree=1))
 
 ATTENTION: dict[str, dict[str, Any]] = {
-    "packed": {"max_segments": 64, "head_chunks": 2},
+    "packed": {"max_segments": 64, "settings": CHUNKS},
     "packed, window": {"max_segments": 64, "score": ScoreConfig(window=4096)},
     "packed, window, blockwise": {
         "max_segments": 64,
@@ -53,14 +58,14 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "packed, ring": {
         "max_segments": 64,
-        "head_chunks": 2,
+        "settings": CHUNKS,
         "strategy": RING,
     },
     "packed, all-gather": {
         "max_segments": 64,
         "strategy": ALL_GATHER,
     },
-    "one document": {"max_segments": 1, "head_chunks": 2},
+    "one document": {"max_segments": 1, "settings": CHUNKS},
     "one document, blockwise": {"max_segments": 1, "kernel": "blockwise"},
     "one document, window": {"max_segments": 1, "score": ScoreConfig(window=4096)},
     "one document, ring": {"max_segments": 1, "strategy": RING},
@@ -69,16 +74,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "strategy": ALL_GATHER,
     },
 }
-"""Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
-
-OFFLOAD = {
-    "layers, inputs offloaded": RematPolicy(remat="full", offload_activations="layer_inputs"),
-    "layers, inputs and attention offloaded": RematPolicy(
-        offload_activations="layer_inputs_and_attention"
-    ),
-    "layers": RematPolicy(),
-}
-"""Memory options of the self-check's programs for offloading."""
+"""Arguments of the self-check's programs, other than DEFAULTS."""
 
 
 def main(arguments: list[str]) -> int:
@@ -101,18 +97,17 @@ def main(arguments: list[str]) -> int:
     plan_s = time.perf_counter() - began
     problems = find_problems(plan, release=release)
     began = time.perf_counter()
-    for name in (*ATTENTION, *OFFLOAD):
+    for name in ATTENTION:
         try:
             compile_selfcheck(name)
         except jax.errors.JaxRuntimeError as error:
             problems.append(f"self-check, {name}: {str(error).splitlines()[0][:300]}")
     compile_s = time.perf_counter() - began
     verdict = f"FAILED: {'; '.join(problems)}" if problems else "ok"
-    num_programs = len(ATTENTION) + len(OFFLOAD)
     print(
         f"jax {jax.__version__}: plan {plan_s:.0f} s, "
         f"{plan['device_gib']:.2f} of {plan['device_limit_gib']:.1f} GiB; "
-        f"self-check {compile_s:.0f} s, {num_programs} programs: {verdict}"
+        f"self-check {compile_s:.0f} s, {len(ATTENTION)} programs: {verdict}"
     )
     return 1 if problems else 0
 
@@ -150,22 +145,16 @@ def find_problems(plan: Mapping[str, Any], *, release: str) -> list[str]:
 
 
 def compile_selfcheck(name: str) -> jax.stages.Compiled:
-    """Compiles a program of ATTENTION or OFFLOAD for an absent GPU.
+    """Compiles a program of ATTENTION for an absent GPU.
 
     Raises: JaxRuntimeError if XLA cannot.
     """
-    if name in OFFLOAD:
-        policy = OFFLOAD[name]
-        is_offloaded = policy.offload_activations != "none"
-        options = compile_options.PREFETCH_FROM_HOST if is_offloaded else {}
-        gpus = compiled.make_devices("h100-80gb", 2)
-        return selfcheck.compile_offload_gradients(policy, devices=gpus, options=options)
     (gpu,) = compiled.make_devices("h100-80gb", 1)
-    options = {"kernel": "cudnn"} | ATTENTION[name]
+    options = DEFAULTS | ATTENTION[name]
     kernel = attention.as_kernel(options.pop("kernel"))
     # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32
-    dtype = jnp.dtype("bfloat16" if kernel.needs_selfcheck else "float32")
-    return selfcheck.AttentionCheck(kernel=kernel, dtype=dtype, **HEADS, **options).compile(gpu)
+    dtype = "bfloat16" if kernel.needs_selfcheck else "float32"
+    return selfcheck.check_attention(kernel, dtype=dtype, **options).compile(gpu)
 
 
 if __name__ == "__main__":

@@ -31,19 +31,17 @@ def test_a_problem_of_a_plan_is_found(changes, named):
     assert named in problem
 
 
-QUICK = ("one document, ring", "layers, inputs and attention offloaded")
+QUICK = ("one document, ring",)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in (*check_release.ATTENTION, *check_release.OFFLOAD)
+        for name in check_release.ATTENTION
     ],
 )
 def test_the_self_checks_programs_compile_for_a_gpu(name):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     text = check_release.compile_selfcheck(name).as_text()
-    has_cudnn = name in check_release.ATTENTION and not name.endswith("blockwise")
-    assert ("__cudnn$fmha" in text) == has_cudnn
-    assert ("S(5)" in text) == name.endswith("offloaded"), "XLA's number for host memory"
+    assert ("__cudnn$fmha" in text) != name.endswith("blockwise")

@@ -283,11 +283,6 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         }
 
 
-def read_slice(tensor: StoredTensor, index: Index) -> np.ndarray:
-    """Returns a slice of a tensor, like `read_slices`."""
-    return read_slices(tensor.file, [(tensor, index)])[0]
-
-
 def read_slices(path: pathlib.Path, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
     """Returns slices of tensors of a file, float32, and bytes as they are. Raises: BadFileError."""
     with _open(path) as file:

@@ -239,12 +239,9 @@ def format_length(length: TriedLength) -> str:
     return f"{label}{_format_memory(plan)}: {verdict}{step}"
 
 
-def format_mesh_plan(mesh_plan: MeshPlan, *, progress: str) -> str:
-    """Formats a mesh that was planned, in a line.
-
-    Args: progress: the count and the time left.
-    """
-    label = f"  [{progress}] {format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}"
+def format_mesh_plan(mesh_plan: MeshPlan, *, count: str) -> str:
+    """Formats a mesh that was planned, and the count of those so far, in a line."""
+    label = f"  [{count}] {format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}"
     plan = mesh_plan.plan
     if plan is None:
         return f"{label}: {mesh_plan.problem}"

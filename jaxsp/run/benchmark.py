@@ -1,22 +1,32 @@
-"""Benchmark: times a few real steps of a config on the devices of this machine."""
+"""Benchmark: times a few real steps of a config on this machine, on one mesh or on all."""
 
 import dataclasses
+import json
+import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxsp.attention import HasHeads
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.core import axes, units
+from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_compile
 from jaxsp.memory.memory_fit import CompiledStep
+from jaxsp.planner import mesh_sweep, report, tables
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
+from jaxsp.processes import hardware
 from jaxsp.reporting import metrics
 from jaxsp.setup import build
 from jaxsp.training import train_state
@@ -24,34 +34,24 @@ from jaxsp.training import train_state
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkResult:
-    """Times, memory and losses of a few steps on the devices of this machine."""
+    """Times, memory and losses of a few steps."""
 
-    device_kind: str
-    """JAX's name of the device."""
-    num_devices: int
-    mesh: dict[str, int]
-    num_steps: int
-    """Timed steps; one more, before them, is not timed."""
+    mesh: str
     losses: list[float]
-    """Loss of each step, including the one that is not timed."""
+    """Loss of each step, and of one before them that is not timed."""
     num_loss_tokens: list[int]
     step_s: float
     """Median time of a step; each is waited for."""
     tokens_per_s: float
     peak_gib: float | None
-    """Peak memory use of a device; None if the devices do not report it."""
+    """Peak memory of a device; None if it is not reported."""
     device_gib: float
-    """Memory of a device that the compiled step needs, including cuDNN's workspace."""
-    host_gib: float
-    """Host memory that the compiled step needs, for all devices."""
+    """Memory of a device that the compiled step needs."""
     remat: str
-    kernel: str
     step_s_estimate: float | None
-    """The planner's estimate; None for devices that it does not know, and dtypes other than
-    bfloat16."""
-    compile_s: float
-    published_sizes: str | None = None
-    """Source of published model sizes; None if the model's own config.json was used."""
+
+
+Results = Mapping[str, BenchmarkResult | str]  # by mesh; a text tells why one cannot run
 
 
 def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
@@ -62,10 +62,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
         spec, inputs = build.build_training(run_config, devices=jax.devices())
-    began = time.perf_counter()
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
-    compile_s = time.perf_counter() - began
     state = train_state.init_state(spec, inputs.make_weights())
     loader = inputs.train_set.make_loader(spec.config, inputs.schedule, spec.placement)
     seconds = []
@@ -77,67 +75,119 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         seconds.append(time.perf_counter() - began)
         results.append(jax.device_get(step_results))
         segment_lengths = counts.segment_lengths
-    losses = [float(step_results["loss"]) for step_results in results]
+    losses = [float(x["loss"]) for x in results]
     if not np.isfinite(losses).all():
-        first = int(np.argmin(np.isfinite(losses))) + 1
-        raise UserError(f"the loss is not finite after step {first}: {losses}")
+        raise UserError(f"the loss is not finite: {losses}")
     step_s = statistics.median(seconds[1:])
-    num_tokens = [int(step_results["num_tokens"]) for step_results in results[1:]]
     return BenchmarkResult(
-        device_kind=jax.devices()[0].device_kind,
-        num_devices=spec.mesh.size,
-        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
-        num_steps=num_steps,
+        mesh=report.format_mesh(spec.mesh.shape),
         losses=losses,
-        num_loss_tokens=[int(step_results["num_loss_tokens"]) for step_results in results],
+        num_loss_tokens=[int(x["num_loss_tokens"]) for x in results],
         step_s=step_s,
-        tokens_per_s=statistics.mean(num_tokens) / step_s,
+        tokens_per_s=statistics.mean(int(x["num_tokens"]) for x in results[1:]) / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
         device_gib=step.memory_use.device_total / units.GIB,
-        host_gib=step.memory_use.host * spec.mesh.size / units.GIB,
         remat=step.spec.remat_policy.remat,
-        kernel=spec.attention.kernel.name,
         step_s_estimate=_estimate_step_s(step, segment_lengths),
-        compile_s=compile_s,
     )
 
 
 def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int) -> Config:
     """Config of a run of 1 + num_steps steps, without evaluation and profiling."""
-    run = {
-        "directory": str(directory),
-        "steps": 1 + num_steps,
-        "epochs": None,
-        "resume": "never",
+    run = {"directory": str(directory), "steps": 1 + num_steps, "epochs": None, "resume": "never"}
+    changes: dict[str, dict[str, Any]] = {
+        "run": run,
+        **{"data": {"eval": ()}, "eval": {"tasks": ()}},
+        "checkpoint": {"keep_best": 0, "best_eval": None},
+        "logging": {"profile_steps": None},
     }
-    checkpoint = {"keep_best": 0, "best_eval": None}
     return config.model_copy(
-        update={
-            "run": config.run.model_copy(update=run),
-            "data": config.data.model_copy(update={"eval": ()}),
-            "eval": config.eval.model_copy(update={"tasks": ()}),
-            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
-            "logging": config.logging.model_copy(update={"profile_steps": None}),
-        }
+        update={name: getattr(config, name).model_copy(update=x) for name, x in changes.items()}
     )
 
 
 def _estimate_step_s(step: CompiledStep, segment_lengths: np.ndarray) -> float | None:
-    """The planner's estimate of the step time; None for unknown devices."""
-    gpu = gpus.find_by_device_kind(jax.devices()[0].device_kind)
-    if gpu is None:
+    if (gpu := gpus.find_by_device_kind(jax.devices()[0].device_kind)) is None:
         return None
-    hlo_text = step.executable.as_text() or ""
-    planned = PlannedStep(
-        spec=step.spec,
-        executable=step.executable,
-        dump=CompilerDump(hlo_text=hlo_text, buffer_assignment="", live_ranges=""),
-    )
+    text = step.executable.as_text() or ""
+    dump = CompilerDump(hlo_text=text, buffer_assignment="", live_ranges="")
     estimate = roofline.estimate_step(
-        planned,
-        comms.parse_collectives(hlo_text),
+        PlannedStep(spec=step.spec, executable=step.executable, dump=dump),
+        comms.parse_collectives(text),
         ceilings=gpu.ceilings,
         node_devices=step.spec.mesh.size,
         segment_lengths=segment_lengths,
     )
-    return None if estimate is None else estimate.step_s
+    return estimate and estimate.step_s
+
+
+def benchmark_meshes(
+    path: str, overrides: Sequence[str], num_steps: int, model: HasHeads, show: Callable[[str], Any]
+) -> Results:
+    """Runs every mesh, with every strategy that `auto` may choose there, for a few steps.
+
+    Each has a process of its own, for its peak memory. Those that cannot run are the last.
+    Raises: UserError if none can.
+    """
+    config = config_file.load(path, list(overrides))
+    num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
+    results: dict[str, BenchmarkResult | str] = {}
+    for mesh, option in mesh_sweep.list_combinations(config, model, num_devices=num_devices):
+        label = f"{report.format_mesh(mesh)}, {option.label}"
+        changes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+        changes += [f"attention.{x}={json.dumps(y)}" for x, y in option.config_fields.items()]
+        results[label] = result = _run_process(path, [*overrides, *changes], num_steps)
+        outcome = result if isinstance(result, str) else durations.describe(result.step_s)
+        show(f"  {label}: {outcome}")
+    label, problem = next(iter(results.items()))
+    if all(isinstance(result, str) for result in results.values()):
+        raise UserError(f"none of the {len(results)} meshes can run. The first, {label}: {problem}")
+    return dict(sorted(results.items(), key=lambda x: getattr(x[1], "step_s", float("inf"))))
+
+
+def _run_process(path: str, overrides: Sequence[str], num_steps: int) -> BenchmarkResult | str:
+    """Result of `jaxsp.benchmark` in a process of its own, or the reason why there is none."""
+    with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
+        file = pathlib.Path(folder) / "result.json"
+        command = [sys.executable, "-m", "jaxsp.benchmark", path, *overrides]
+        command += ["--steps", str(num_steps), "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            (result,) = json.loads(file.read_text(encoding="utf-8"))["meshes"].values()
+            return BenchmarkResult(**result)
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"ended with exit code {done.returncode} and no message"
+
+
+def format_table(results: Results) -> str:
+    """Formats a table of the results."""
+    head = ["step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "loss", "remat", "mesh"]
+    rows: list[Sequence[str]] = []
+    for label, result in results.items():
+        if isinstance(result, str):
+            rows.append([f"{label}: {result}"])
+            continue
+        numbers = [result.step_s, result.step_s_estimate, result.tokens_per_s, result.peak_gib]
+        numbers += [result.device_gib, result.losses[-1]]
+        cells = [tables.format_number(number, "{:,.5g}") for number in numbers]
+        rows.append([*cells, result.remat, label])
+    return tables.format_table(head, rows)
+
+
+def check_losses(results: Results, *, dtype: str) -> str:
+    """Checks that the meshes have the same losses and counts, and describes how equal they are.
+
+    Raises: RuntimeError if they differ by more than rounding in this dtype explains.
+    """
+    ran = {label: x for label, x in results.items() if not isinstance(x, str)}
+    base, first = next(iter(ran.items()))
+    largest = 0.0
+    for label, result in ran.items():
+        errors = np.abs(np.divide(result.losses, first.losses) - 1)
+        largest = max(largest, errors.max())
+        # In step n, rounding has changed the weights n times
+        tolerance = (1e-5 if dtype == "float32" else 1e-2) * np.arange(1, 1 + len(errors))
+        if not all(errors <= tolerance) or first.num_loss_tokens != result.num_loss_tokens:
+            found, expected = (f"losses {x.losses} of {x.num_loss_tokens}" for x in (result, first))
+            raise RuntimeError(f"a bug: {label} has {found} tokens, and {base} {expected}")
+    return f"losses and counts agree on {len(ran)} meshes (losses to {largest:.1e}, relative)"

@@ -103,7 +103,7 @@ PREFETCH_FROM_HOST: XlaOptions = {"xla_gpu_enable_pipelined_host_offloading": Tr
 
 Seconds of a step that wait for copies, 8B on 8 H100s, 32,768 tokens each, layer inputs and
 attention offloaded: 0.61 without, 0.01 with it (jax 0.12). Pipelining a loop is where jax 0.10.2
-and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before training.
+and 0.11.0 had wrong gradients: the check `offload` of `scripts/bench/first_checks.py` tries it.
 """
 
 MIN_PREFETCH_RELEASE = (0, 11, 1)

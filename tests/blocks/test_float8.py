@@ -85,16 +85,16 @@ def test_gpus_without_such_products_are_refused():
 
 
 def test_the_self_check_passes_correct_products_and_refuses_wrong_ones(monkeypatch):
-    spec = runs.make_spec({}, model=batches.model(hidden_size=64, intermediate_size=96))
-    assert "8-bit floats" in selfcheck.check_float8(spec, jax.devices()[0])
+    check = selfcheck.check_float8(64, 96)
+    check.run(jax.devices()[0])
 
     def share_a_scale(x, *, axis):
         return quantize(x, axis=None)
 
     quantize = float8._quantize
     monkeypatch.setattr(float8, "_quantize", share_a_scale)
-    with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "y", "dx")):
-        selfcheck.check_float8(spec, jax.devices()[0])
+    with pytest.raises(UserError, match=messages.containing("model.linear_dtype", "out", "dx")):
+        check.run(jax.devices()[0])
 
 
 def test_a_model_without_such_products_is_refused():

@@ -1,10 +1,9 @@
 """The delta rule on a GPU equals its recurrence, for the heads of published models."""
 
-import jax.numpy as jnp
 import pytest
 
 from jaxsp.hf import model_config, published
-from jaxsp.run.delta_rule_check import DeltaRuleCheck
+from jaxsp.run import selfcheck
 
 pytestmark = pytest.mark.gpu
 
@@ -16,6 +15,4 @@ MODELS = ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.6-27B", "allenai/Olmo-Hybrid-7B")
 def test_outputs_and_gradients_are_those_of_the_recurrence(gpu, name, dtype):
     fields = published.read_models()[name].fields
     sizes = model_config.parse_model_config(fields, field=name).delta_net
-    check = DeltaRuleCheck.of_model(sizes, jnp.dtype(dtype))
-    errors = check.measure_errors(gpu)
-    assert max(errors.values()) < check.tolerance, errors
+    selfcheck.check_delta_rule(sizes, dtype).run(gpu)

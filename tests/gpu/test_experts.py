@@ -5,8 +5,7 @@ import pytest
 from jaxsp.core.errors import UserError
 from jaxsp.experts import kernels
 from jaxsp.hf import model_config, published
-from jaxsp.run import experts_check
-from jaxsp.run.experts_check import ExpertsCheck
+from jaxsp.run import selfcheck
 
 pytestmark = pytest.mark.gpu
 
@@ -16,12 +15,9 @@ MODELS = ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B", "openai/gpt-oss-20b", "z
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_are_those_of_the_loop(gpu, name):
     model = model_config.parse_model_config(published.read_models()[name].fields, field=name)
-    sizes = model.experts
-    dims = (model.hidden_size, sizes.size)
+    dims = (model.hidden_size, model.experts.size)
     try:
         kernels.choose("mosaic", dims=dims, dtype="bfloat16", devices=[gpu])
     except UserError as error:
         pytest.skip(str(error))
-    check = ExpertsCheck(kernel="mosaic", width=dims[0], size=dims[1], has_bias=sizes.has_bias)
-    errors = check.measure_errors(gpu)
-    assert max(errors.values()) < experts_check.TOLERANCE, errors
+    selfcheck.check_experts("mosaic", width=dims[0], size=dims[1]).run(gpu)

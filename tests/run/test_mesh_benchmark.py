@@ -10,14 +10,13 @@ from jaxsp import benchmark
 from jaxsp.attention import ScoreConfig
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
-from jaxsp.run import mesh_benchmark
+from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run.benchmark import BenchmarkResult
 from tests import messages
 
 MESHES = [
-    {"replica": 1, "data": 1, "seq": 2},
-    {"replica": 1, "data": 2, "seq": 1},
-    {"replica": 2, "data": 1, "seq": 1},
+    f"replica {mesh} seq {seq}"
+    for mesh, seq in (("1 x data 1 x", 2), ("1 x data 2 x", 1), ("2 x data 1 x", 1))
 ]
 
 OVERRIDES = (
@@ -35,21 +34,15 @@ MODEL = types.SimpleNamespace(
 
 def result(**changes):
     fields = {
-        "device_kind": "cpu",
-        "num_devices": 2,
         "mesh": MESHES[0],
-        "num_steps": 2,
         "losses": [5.0, 4.0, 3.0],
         "num_loss_tokens": [10, 11, 12],
         "step_s": 0.5,
         "tokens_per_s": 100.0,
         "peak_gib": None,
         "device_gib": 0.1,
-        "host_gib": 0.0,
         "remat": "save_attention",
-        "kernel": "blockwise",
         "step_s_estimate": None,
-        "compile_s": 1.0,
     }
     return BenchmarkResult(**fields | changes)
 
@@ -58,28 +51,24 @@ def benchmarks(monkeypatch, *outcomes):
     """Benchmarks of three meshes with these results, or reasons why they cannot run."""
     waiting = iter(outcomes)
 
-    def run_process(path, overrides, *, num_steps):
-        outcome = next(waiting)
-        return (None, outcome) if isinstance(outcome, str) else (outcome, "")
-
-    monkeypatch.setattr(mesh_benchmark, "_run_process", run_process)
+    monkeypatch.setattr(run_benchmark, "_run_process", lambda *_: next(waiting))
     overrides = ["attention.strategy=ulysses", "mesh.virtual_cpu_devices=2"]
-    return mesh_benchmark.benchmark_meshes(
-        "configs/quickstart.yaml", overrides, num_steps=2, model=MODEL, print_line=lambda line: None
+    return run_benchmark.benchmark_meshes(
+        "configs/quickstart.yaml", overrides, 2, MODEL, lambda line: None
     )
 
 
 def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
     requested = []
 
-    def run_process(path, overrides, *, num_steps):
+    def run_process(path, overrides, num_steps):
         requested.append(config_file.load(path, list(overrides)).attention)
-        return result(), ""
+        return result()
 
-    monkeypatch.setattr(mesh_benchmark, "_run_process", run_process)
+    monkeypatch.setattr(run_benchmark, "_run_process", run_process)
     overrides = ["attention.kv_heads_per_gather=1", "mesh.virtual_cpu_devices=4"]
-    mesh_benchmark.benchmark_meshes(
-        "configs/quickstart.yaml", overrides, num_steps=2, model=MODEL, print_line=lambda line: None
+    run_benchmark.benchmark_meshes(
+        "configs/quickstart.yaml", overrides, 2, MODEL, lambda line: None
     )
     fields = ("strategy", "ulysses_degree", "kv_heads_per_gather")
     assert {tuple(getattr(attention, field) for field in fields) for attention in requested} == {
@@ -94,39 +83,29 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
 
 def test_the_fastest_mesh_is_first_and_failed_ones_are_last(monkeypatch):
     results = benchmarks(monkeypatch, "cannot be", result(step_s=2.0), result(step_s=1.0))
-    assert [mesh.mesh for mesh in results] == [MESHES[2], MESHES[1], MESHES[0]]
-    verdict = mesh_benchmark.check_losses(results)
-    lines = mesh_benchmark.format_table(results).splitlines()
-    assert re.search(messages.containing("2 x cpu", 2), lines[0])
-    assert lines[-1].split() == ["1", "1", "2", "ulysses", "cannot", "be"]
+    assert [label.partition(",")[0] for label in results] == [MESHES[2], MESHES[1], MESHES[0]]
+    verdict = run_benchmark.check_losses(results, dtype="float32")
+    lines = run_benchmark.format_table(results).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert lines[-1] == f"{MESHES[0]}, ulysses: cannot be"
     assert re.search(messages.containing(2, "0.0e+00"), verdict)
 
 
-def test_a_different_loss_is_an_internal_error_that_names_the_mesh(monkeypatch):
-    results = benchmarks(
-        monkeypatch, result(), result(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), result()
-    )
-    expected = (
-        1,
-        3,
-        "replica 1 x data 2 x seq 1",
-        "4.0004",
-        "step 2",
-        4,
-        "replica 1 x data 1 x seq 2",
-    )
+def test_a_different_loss_is_an_internal_error_that_names_the_meshes(monkeypatch):
+    results = benchmarks(monkeypatch, result(), result(losses=[5.0, 4.0004, 3.0]), result())
+    expected = (MESHES[1], "[5.0, 4.0004, 3.0]", MESHES[0], "[5.0, 4.0, 3.0]")
     with pytest.raises(RuntimeError, match=messages.containing(*expected)):
-        mesh_benchmark.check_losses(results)
+        run_benchmark.check_losses(results, dtype="float32")
+    run_benchmark.check_losses(results, dtype="bfloat16")
 
 
 def test_losses_may_differ_by_rounding_and_counts_may_not(monkeypatch):
-    mesh_benchmark.check_losses(
-        benchmarks(monkeypatch, result(), result(losses=[5.0, 4.00003, 3.0]), "no")
-    )
+    results = benchmarks(monkeypatch, result(), result(losses=[5.0, 4.00003, 3.0]), "no")
+    run_benchmark.check_losses(results, dtype="float32")
     results = benchmarks(monkeypatch, result(), result(num_loss_tokens=[10, 11, 13]), "no")
-    expected = ("num_loss_tokens", "[10, 11, 13]", "[10, 11, 12]")
+    expected = ("[10, 11, 13]", "[10, 11, 12]")
     with pytest.raises(RuntimeError, match=messages.containing(*expected)):
-        mesh_benchmark.check_losses(results)
+        run_benchmark.check_losses(results, dtype="float32")
 
 
 def test_it_is_a_user_error_if_no_mesh_can_run(monkeypatch):
@@ -149,14 +128,11 @@ def test_all_meshes_have_the_same_losses(tmp_path, capsys, monkeypatch, requeste
     command = ["configs/quickstart.yaml", *OVERRIDES, f"attention.strategy={requested}"]
     benchmark.main([*command, "--all-meshes", "--steps", "2", "--json", str(written)])
     results = json.loads(written.read_text())["meshes"]
-    ran = sorted(
-        (mesh["mesh"]["replica"], mesh["mesh"]["data"], mesh["attention_fields"].get("strategy"))
-        for mesh in results
-    )
-    assert ran == [*((1, 1, strategy) for strategy in strategies), (1, 2, None), (2, 1, None)]
-    assert all(mesh["result"]["mesh"] == mesh["mesh"] for mesh in results)
-    assert all(len(mesh["result"]["losses"]) == 3 and mesh["loss_error"] < 1e-5 for mesh in results)
-    assert len({tuple(mesh["result"]["num_loss_tokens"]) for mesh in results}) == 1
-    printed = capsys.readouterr().out
-    verdict = printed.splitlines()[-1]
-    assert re.search(messages.containing(len(strategies) + 2), verdict)
+    first, *others = (f"{mesh}, " for mesh in MESHES)
+    names = [first + strategy for strategy in strategies]
+    assert all(any(label.startswith(name) for label in results) for name in [*names, *others])
+    assert len(results) == len(names) + len(others)
+    assert all(label.startswith(result["mesh"]) for label, result in results.items())
+    assert all(len(result["losses"]) == 3 for result in results.values())
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(messages.containing(len(results)), verdict)
