@@ -9,7 +9,6 @@ import pytest
 from jaxsp import benchmark
 from jaxsp.attention import ScoreConfig
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
 from jaxsp.run import mesh_benchmark
 from jaxsp.run.benchmark import BenchmarkResult
 from tests import messages
@@ -92,16 +91,6 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
     }
 
 
-def test_the_fastest_mesh_is_first_and_failed_ones_are_last(monkeypatch):
-    results = benchmarks(monkeypatch, "cannot be", result(step_s=2.0), result(step_s=1.0))
-    assert [mesh.mesh for mesh in results] == [MESHES[2], MESHES[1], MESHES[0]]
-    verdict = mesh_benchmark.check_losses(results)
-    lines = mesh_benchmark.format_table(results).splitlines()
-    assert re.search(messages.containing("2 x cpu", 2), lines[0])
-    assert lines[-1].split() == ["1", "1", "2", "ulysses", "cannot", "be"]
-    assert re.search(messages.containing(2, "0.0e+00"), verdict)
-
-
 def test_a_different_loss_is_an_internal_error_that_names_the_mesh(monkeypatch):
     results = benchmarks(
         monkeypatch, result(), result(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), result()
@@ -117,22 +106,6 @@ def test_a_different_loss_is_an_internal_error_that_names_the_mesh(monkeypatch):
     )
     with pytest.raises(RuntimeError, match=messages.containing(*expected)):
         mesh_benchmark.check_losses(results)
-
-
-def test_losses_may_differ_by_rounding_and_counts_may_not(monkeypatch):
-    mesh_benchmark.check_losses(
-        benchmarks(monkeypatch, result(), result(losses=[5.0, 4.00003, 3.0]), "no")
-    )
-    results = benchmarks(monkeypatch, result(), result(num_loss_tokens=[10, 11, 13]), "no")
-    expected = ("num_loss_tokens", "[10, 11, 13]", "[10, 11, 12]")
-    with pytest.raises(RuntimeError, match=messages.containing(*expected)):
-        mesh_benchmark.check_losses(results)
-
-
-def test_it_is_a_user_error_if_no_mesh_can_run(monkeypatch):
-    expected = messages.containing(3, "replica 1 x data 1 x seq 2", "because")
-    with pytest.raises(UserError, match=expected):
-        benchmarks(monkeypatch, "because", "no", "no")
 
 
 @pytest.mark.slow
