@@ -11,15 +11,13 @@ import jax
 import pytest
 import yaml
 
-from jaxsp import benchmark, plan
-from jaxsp.config import config_file
+from jaxsp import plan
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
-from jaxsp.memory import memory_causes, memory_fit
-from jaxsp.planner import planning, search
+from jaxsp.memory import memory_causes
+from jaxsp.planner import planning
 from jaxsp.planner.compile import gpus
-from jaxsp.run import benchmark as run_benchmark
 from jaxsp.sharding import host_offload
 from tests import messages
 from tests.planner import example_plans
@@ -134,28 +132,6 @@ def test_every_gpu_can_be_planned_for(run_plan, device):
     assert f"2 x {device}" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(
-            ("--device", "a100-80gb", "data.max_segments_per_row=64"), marks=pytest.mark.slow
-        ),
-        ("model.compute_dtype=float32",),
-    ],
-    ids=["A100", "float32"],
-)
-def test_a_plan_without_cudnn_has_no_time_estimate(run_plan, words):
-    printed, actual = run_plan(*words, "data.row_tokens=8192")
-    assert actual["kernel"] == "blockwise"
-    assert actual["fits"] is True
-    assert actual["step_s_estimate"] is actual["hardware_flops"] is None
-    assert actual["sent_bytes"] / actual["formula_bytes"] == pytest.approx(1, abs=1e-3)
-    assert re.search(messages.containing("blockwise", "cuDNN"), " ".join(printed.split()))
-    assert "ESTIMATE" not in printed
-
-
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
@@ -214,35 +190,6 @@ def test_offloaded_activations_are_in_host_memory_which_may_be_the_limit(run_pla
     assert "host memory" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.usefixtures("compiler")
-def test_an_offload_that_xla_ignores_is_an_internal_error(run_plan, monkeypatch):
-    real = memory_fit.read_memory_use
-    monkeypatch.setattr(
-        memory_fit,
-        "read_memory_use",
-        lambda *args, **kwargs: real(*args, **kwargs)._replace(host=0),
-    )
-    with pytest.raises(RuntimeError, match="XLA"):
-        run_plan("memory.offload_activations=layer_inputs")
-
-
-@pytest.mark.slow  # the search has tests of its own, in planner/
-@pytest.mark.e2e
-@pytest.mark.usefixtures("compiler")
-def test_the_longest_row_fits(run_plan):
-    printed, actual = run_plan("--longest", "mesh.seq=1", "--devices", "1", "batch.rows_per_step=1")
-    assert actual["fits"] is True
-    assert actual["row_tokens"] == actual["longest_row_tokens"]
-    beyond = next(length["row_tokens"] for length in actual["tried"] if not length["fits"])
-    assert beyond - actual["row_tokens"] <= max(
-        search.PRECISION * actual["row_tokens"], search.LENGTH_UNIT
-    )
-    assert actual["device_gib"] > 0.95 * actual["device_limit_gib"]
-    assert f"{actual['row_tokens']:,} tokens" in printed
-
-
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
@@ -273,76 +220,6 @@ def test_every_mesh_is_planned_or_has_a_reason(run_plan, strategy, descriptions)
     assert len(others) == 2
     assert all(mesh["problem"].startswith("batch.rows_per_step = 1: ") for mesh in others)
     assert "estimates" in printed
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--device", "h100"], ["--device = h100", "mean h100-80gb"]),
-        (["--devices", "0"], ["--devices = 0"]),
-        (["--devices", "12", "--node-devices", "8"], ["--node-devices = 8", 12, "1, 2, 3, 4, 6"]),
-        (["--devices", "6"], ["--devices = 6", "--devices 4"]),
-        (["--devices", "8", "mesh.data=1"], ["--devices = 8", "--devices 4", "mesh.data=-1"]),
-        (["--host-gib", "inf"], ["--host-gib = inf"]),
-        (["--data"], ["not-here.jsonl"]),
-        (["mesh.seq=auto", "--longest"], ["mesh.seq = auto", "--longest", "mesh.seq=8"]),
-        (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
-        (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
-        (["--tokens", "0"], ["--tokens = 0.0"]),
-        (["--document-tokens", "100"], ["32,768 tokens", 1, "documents", "32768"]),
-        (["--longest", "--document-tokens", "100"], ["--document-tokens: ", "longest"]),
-        (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
-        (["batch.rows_per_step=7"], ["batch.rows_per_step = 7", 2]),
-        (["attention.ulysses_degree=3"], ["attention.ulysses_degree = 3", "null"]),
-        (
-            ["model.config=null", "model.source=no/such-folder/here"],
-            ["model.source = no/such-folder/here"],
-        ),
-    ],
-)
-def test_an_invalid_request_is_a_user_error_with_a_suggestion(run_plan, words, problem):
-    with pytest.raises(UserError, match=messages.containing(*problem)):
-        run_plan(*words)
-
-
-def test_all_problems_are_reported_at_once(run_plan):
-    with pytest.raises(UserError) as raised:
-        run_plan(
-            "attention.strategy=ulysses",
-            "mesh.seq=3",
-            "data.row_tokens=32769",
-            "batch.rows_per_step=7",
-            "--devices",
-            "6",
-        )
-    starts = [problem.partition(":")[0] for problem in raised.value.problems]
-    assert {"mesh.seq = 3", "batch.rows_per_step = 7"} <= set(starts)
-
-
-@pytest.mark.parametrize(
-    ("words", "kinds", "changes"),
-    [
-        ([], None, []),
-        (["--device", "b200-180gb"], ["b200-180gb"], []),
-        (
-            ["--device", "h100-80gb", "h200-141gb", "mesh.seq=2"],
-            ["h100-80gb", "h200-141gb"],
-            ["mesh.seq=2"],
-        ),
-        (
-            ["--device", "h100-80gb", "mesh.seq=2", "--device", "a100-80gb"],
-            ["h100-80gb", "a100-80gb"],
-            ["mesh.seq=2"],
-        ),
-        (["--device=h100-80gb", "mesh.seq=2"], ["h100-80gb"], ["mesh.seq=2"]),
-        (["mesh.seq=2", "--device", "typo", "a100"], ["typo", "a100"], ["mesh.seq=2"]),
-    ],
-)
-def test_several_types_of_gpu_may_be_named(words, kinds, changes):
-    for arguments in (["config.yaml", *words], [*words, "config.yaml"]):
-        args = plan.parse_arguments(arguments)
-        assert args.device == kinds
-        assert sorted([args.config, *args.changes]) == sorted(["config.yaml", *changes])
 
 
 def test_several_types_of_gpus_are_planned_in_one_call(run_plan, monkeypatch):
@@ -440,72 +317,6 @@ def test_published_sizes_are_reported_in_the_first_line_and_in_the_json(run_plan
     assert actual["published_sizes"] is None
     assert "published sizes" not in printed
     assert layers == [32, MODEL["num_hidden_layers"]]
-
-
-def test_a_benchmark_of_all_meshes_uses_published_sizes_too(monkeypatch, capsys):
-    """The processes get them as overrides of the config."""
-    models = []
-
-    def benchmark_meshes(path, overrides, num_steps, model, show):
-        models.append(config_file.load(path, list(overrides)).model)
-        raise UserError("stopped here")
-
-    monkeypatch.setattr(run_benchmark, "benchmark_meshes", benchmark_meshes)
-    with pytest.raises(UserError, match="stopped here"):
-        benchmark.main(["configs/quickstart.yaml", *GATED, "--all-meshes"])
-    assert (models[0].source, models[0].config["num_hidden_layers"]) == (None, 32)
-    assert "meta-llama/Llama-3.1-8B" in capsys.readouterr().out.splitlines()[0]
-
-
-def test_a_benchmark_with_published_sizes_prints_that_its_weights_are_random(monkeypatch, capsys):
-    models = []
-
-    def benchmark_steps(config, *, num_steps):
-        models.append(config.model)
-        raise UserError("stopped here")
-
-    monkeypatch.setattr(run_benchmark, "benchmark_steps", benchmark_steps)
-    with pytest.raises(UserError, match="stopped here"):
-        benchmark.main(["configs/quickstart.yaml", *GATED])
-    assert (models[0].source, models[0].config["num_hidden_layers"]) == (None, 32)
-    line = capsys.readouterr().out.splitlines()[0]
-    assert "meta-llama/Llama-3.1-8B" in line
-    assert "random weights" in line
-
-
-@pytest.mark.parametrize(
-    ("flag", "min_results", "result"),
-    [("--meshes", 10, r"\[\d+ of \d+"), ("--longest", 3, r"[\d,]+ tokens  remat")],
-)
-def test_each_result_is_printed_before_the_next_is_planned(
-    run_plan, monkeypatch, flag, min_results, result
-):
-
-    def plan_step(config, *, model, cluster, document_tokens=None):
-        print("planning", flush=True)
-        fits = config.data.row_tokens < 200_000
-        short = "" if fits else "too long"
-        sizes = {
-            "weights": 10.0,
-            "other temporaries": 20.0 * config.data.row_tokens / 65536,
-            planning.RESERVED: 6.3,
-        }
-        lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(sizes.values()) - 6.3}
-        return example_plans.make_plan(fits=fits, shortage=short, memory=sizes, **lengths)
-
-    monkeypatch.setattr(planning, "plan_step", plan_step)
-    monkeypatch.setattr(
-        search, "_find_next_split", lambda *args, **kwargs: None
-    )  # needs the plan extra
-    printed, _ = run_plan(flag)
-    lines = [line for line in printed.splitlines() if line == "planning" or re.search(result, line)]
-    results = [line for line in lines if line != "planning"]
-    assert lines[: 2 * len(results) : 2] == ["planning"] * len(results)
-    assert lines[1 : 2 * len(results) : 2] == results
-    assert len(results) >= min_results
-    if flag == "--meshes":
-        numbers = [re.search(r"\[(\d+) of (\d+)", line).groups() for line in results]
-        assert numbers == [(str(i), str(len(results))) for i in range(1, len(results) + 1)]
 
 
 @pytest.mark.e2e

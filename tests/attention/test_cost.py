@@ -129,10 +129,6 @@ WINDOWED_CASES = [
 """With sliding windows, in tokens."""
 
 WINDOWED_TIERS = {("ring of 4", "full"): ()}
-MIXED_TIERS = {
-    ("all_gather of 4 by 1", "none"): pytest.mark.e2e,
-    ("Ulysses of 3 x ring of 2", "save_attention"): pytest.mark.e2e,
-}
 
 
 def check_cost(strategy, H, G, remat, windows):
@@ -177,23 +173,3 @@ def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
 )
 def test_layers_with_windows_send_only_what_the_windows_reach(strategy, H, G, window, remat):
     check_cost(strategy, H, G, remat, [window] * NUM_LAYERS)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "H", "G", "window", "remat"),
-    [
-        pytest.param(
-            *case, remat, marks=MIXED_TIERS.get((case[0].description, remat), pytest.mark.slow)
-        )
-        for case in WINDOWED_CASES
-        for remat in POLICIES
-    ],
-    ids=lambda value: getattr(value, "description", None),
-)
-def test_layers_of_two_kinds_send_what_each_kind_sends(strategy, H, G, window, remat):
-    check_cost(strategy, H, G, remat, [None, window, window])
-
-
-def test_a_single_device_sends_nothing():
-    strategy = make_strategy(seq=1, ulysses_degree=1)
-    assert strategy.sent_bytes(layer(strategy, 2, 1, "full")) == {}

@@ -10,7 +10,6 @@ from jaxsp import attention
 from jaxsp.attention import ScoreConfig
 from jaxsp.attention.chunks.halo_exchange import Halo
 from jaxsp.attention.kernels import blockwise_rows
-from jaxsp.attention.kernels.cudnn import cudnn_bins
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
 from tests import batches, tolerances
@@ -100,11 +99,6 @@ def test_windows_equal_one_device(strategy, name, record_property):
     assert max(differences.values()) < tolerances.STRATEGIES, differences
 
 
-def test_all_quick_cases_exist():
-    names = {(strategy.description, name) for strategy in STRATEGIES for name in WINDOWS}
-    assert names >= QUICK
-
-
 def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
     """Gradients of single tokens, at edges of chunks of 12 tokens, of segments and of the row."""
     window = 17
@@ -161,19 +155,6 @@ def test_windows_go_through_cudnn(kind, strategy, window):
     right = test_cudnn.run(functools.partial(oracle.attention, score=score), *inputs)
     for name in right:
         assert batches.relative_error(actual[name], right[name]) < tolerances.STRATEGIES, name
-
-
-def test_rows_of_a_kernel_divide_as_evenly_as_chunks_if_that_costs_little():
-    def slots(halo):
-        calls = cudnn_bins.plan_calls(num_rows=2, row_tokens=halo.row_tokens, max_segments=64)
-        return sum(call.num_bins * call.bin_tokens for call in calls[-1:]) / halo.row_tokens
-
-    halo = Halo(window=1024, chunk_tokens=65536, num_chunks=16)
-    assert (halo.num_tokens, halo.row_tokens) == (1023, 67584)
-    assert slots(halo) == 8  # twice the tokens of two rows for each of 4
-    assert Halo(window=128, chunk_tokens=2048, num_chunks=16).row_tokens == 2048 + 128
-    assert Halo(window=4096, chunk_tokens=2**20, num_chunks=4).row_tokens == 2**20 + 4096
-    assert Halo(window=7, chunk_tokens=6, num_chunks=16).row_tokens == 12
 
 
 def test_halos_end_at_the_beginning_of_the_row():

@@ -1,6 +1,5 @@
 """Choice of the kernel, its settings, and the errors for kernels that cannot run."""
 
-import re
 import types
 
 import jax
@@ -16,7 +15,7 @@ from jaxsp.config import config_file
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from tests import batches
-from tests.messages import assert_names, numbers
+from tests.messages import assert_names
 
 
 @pytest.fixture(autouse=True)
@@ -141,11 +140,6 @@ def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(
     assert choice.fallback_reason in line
 
 
-def test_all_reasons_are_reported_at_once():
-    problems = refused(A100, kernel="cudnn", dtype="float32", row_tokens=1000, heads=(8, 8, 100))
-    assert len(problems) == 3
-
-
 @pytest.mark.parametrize(
     ("installed", "device", "fields", "parts"),
     [
@@ -216,15 +210,6 @@ def test_an_unknown_jax_is_an_obstacle(monkeypatch):
     assert choose().kernel.name == "blockwise"
 
 
-def test_blockwise_runs_anywhere():
-    choice = choose(V100, kernel="blockwise", dtype="float32", row_tokens=1000)
-    assert choice.kernel.name == "blockwise"
-
-
-def test_heads_that_cannot_be_shared_are_refused():
-    assert_names(refused(seq=6, strategy="ulysses")[0], "32", start="mesh.seq = 6: ")
-
-
 # 32 query and 8 K/V heads. As few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads *
 # 128 of a chunk below 2**31
 @pytest.mark.parametrize(
@@ -261,32 +246,6 @@ def test_heads_are_divided_into_few_chunks_within_the_limits(fields, head_chunks
     assert work.num_q_elements(head_chunks) < 2**31
 
 
-@pytest.mark.parametrize(("fields", "legal"), [
-    ({}, "1, 2, 4, 8, 16 or 32"),
-    ({"row_tokens": 2**20}, "4, 8, 16 or 32"),
-    ({"heads": (28, 4, 128), "seq": 4}, "1 or 7"),
-    ({"heads": (12, 6, 128)}, "1, 2, 3, 6 or 12"),
-])  # fmt: skip
-def test_head_chunks_that_do_not_divide_the_heads_are_refused_with_the_legal_ones(fields, legal):
-    assert_names(
-        refused(**fields, head_chunks=5)[0],
-        f"Use {legal}",
-        "null",
-        start="attention.head_chunks = 5: ",
-    )
-    for number in legal.replace(" or ", ", ").split(", "):
-        assert choose(**fields, head_chunks=int(number)).settings.head_chunks == int(number)
-
-
-def test_head_chunks_are_refused_for_a_kernel_that_does_not_support_them():
-    for device, fields, parts in (
-        (V100, {}, ["blockwise", "A100"]),
-        (H100, {"kernel": "blockwise"}, ["blockwise", "attention.head_chunks=null"]),
-    ):
-        problem = refused(device, **fields, head_chunks=2)[0]
-        assert_names(problem, "cudnn", *parts, start="attention.head_chunks = 2: ")
-
-
 def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
     """Queries, outputs and their gradients of 4 heads, and keys and values of one K/V head."""
     on_a100 = choose(A100, seq=8).settings
@@ -315,63 +274,7 @@ def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
     assert_names(line, "segments copied", "4 times")
 
 
-def test_the_workspace_of_cudnn_is_estimated():
-    assert choose(kernel="blockwise").settings.workspace_bytes == 0
-    tokens = 131072
-    heads = 4
-    sums = 4 * 128 + 4  # float32: dq, and dout * out
-    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(seq=8).settings.workspace_bytes == 4 * tokens * heads * (sums + shared)
-    assert choose(seq=8, head_chunks=4).settings.workspace_bytes == 4 * tokens * 1 * sums
-    assert choose(seq=8, max_segments=1).settings.workspace_bytes == tokens * heads * (
-        sums + shared
-    )
-
-
-def test_the_statistics_of_the_largest_call_are_counted():
-    assert choose(kernel="blockwise").settings.lse_bytes == 0
-    a_head = 4 * 131072  # float32
-    # as of 4 whole rows of 4 heads, for any number of segments
-    assert choose(seq=8).settings.lse_bytes == 4 * a_head * 4
-    assert choose(seq=8, max_segments=1000).settings.lse_bytes == 4 * a_head * 4
-    assert choose(seq=8, head_chunks=2).settings.lse_bytes == 4 * a_head * 2
-    assert choose(seq=8, max_segments=2).settings.lse_bytes == 2 * a_head * 4
-    assert choose(seq=8, max_segments=1).settings.lse_bytes == a_head * 4
-    # no call has shorter slots where 512 does not divide the rows
-    assert choose(seq=8, row_tokens=131200, head_chunks=1).settings.lse_bytes == 64 * 4 * 131200 * 4
-
-
 GIB = 2**30
-
-
-def test_more_segments_than_fit_any_device_are_refused_with_a_number_that_fits():
-    fields = {"row_tokens": 2**20 + 128, "seq": 8, "device_bytes": 80 * GIB}
-    segment_bytes = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
-    most = 80 * GIB // segment_bytes
-    suggestion = f"data.max_segments_per_row={most}"
-    problem = refused(**fields, max_segments=300)[0]
-    needed = f"{300 * segment_bytes / GIB:.1f} GiB"
-    assert_names(
-        problem,
-        "1,048,704",
-        "4",
-        needed,
-        "80.0",
-        suggestion,
-        start="data.max_segments_per_row = 300: ",
-    )
-    assert choose(**fields, max_segments=most).settings.head_chunks == 4
-    assert_names(refused(**fields, max_segments=most + 1)[0], suggestion)
-    # if the rows divide evenly, short segments have short slots
-    assert choose(**fields | {"row_tokens": 2**20}, max_segments=300).kernel.name == "cudnn"
-
-
-def test_too_few_head_chunks_for_a_device_are_refused_with_enough():
-    fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 3 * GIB}
-    problem = refused(**fields, head_chunks=1)[0]
-    parts = ["524,288", "64", "4.0 GiB", "3.0", "attention.head_chunks=4"]
-    assert_names(problem, *parts, start="attention.head_chunks = 1: ")
-    assert choose(**fields, head_chunks=4).settings.head_chunks == 4
 
 
 def test_a_row_that_fits_no_device_is_refused_with_a_length_that_fits():
@@ -384,16 +287,6 @@ def test_a_row_that_fits_no_device_is_refused_with_a_length_that_fits():
         choose(**fields | {"row_tokens": length, "max_segments": 1, "head_chunks": 4}).kernel.name
         == "cudnn"
     )
-
-
-def test_the_memory_of_a_local_device_is_read(monkeypatch):
-    here = gpu()
-    here.memory_stats = lambda: {"bytes_limit": GIB}
-    monkeypatch.setattr(jax, "local_devices", lambda: [here])
-    assert refused(here, row_tokens=2**22, seq=8)[0].startswith("data.row_tokens = 4194304: ")
-    assert choose(row_tokens=2**22, seq=8).kernel.name == "cudnn"
-    here.memory_stats = lambda: None
-    assert choose(here, row_tokens=2**22, seq=8).kernel.name == "cudnn"
 
 
 PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
@@ -420,92 +313,6 @@ def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_
     )
 
 
-def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
-    usual = choose(**PACKED_32K | {"deterministic": False})
-    assert usual.settings.head_chunks == 1
-    assert usual.settings.workspace_bytes < 8 * GIB
-    assert choose(B200, **PACKED_32K) == usual
-    assert choose(A100, **PACKED_32K, max_segments=1) == choose(**PACKED_32K, max_segments=1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rows", "keys", "heads"),
-    [
-        ("ring", 2, 8192, 32),  # both chunks at once, each over a chunk of keys
-        (
-            "all_gather",
-            1,
-            131072,
-            4,
-        ),  # one chunk after another over the whole row; the query heads of one K/V head
-    ],
-)
-def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, keys, heads):
-    choice = choose(
-        seq=8,
-        strategy=strategy,
-        ulysses_degree=1,
-        chunks_per_device=2,
-        max_segments=1,
-        deterministic=True,
-        head_chunks=1,
-    )
-    chunk = 131072 // 16
-    scores = 2 * rows * chunk * keys * heads  # bfloat16
-    sums = (
-        4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads
-    )  # float32 of each query; dk and dv
-    assert choice.settings.workspace_bytes == scores + sums
-
-
-def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
-    fields = PACKED_32K | {"row_tokens": 262144}
-    size = 2 * 262144 * (2 * 262144 + 4 + 4)  # of one head, with its statistics
-    problem = refused(**fields, kernel="cudnn")[0]
-    sizes = [f"{size / GIB:.1f} GiB", "262,144", "32", "72.8"]
-    suggestions = [
-        "attention.kernel=blockwise",
-        "run.deterministic=false",
-        "data.row_tokens=131072",
-    ]
-    assert_names(problem, *sizes, *suggestions, start="attention.kernel = cudnn: ")
-    assert choose(**fields, kernel="blockwise").kernel.name == "blockwise"
-    assert (
-        choose(**fields | {"row_tokens": 131072}, kernel="cudnn").settings.workspace_bytes
-        < 72.8 * GIB
-    )
-    assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel.name == "cudnn"
-    automatic = choose(**fields)
-    assert (automatic.kernel.name, automatic.settings.workspace_bytes) == ("blockwise", 0)
-    line = attention.describe(automatic, make_model((32, 8, 128)))
-    assert_names(line, "blockwise", "256.0 GiB")
-    assert choose(B200, **fields).kernel.name == "cudnn"
-
-
-def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that_fit():
-    fields = {
-        "seq": 8,
-        "strategy": "ring",
-        "ulysses_degree": 1,
-        "max_segments": 1,
-        "deterministic": True,
-        "device_bytes": 2 * GIB,
-        "kernel": "cudnn",
-    }
-    problem = refused(**fields, row_tokens=2**20)[0]
-    parts = ["run.deterministic", "1,048,576", "32", "2.0", f"data.row_tokens={2**18}"]
-    assert_names(problem, *parts, start="attention.kernel = cudnn: ")
-    assert refused(**fields, row_tokens=2**19)
-    assert choose(**fields, row_tokens=2**18, head_chunks=32).kernel.name == "cudnn"
-
-
-def test_too_few_head_chunks_for_a_deterministic_backward_pass_are_refused_with_enough_of_them():
-    problem = refused(**PACKED_32K, head_chunks=1)[0]
-    parts = ["run.deterministic", "72.8", "attention.head_chunks=2"]
-    assert_names(problem, *parts, start="attention.head_chunks = 1: ")
-    assert choose(**PACKED_32K, head_chunks=2).settings.head_chunks == 2
-
-
 def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
     fields = {"row_tokens": 8192, "deterministic": True}
     problem = refused(RTX6000, **fields, kernel="cudnn")[0]
@@ -514,47 +321,8 @@ def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
     assert choose(RTX6000, row_tokens=8192).kernel.name == "cudnn"
 
 
-def test_the_banner_shows_how_cudnn_computes_the_heads(monkeypatch):
-    line = attention.describe(choose(seq=8, head_chunks=2), make_model((32, 8, 128)))
-    assert_names(line, "Ulysses of 8", "cuDNN 9.28.0", "2", "4 of 32", "1 of 8")
-    short = choose(row_tokens=8192)
-    line = attention.describe(short, make_model((32, 8, 128)))
-    assert_names(line, "cuDNN 9.28.0")
-    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: None)
-    unknown = attention.describe(short, make_model((32, 8, 128)))
-    assert_names(unknown, "cuDNN")
-    assert numbers(unknown) == [], "all heads and rows are on each device"
-    assert unknown == line.replace(" 9.28.0", "")
-
-
-def test_the_banner_shows_the_memory_of_large_log_sum_exps():
-    """2 slots of 2,097,152 tokens, 4 heads, float32."""
-    line = attention.describe(
-        choose(seq=8, row_tokens=2**21, head_chunks=1), make_model((32, 8, 128))
-    )
-    assert_names(line, "64 MiB")
-
-
-@pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
-def test_the_banner_shows_the_window(kernel):
-    choice = choose(kernel=kernel, window=4096)
-    assert choice.layer_scores == (ScoreConfig(window=4096),)
-    line = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(line, "each token sees the last 4,096 of its document")
-    assert "layers" not in line, "all have the window"
-
-
 GEMMA = [*[ScoreConfig(window=1024)] * 5, ScoreConfig()]
 """A period of layers, as in Gemma 3."""
-
-
-def test_the_banner_shows_the_number_of_layers_with_a_window():
-    choice = choose(layer_scores=[*GEMMA * 10, *GEMMA[:2]])
-    line = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(line, "52 of 62 layers: each token sees the last 1,024 of its document")
-    choice = choose(layer_scores=GEMMA, seq=8)
-    line = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(line, "5 of 6 layers", "per layer and microbatch on average")
 
 
 def test_a_window_as_long_as_a_row_is_none():
@@ -653,86 +421,8 @@ def test_auto_exchanges_heads_inside_nodes_of_8(seq, heads, expected):
     assert choice.strategy.description == expected
 
 
-def test_all_gather_is_between_nodes():
-    """Ulysses of 32 x all-gather of 2 sends less, but most of it between nodes."""
-    fields = {"seq": 64, "row_tokens": 2**20, "strategy": "all_gather"}
-    choice = choose(**fields)
-    assert choice.strategy.description == "Ulysses of 8 x all_gather of 8 by 1 (16 chunks each)"
-    assert choice.sent_bytes > choose(**fields, ulysses_degree=32).sent_bytes
-
-
-def test_rows_are_cut_into_chunks_that_cudnn_supports():
-    choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
-    assert_names(choice.fallback_reason, "16", "2048", "data.row_tokens", "130048")
-    assert choose(seq=8, heads=(7, 7, 128)).kernel.name == "cudnn"
-    # 24 heads on 18 devices, 6 of them neighbors: chunks of 6, and of 128 for cuDNN
-    near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
-    assert_names(near, "2304", "131072", "data.row_tokens=129024 or 131328")
-    assert (
-        choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel.name
-        == "cudnn"
-    )
-    assert choose(A100, seq=8, heads=(7, 7, 128), max_segments=1).kernel.name == "cudnn"
-
-
-def test_errors_for_chunks_give_the_length_of_whole_rows():
-    """The suggested rows fit."""
-    fields = {"seq": 8, "ulysses_degree": 1, "strategy": "ring", "max_segments": 1}
-    problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
-    assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
-    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
-    assert (
-        choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel.name
-        == "cudnn"
-    )
-    problem = refused(**fields | {"max_segments": 2}, row_tokens=2**28, kernel="cudnn")[0]
-    assert_names(problem, "268,435,456", "16", "2")
-    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
-    assert 2**26 < longest < 2**28
-    assert (
-        choose(**fields | {"max_segments": 2}, row_tokens=longest, kernel="cudnn").kernel.name
-        == "cudnn"
-    )
-
-
 @pytest.mark.parametrize("remat", ["none", "save_attention", "full", "auto"])
 def test_recomputation_does_not_change_the_strategy(remat):
     """A run that recomputes more keeps the planned strategy. With `full` it would be 8 x 2."""
     fields = {"seq": 16, "heads": (40, 10, 128)}
     assert choose(**fields, remat=remat).strategy == choose(**fields).strategy
-
-
-def test_a_suggested_row_length_is_a_multiple_of_the_devices():
-    problem = refused(seq=12, heads=(24, 24, 128), row_tokens=100000, kernel="cudnn")[0]
-    assert_names(problem, "384", "data.row_tokens=99840 or 100224")
-    assert 99840 % 12 == 100224 % 12 == 0
-
-
-NEAR = ScoreConfig(window=4096)
-FAR = ScoreConfig()
-
-
-def test_settings_fit_layers_with_and_without_windows():
-    """Rows of halo and chunk are five times as long as chunks."""
-    fields = {"seq": 8, "ulysses_degree": 1, "strategy": "ring", "row_tokens": 2**22}
-    wide = ScoreConfig(window=2**20)
-    both = choose(**fields, layer_scores=[FAR, wide]).settings
-    assert both == choose(**fields, layer_scores=[wide, FAR]).settings
-    kinds = [choose(**fields, layer_scores=[score]).settings for score in (FAR, wide)]
-    assert kinds[0].head_chunks < kinds[1].head_chunks == both.head_chunks
-    assert both.workspace_bytes >= kinds[1].workspace_bytes
-    assert both.lse_bytes >= kinds[1].lse_bytes
-
-
-def test_head_chunks_that_fit_only_one_kind_of_layer_are_refused_with_equal_heads():
-    fields = {
-        "seq": 8,
-        "heads": (28, 4, 128),
-        "strategy": "all_gather",
-        "row_tokens": 2**23,
-        "layer_scores": [NEAR, FAR],
-    }
-    (problem,) = refused(**fields)
-    suggestion = "attention.kv_heads_per_gather=4"
-    assert_names(problem, "windows", suggestion, start="attention.head_chunks = null: ")
-    assert choose(**fields, kv_heads_per_gather=4).kernel.name == "cudnn"

@@ -8,7 +8,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -21,8 +20,7 @@ from jaxsp.blocks.linear import Linear
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.delta_rule.spans import RowSpans, find_segments
 from jaxsp.hf import weights
-from jaxsp.memory import memory_formula
-from jaxsp.model import adapters, decoder, flops
+from jaxsp.model import adapters, decoder
 from jaxsp.planner.cost import comms
 from jaxsp.sharding import host_offload
 from tests import batches
@@ -188,45 +186,6 @@ def test_gradients_on_a_mesh_are_those_of_one_device_and_bytes_those_of_the_form
         assert comms.sum_bytes(collectives, operation=operation, scope=SCOPE) == expected
 
 
-def test_the_formula_of_sent_bytes_counts_it(monkeypatch):
-    spec = make_spec()
-    sent = comms.compute_formula_bytes(spec)
-    mixer_bytes = FirstToken().sent_bytes(MODEL, spec.workload)
-    monkeypatch.setattr(FirstToken, "sent_bytes", Mixer.sent_bytes)
-    others = comms.compute_formula_bytes(spec)
-    assert {name: sent[name] - others.get(name, 0) for name in mixer_bytes} == {
-        name: spec.num_microbatches * NUM_NEW * size for name, size in mixer_bytes.items()
-    }
-
-
-def test_memory_counts_what_it_saves_and_its_backward_pass(monkeypatch):
-    spec = make_spec()
-    plain = dataclasses.replace(spec, model=dataclasses.replace(MODEL, layers=2 * (ATTENTION,)))
-    activations = [memory_formula.resident_bytes(x).activations for x in (spec, plain)]
-    saved = NUM_NEW * spec.tokens_per_device * (D + X + T) * spec.dtype.itemsize
-    assert activations[0] - activations[1] == saved
-    predicted = []
-    for size in (2**24, 2**25):
-        monkeypatch.setitem(registry.MIXERS, "first_token", FirstToken(size))
-        predicted.append(memory_formula.predict_bytes(spec))
-    assert predicted[1] - predicted[0] == 2**24 * spec.dtype.itemsize
-    phase = "the backward pass of an MLP"
-    phases = []
-    for width in (2**14, 2**15):
-        monkeypatch.setattr(SquaredMlp, "backward_width", lambda config, width=width: width)
-        phases.append(memory_formula.find_phases(spec)[phase])
-    assert phases[1] - phases[0] == 2**14 * spec.tokens_per_device * spec.dtype.itemsize
-
-
-def test_flops_count_its_matrices_and_its_mixing():
-    lengths = np.array([40, 3, 21])
-    plain = dataclasses.replace(MODEL, layers=2 * (ATTENTION,))
-    matrices = 6 * (2 * D * X + 0.25 * D * T + D * T)
-    mixing = 3 * 2 * X
-    actual = flops.step_flops(MODEL, lengths) - flops.step_flops(plain, lengths)
-    assert actual == pytest.approx(NUM_NEW * lengths.sum() * (matrices + mixing))
-
-
 def test_adapters_find_its_projections():
     names = {"first_token.in_proj", "first_token.out_proj", "squared.up_proj", "squared.down_proj"}
     assert names < set(adapters.list_projections(MODEL))
@@ -234,26 +193,6 @@ def test_adapters_find_its_projections():
     shapes = weights.tensor_shapes(decoder.param_table(with_adapter))
     assert shapes["model.layers.3.first_token.in_proj.lora_A.weight"] == (3, D)
     assert shapes["model.layers.3.squared.down_proj.lora_B.weight"] == (D, 3)
-
-
-def test_its_tensors_have_the_numbers_of_its_layers():
-    shapes = weights.tensor_shapes(decoder.param_table(MODEL))
-    of_new = {name: shape for name, shape in shapes.items() if "first" in name or "squared" in name}
-    of_layer = {
-        "first_token.in_proj.weight": (X, D),
-        "first_token.factor": (X,),
-        "first_token.out_proj.weight": (D, X),
-        "squared.up_proj.weight": (T, D),
-        "squared.up_proj.bias": (T,),
-        "squared.down_proj.weight": (D, T),
-    }
-    assert of_new == {
-        f"model.layers.{number}.{name}": shape
-        for number in (1, 3)
-        for name, shape in of_layer.items()
-    }
-    norms = {name for name in shapes if name.endswith("input_layernorm.weight")}
-    assert norms == {f"model.layers.{number}.input_layernorm.weight" for number in range(4)}
 
 
 @pytest.mark.e2e

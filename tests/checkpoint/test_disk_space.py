@@ -1,14 +1,12 @@
 """Comparison of free space with the size of checkpoints; reasons of failed writes."""
 
 import collections
-import os
 import re
 import shutil
 
-import numpy as np
 import pytest
 
-from jaxsp.checkpoint import array_writer, disk_space, files
+from jaxsp.checkpoint import disk_space, files
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests import messages
@@ -86,23 +84,3 @@ def test_unfinished_checkpoints_count_as_free(tmp_path):
     (tmp_path / "6/master/a").write_bytes(bytes(500))
     assert files.leftover_bytes(tmp_path) == 1000
     assert files.leftover_bytes(tmp_path / "nowhere") == 0
-
-
-def test_shortage_has_needed_free_and_missing_bytes(tmp_path, free):
-    free(30 * MIB)
-    text = disk_space.describe_shortage(tmp_path, 100 * MIB)
-    assert re.findall(r"[\d.]+ MiB", text) == ["100.0 MiB", "30.0 MiB", "70.0 MiB"]
-    assert disk_space.describe_shortage(tmp_path, 30 * MIB) == ""
-    assert disk_space.tree_bytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)}) == 28
-
-
-def test_reason_of_a_failure_is_the_operating_system_s_message(tmp_path):
-    text = (
-        'RESOURCE_EXHAUSTED: Error writing "embedding/0.0" in OCDBT database at local file '
-        '"/D/8.partial/master/": Failed writing: "/D/8.partial/master/d/cca6": '
-        "Failed to write 663760 bytes: No space left on device "
-        "[os_error_code='28']"
-    )
-    assert array_writer.describe_failure(ValueError(text)) == os.strerror(28)
-    error = OSError(28, "No space left on device")
-    assert array_writer.describe_failure(error) == "[Errno 28] No space left on device"

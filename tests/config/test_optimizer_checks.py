@@ -6,44 +6,12 @@ from jaxsp.config import foreign_names
 from jaxsp.config.optimizer_schema import DEFAULTS
 from jaxsp.core.errors import UserError
 from tests import batches
-from tests.messages import assert_names
 
 
 def problems(**options):
     with pytest.raises(UserError) as caught:
         batches.make_config(**options)
     return caught.value.problems
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"name": "lion", "eps": 1e-6}, ["optimizer.eps = 1e-06", "lion", "optimizer.eps=null"]),
-        ({"name": "adamw", "momentum": 0.9}, ["momentum = 0.9", "adamw", "optimizer.name=muon"]),
-        ({"name": "sgd", "beta2": 0.9}, ["beta2 = 0.9", "sgd", "optimizer.name=adamw"]),
-        ({"name": "adafactor", "beta1": 0.9}, ["beta1", "adafactor"]),
-        ({"name": "muon", "nesterov": False}, ["nesterov", "muon", "optimizer.name=sgd"]),
-        ({"name": "sgd", "nesterov": True}, ["nesterov", "optimizer.momentum=0.9"]),
-        ({"decay_steps": 5}, ["decay_steps = 5", "constant", "optimizer.schedule=wsd"]),
-        ({"min_learning_rate_fraction": 0.1}, ["constant", "optimizer.schedule=cosine"]),
-        ({"schedule": "inverse_sqrt"}, ["needs a warmup", "optimizer.warmup_fraction=0.03"]),
-        (
-            {"schedule": "wsd", "decay_steps": 5, "decay_fraction": 0.1},
-            ["decay_steps = 5", "decay_fraction = 0.1", "only one"],
-        ),
-        ({"schedule": "wsd", "decay_steps": 0.1}, ["optimizer.decay_fraction=0.1"]),
-        ({"schedule": "wsd", "decay_fraction": 10}, ["optimizer.decay_steps=10"]),
-        (
-            {"groups": [{"pattern": "*", "frozen": True, "weight_decay": 0.1}]},
-            ["optimizer.groups.0.weight_decay = 0.1", "frozen", "optimizer.groups.0.frozen=false"],
-        ),
-        ({"groups": [{"pattern": "*", "learning_rate_factor": -1}]}, ["learning_rate_factor = -1"]),
-    ],
-    ids=str,
-)
-def test_a_field_that_does_not_apply_is_an_error(options, words):
-    (problem,) = problems(**options)
-    assert_names(problem, *words)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

@@ -1,7 +1,5 @@
 """Statistics of routers and their losses, on every mesh and beside those of transformers."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ from jax.sharding import PartitionSpec
 
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
 from jaxsp.experts import balance, routing
 from jaxsp.hf import model_config
 from tests import batches
@@ -96,15 +93,3 @@ def test_gradients_with_losses_of_routers_are_those_of_a_plain_program(
     assert results["router_max_load"] == pytest.approx(
         (counts_NE.max(1) / counts_NE.mean(1)).max(), rel=1e-6
     )
-
-
-def test_losses_need_routers_without_a_bias_that_balances_them():
-    config = ModelSourceConfig(source="x", router_z_loss_coef=0.1)
-    with pytest.raises(UserError, match=r"router_z_loss_coef = 0.1: the model has no experts"):
-        model_config.add_router_losses(batches.model(), config)
-    sigmoid = dataclasses.replace(
-        PLAIN, experts=dataclasses.replace(PLAIN.experts, scores="sigmoid")
-    )
-    config = ModelSourceConfig(source="x", router_aux_loss_coef=0.1)
-    with pytest.raises(UserError, match=r"router_aux_loss_coef = 0.1: .*e_score_correction_bias"):
-        model_config.add_router_losses(sigmoid, config)

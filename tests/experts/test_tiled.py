@@ -1,7 +1,5 @@
 """Experts in tiles equal a loop over all experts in float64, however tokens are distributed."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,6 @@ from jaxsp.blocks.block_config import ClampedGate, ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig
 from jaxsp.blocks.experts import Experts
 from jaxsp.experts import places, routing, tiled
-from jaxsp.hf import model_config, published
-from jaxsp.memory import memory_problems
-from jaxsp.model import decoder
 from tests import batches
 
 GPT_OSS = ExpertsConfig(
@@ -116,25 +111,6 @@ def test_of_equal_probabilities_the_lowest_experts_are_chosen():
     shares, experts = routing.route(jnp.zeros((2, 5)), num_chosen=3, is_normalized=True)
     assert experts.tolist() == [[0, 1, 2]] * 2
     assert np.allclose(shares, 1 / 3)
-
-
-def test_few_tokens_per_device_are_named():
-    fields = published.read_models()["Qwen/Qwen3-30B-A3B"].fields
-    model = model_config.parse_model_config(fields, field="model.config")
-    describe = functools.partial(decoder.describe_layers, model)
-    assert describe(tokens_per_device=18432) == "48 with attention and 8 of 128 experts"
-    assert "below 18,432 tokens per device" in describe(tokens_per_device=16384)
-    assert "below" not in describe(tokens_per_device=None)
-
-
-def test_options_that_would_keep_products_of_experts_are_refused():
-    fields = published.read_models()["Qwen/Qwen3-30B-A3B"].fields
-    model = model_config.parse_model_config(fields, field="model.config")
-    config = batches.make_config(memory={"remat": "save_attention_and_mlp"})
-    (message,) = memory_problems.find_problems(config, platform="gpu", model=model)
-    assert message.startswith("memory.remat = save_attention_and_mlp: ")
-    assert message.endswith("Use memory.remat=save_attention.")
-    assert not memory_problems.find_problems(config, platform="gpu", model=batches.model())
 
 
 def test_gradients_are_whole_at_the_limit_of_gpt_oss():

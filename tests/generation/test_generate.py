@@ -109,24 +109,6 @@ def test_answers_beyond_the_positions_of_the_model_have_a_note(run, capsys):
         assert ("note" in text) == bool(expected)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--prompt", ""], "--prompt: has no tokens"),
-        (["--prompt-file", "/missing.txt"], "--prompt-file = /missing.txt: cannot be read"),
-        (["--chat", "Hi"], "the tokenizer has no chat template"),
-        (["--prompt", "a", "--max-new-tokens", "500", *MESH], "data.row_tokens=512"),
-        (["--prompt", "a", "--top-p", "2"], "top_p = 2"),
-        (["--prompt", "a", "--system", "b"], "--system: is the first message of a chat"),
-        (["--prompt", "a", "--top-p", "0.5"], "--top-p = 0.5: is for samples"),
-        (["--prompt", "a", "model.config=null", "model.source=x"], "model.source: must be the"),
-    ],
-)
-def test_input_that_cannot_be_answered_is_refused(run, words, expected):
-    with pytest.raises(UserError, match=expected):
-        generate.main([str(run), *words])
-
-
 def test_a_chat_is_rendered_up_to_the_answer(run, capsys):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -9,11 +9,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
-from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
 from jaxsp.setup import stop_tokens
-from tests import batches, messages
-from tests.generation import models
+from tests import batches
 
 
 def select(tokens, loss_spans, *, limit=64, new=8):
@@ -49,28 +47,6 @@ def test_text_comes_as_soon_as_its_characters_are_complete():
     assert parts == ["a", " ", "", "é", "", "", "€", "\n"]
     assert [stream.add(0xC3), stream.add(256)] == ["", ""]
     assert stream.finish() == "\ufffd", "a character that never ends, without the end token"
-
-
-def test_prompts_that_do_not_fit_are_refused_with_a_length_that_fits():
-    generator = Generator(models.make_spec(batches.model(), (1, 1, 1)))
-    generator.check([[1] * 60], 4)
-    expected = messages.containing("prompt 1", 60, 68, 64, "data.row_tokens=128")
-    with pytest.raises(UserError, match=expected):
-        generator.check([[1], [1] * 60], 8)
-    with pytest.raises(UserError, match="prompt 0: has no tokens"):
-        generator.check([[]], 8)
-    with pytest.raises(UserError, match="max_new_tokens = 0"):
-        generator.check([[1]], 0)
-    scores = models.make_spec(batches.model(has_scores=True), (1, 1, 1))
-    with pytest.raises(UserError, match="a reward model"):
-        Generator(scores)
-
-
-@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}])
-def test_values_that_make_no_distribution_are_refused(changes):
-    ((name, value),) = changes.items()
-    with pytest.raises(UserError, match=f"{name} = {value}"):
-        Sampling(**changes).check()
 
 
 @pytest.mark.parametrize(

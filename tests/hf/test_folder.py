@@ -165,12 +165,6 @@ def test_tensors_are_found_under_the_names_of_other_programs(model_folder, prefi
         assert batches.is_bitwise_equal(reader.read_slice(reader.tensors[name], index), array)
 
 
-def test_surplus_tensors_of_a_whole_model_can_be_left_out_by_transformers(model_folder):
-    write(model_folder, named() | {"v_head.weight": np.zeros(3, np.float32)})
-    (surplus,) = problems()
-    assert_names(surplus, "v_head.weight", "save_pretrained", "model.source=m-safetensors")
-
-
 @pytest.mark.parametrize("name", ["vocab.txt", "config.json", "additional_chat_templates"])
 def test_links_out_of_the_folder_are_refused(model_folder, tmp_path, name):
     secret = tmp_path / "secret"
@@ -208,15 +202,6 @@ def test_links_to_weights_or_inside_the_folder_or_into_the_hubs_blobs_are_allowe
     assert folder.find(str(snapshot)).config_fields == FIELDS
 
 
-def test_long_lists_end_with_the_number_of_the_others(model_folder):
-    write(model_folder, {"x": np.zeros(3, np.float32)})
-    missing, surplus = problems()
-    count = len(named()) - 4
-    first = "model.embed_tokens.weight, lm_head.weight, model.norm.weight, model.layers.0"
-    assert_names(missing, "missing", first, f"{count} more")
-    assert "more" not in surplus
-
-
 def test_wrong_shapes_and_dtypes_are_named(model_folder):
     arrays = named()
     arrays["model.norm.weight"] = arrays["model.norm.weight"][:-1]
@@ -234,14 +219,6 @@ def test_wrong_shapes_and_dtypes_are_named(model_folder):
     assert named_shapes == [("model.norm.weight", "[15]", "[16]"), (up, "[16, 24]", "[24, 16]")]
     norm = "model.layers.1.input_layernorm.weight"
     assert_names(dtypes, "F32, F16 or BF16", "lm_head.weight I8", f"{norm} F64")
-
-
-def test_tying_is_suggested_if_only_the_head_is_missing(model_folder):
-    arrays = named()
-    del arrays["lm_head.weight"]
-    write(model_folder, arrays)
-    (missing,) = problems()
-    assert_names(missing, "lm_head.weight", "tie_word_embeddings: true")
 
 
 def test_a_tied_head_must_equal_the_embedding(model_folder, monkeypatch):
@@ -358,51 +335,6 @@ def test_the_error_for_a_folder_without_weights_lists_its_files(model_folder):
         "pytorch_model.bin",
         "model.source=m-safetensors",
     )
-
-
-def test_a_path_that_is_not_a_model_folder_is_refused(model_folder):
-    (model_folder / "config.json").write_text("{")
-    (model_folder.parent / "empty").mkdir()
-    for source, start, parts in [
-        ("m/config.json", "is a file", ["config.json: m."]),
-        ("m", "m/config.json", ["JSON", "Expecting property name"]),
-        ("empty", "empty", ["no config.json", "transformers"]),
-        ("org/gone", "there is no such folder", ["hub's cache", "HF_HUB_OFFLINE"]),
-    ]:
-        (problem,) = problems(source=source)
-        assert_names(problem, *parts, start=start)
-
-
-@pytest.mark.parametrize(
-    ("source", "num_requests"),
-    [(source, 0) for source in ("./gone", "../gone", "runs/gone/hf", "gone/", "~/gone", "/gone/hf")]
-    + [(source, 1) for source in ("gone", "m/gone", "some~where")],
-)
-@pytest.mark.usefixtures("model_folder")
-def test_a_missing_path_is_called_a_missing_folder(source, num_requests, monkeypatch):
-    """Also a name that could be on the hub, if the hub cannot be reached and its parent exists."""
-    requests = []
-    real = huggingface_hub.snapshot_download
-
-    def download(name, **given):
-        requests.append(name)
-        return real(name, **given)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setenv("HOME", "/nowhere")
-    (problem,) = problems(source=source)
-    path = pathlib.Path(source).expanduser().absolute()
-    assert str(path) in problem
-    assert "no folder" in problem
-    assert "HF_HUB_OFFLINE" not in problem
-    assert "cache" not in problem
-    assert len(requests) == num_requests
-
-
-@pytest.mark.usefixtures("model_folder")
-def test_a_folder_with_a_similar_name_is_suggested():
-    pathlib.Path("m").rename("tiny-llama")
-    assert problems(source="tiny-lama")[0].endswith("Did you mean tiny-llama?")
 
 
 def write_cache(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
-from tests.messages import assert_names
 
 COMMON = {"initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 COMMON |= {"attention_bias": False, "attention_dropout": 0.0, "transformers_version": "4.45.0"}
@@ -184,9 +182,3 @@ def test_both_names_of_a_rope_type_mean_the_same_where_layers_differ(key):
     assert ropes == ["default, theta 10,000", "linear, theta 1,000,000, factor 8"]
     exported = model_config.make_config_json(fields, dtype="bfloat16", token_ids={})
     assert model_config.parse_model_config(exported, field="config.json") == model
-
-
-def test_a_list_for_another_number_of_layers_is_refused():
-    with pytest.raises(UserError) as raised:
-        model_config.parse_model_config(SMOLLM_3 | {"no_rope_layers": [1, 0]}, field="c")
-    assert_names(raised.value, "2", "36", start="c.no_rope_layers: ")

@@ -4,7 +4,6 @@ import json
 import pathlib
 import time
 
-import huggingface_hub
 import pytest
 import yaml
 
@@ -121,35 +120,10 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
     )
 
 
-def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
-    hub(AssertionError("no request to the hub"))
-    fields = published.read_models()["Qwen/Qwen3-0.6B"].fields
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    for model in (ModelSourceConfig(source=str(tmp_path)), ModelSourceConfig(config=fields)):
-        sizes = published.read_sizes(model)
-        assert (sizes.model.num_layers, sizes.published) == (28, None)
-
-
-def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
-    hub(UserError("no such model on the hub"))
-    with pytest.raises(UserError, match="no such model on the hub"):
-        published.read_sizes(ModelSourceConfig(source=LLAMA))
-
-
 def test_the_error_for_a_model_without_published_sizes_has_the_nearest_name(hub):
     hub(REFUSED)
     with pytest.raises(UserError, match=r"Qwen/Qwen3-14: a reason.*mean Qwen/Qwen3-14B\?"):
         published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
-
-
-def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):
-    fields = published.read_models()[LLAMA].fields | {"num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    monkeypatch.setattr(published, "DEADLINE_S", 0.1)
-    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
-    assert (sizes.model.num_layers, sizes.published) == (2, None)
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):

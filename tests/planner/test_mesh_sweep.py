@@ -11,7 +11,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planner import mesh_sweep, planning
 from jaxsp.planner.compile import compiled
-from jaxsp.planner.mesh_sweep import MeshPlan
 from tests.planner import example_plans, programs
 
 MESH = {"replica": 1, "data": 1, "seq": 8}
@@ -122,57 +121,11 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
     assert caught.value.problems == ["optimizer.name = x: no"]
 
 
-def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
-    def mesh_plan(seq, seconds, **changes):
-        mesh = {"replica": 1, "data": 8 // seq, "seq": seq}
-        plan = (
-            None
-            if seconds is None
-            else example_plans.make_plan(mesh=mesh, step_s_estimate=seconds, **changes)
-        )
-        return MeshPlan(
-            mesh=mesh, strategy="ring", attention_fields={}, plan=plan, problem="" if plan else "no"
-        )
-
-    fitting = [
-        mesh_plan(2, 1.04),
-        mesh_plan(4, 1.049),
-        mesh_plan(8, 1.0),
-        mesh_plan(2, 1.06),
-        mesh_plan(8, 1.07),
-        mesh_plan(1, 1.12),
-    ]
-    others = [mesh_plan(1, 0.5, fits=False), mesh_plan(1, None)]
-    ordered = mesh_sweep.sort_by_rank([*others, *reversed(fitting)])
-    assert ordered == fitting + others
-    ranks = mesh_sweep.compute_ranks(ordered)
-    # the second rank is from 1.06 to 1.113
-    assert [ranks.get(id(result)) for result in ordered] == [1, 1, 1, 2, 2, 3, None, None]
-
-
 def list_options(config, *, seq, num_heads):
     model = types.SimpleNamespace(
         num_heads=num_heads, num_kv_heads=4, head_dim=64, layer_scores=[ScoreConfig()]
     )
     return attention.list_options(config, model, seq=seq)
-
-
-def test_an_explicit_strategy_is_the_only_option():
-    config = programs.settings("attention.strategy=ring")
-    assert list_options(config, seq=8, num_heads=32) == [("ring", {"strategy": "ring"})]
-    assert list_options(config, seq=1, num_heads=32) == [("none shared", {})]
-
-
-def test_heads_that_do_not_divide_leave_ulysses_out():
-    options = list_options(programs.settings(), seq=8, num_heads=28)
-    assert [option.label for option in options] == [
-        "ulysses 4 x ring",
-        "ulysses 2 x ring",
-        "ring",
-        "ulysses 4 x all_gather",
-        "ulysses 2 x all_gather",
-        "all_gather",
-    ]
 
 
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():

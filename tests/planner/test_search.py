@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.memory import memory_causes
 from jaxsp.planner import planning, search
@@ -114,13 +113,6 @@ def test_a_plan_chooses_memory_options_for_what_the_headroom_leaves(monkeypatch)
     assert kept.host == without.host
 
 
-def test_host_memory_may_be_the_limit(monkeypatch):
-    result, lengths = search_row(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
-    assert result.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)
-    assert result.shortest_failing.plan.memory_bottleneck == "host"
-    assert len(lengths) <= 6
-
-
 @pytest.mark.parametrize(
     ("split_at", "before", "after"),
     [(786_432, 750_000, 1_000_000), (196_608, 185_000, 250_000)],
@@ -142,43 +134,6 @@ def test_a_search_may_find_no_row_that_fits(monkeypatch):
     result, _ = search_row(monkeypatch, lambda n: line(n, fixed=80.0))
     assert result.plan is None
     assert result.shortest_failing.row_tokens == search.LENGTH_UNIT * 8
-
-
-def test_a_row_that_is_refused_for_its_length_is_too_long(monkeypatch):
-    def refuse(n):
-        if n > 2_000_000:
-            raise UserError("data.row_tokens: one call is larger than a device")
-        return line(n)
-
-    result, _ = search_row(monkeypatch, refuse)
-    assert result.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
-    assert result.shortest_failing.problem == "data.row_tokens: one call is larger than a device"
-
-
-def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch):
-    def refuse(n):
-        if n > 100_000:
-            raise UserError("data.row_tokens: one call is larger than a device")
-        return line(n)
-
-    result, _ = search_row(monkeypatch, refuse)
-    assert result.plan.row_tokens == pytest.approx(100_000, rel=0.09)
-
-
-def test_a_problem_without_the_length_ends_the_search(monkeypatch):
-    def refuse(n):
-        raise UserError("mesh.seq = 3: no")
-
-    with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
-        search_row(monkeypatch, refuse)
-
-
-def test_a_problem_of_the_length_does_not_hide_another_one(monkeypatch):
-    def refuse(n):
-        raise UserError(["data.row_tokens: too long", "mesh.seq = 3: no"])
-
-    with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
-        search_row(monkeypatch, refuse)
 
 
 def test_a_row_for_which_the_kernel_falls_back_is_too_long(monkeypatch):

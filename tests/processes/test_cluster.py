@@ -186,12 +186,6 @@ def test_processes_on_the_same_node_use_one_gpu_each(local_index, num_local, num
     assert cluster.choose_local_gpus(job("a:1", local_index, num_local), num_gpus) == gpus
 
 
-@pytest.mark.parametrize(("local_index", "num_local"), [(1, 8), (7, None), (1, 2)])
-def test_a_node_must_have_as_many_processes_as_gpus(local_index, num_local):
-    with pytest.raises(UserError, match=r"\b4 GPUs.*\b4 processes.*--gpus-per-task"):
-        cluster.choose_local_gpus(job("a:1", local_index, num_local), 4)
-
-
 def test_a_slurm_task_with_its_own_gpus_uses_all_of_them():
     variables = {
         "SLURM_STEP_NUM_TASKS": "4",
@@ -226,24 +220,3 @@ def test_the_port_that_torchrun_uses_is_not_taken():
     assert cluster.detect_process(
         {**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     )
-
-
-def test_an_mpirun_other_than_that_of_open_mpi_is_refused():
-    with pytest.raises(
-        UserError,
-        match=r"^PMI_SIZE = 4: .*Open MPI.*--coordinator HOST:PORT",
-    ):
-        cluster.detect_process({"PMI_SIZE": "4", "PMI_RANK": "0"})
-    assert cluster.detect_process({"PMI_SIZE": "1", "PMI_RANK": "0"}).num_processes == 1
-
-
-def test_a_large_job_with_several_processes_per_node_is_warned():
-    def start(num_tasks, per_node):
-        tasks = {"SLURM_STEP_NUM_TASKS": num_tasks, "SLURM_STEP_TASKS_PER_NODE": per_node}
-        return cluster.detect_process(SRUN | tasks)
-
-    assert "srun --ntasks-per-node=1" in cluster.find_count_warning(start("136", "8(x17)"))
-    assert cluster.find_count_warning(start("64", "8(x8)")) is None
-    one_per_node = start("136", "1(x136)")
-    assert cluster.find_count_warning(one_per_node) is None
-    assert cluster.choose_local_gpus(one_per_node, 8) is None, "it uses all GPUs"

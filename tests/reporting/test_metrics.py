@@ -8,12 +8,10 @@ import os
 import re
 import resource
 import threading
-import types
 
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.runtime import jsonl
@@ -48,23 +46,6 @@ def test_flops_are_those_counted_by_hand():
     near = set_window(model, 2)
     assert flops.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
     assert flops.step_flops(set_window(model, 3), np.array([3, 2])) == 3 * forward
-
-
-@pytest.mark.parametrize(
-    ("device_kind", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 NVL", 835.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H200 NVL", 835.0),
-        ("NVIDIA GH200 480GB", 989.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("cpu", None),
-    ],
-)
-def test_known_gpus_have_a_peak(device_kind, peak):
-    assert flops.peak_tflops(device_kind) == peak
 
 
 def line(step):
@@ -195,28 +176,6 @@ def test_a_result_of_which_only_a_part_fits_on_the_disk_is_an_error(tmp_path):
             jsonl.append_record(tmp_path / "eval.jsonl", line(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "seq", "heads"),
-    [
-        (32, 8, 4, [8, 32, 2, 8]),
-        (32, 8, 16, [2, 32, 1, 8]),
-        (24, 6, 4, [6, 24, 3, 6]),  # 6 K/V heads are repeated to 12, a multiple of 4
-        (32, 8, 1, []),  # all heads on each device
-    ],
-)
-def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq, heads):
-    choice = batches.attention_choice(seq=seq)
-    model = types.SimpleNamespace(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=64,
-        layer_scores=choice.layer_scores,
-    )
-    lines = attention.describe(choice, model)
-    assert re.search(messages.containing(*heads), lines)
-    assert bool(re.search(r"\d", lines)) == bool(heads)
 
 
 def test_a_line_that_another_process_appends_survives_a_partial_write(tmp_path, monkeypatch):

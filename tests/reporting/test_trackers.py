@@ -105,11 +105,6 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
     assert fakes["mlflow"].received[-1] == ("close", "failed")
 
 
-def test_names_of_tasks_have_their_length():
-    line = {"step": 3, "task": "needle", "length": 64, "exact_rate_by_depth": {"0.5": 1.0}}
-    assert trackers.name_numbers(line) == {"task/needle/64/exact_rate_by_depth/0.5": 1.0}
-
-
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(
         trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else name
@@ -117,24 +112,6 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeyp
     trackers.check_installed(LoggingConfig(trackers=("tensorboard", "mlflow")))
     with pytest.raises(UserError, match=r"pip install 'jaxsp\[wandb\]'"):
         trackers.check_installed(LoggingConfig(trackers=("tensorboard", "wandb")))
-
-
-def test_a_single_name_is_a_list_and_a_tracker_counts_once(tmp_path):
-    assert make_config(tmp_path, "logging.trackers=wandb").logging.trackers == ("wandb",)
-    with pytest.raises(UserError, match="twice"):
-        make_config(tmp_path, "logging.trackers=[wandb, wandb]")
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("train/loss", "train/loss"),
-        ("train/num_tokens_by_source/{stdlib}/*.py", "train/num_tokens_by_source/_stdlib_/_.py"),
-        ("eval//data/../x", "eval/_/data/_/x"),
-    ],
-)
-def test_names_for_mlflow_have_no_character_that_it_refuses(name, key):
-    assert mlflow_tracker.to_key(name) == key
 
 
 class HangingServer(http.server.ThreadingHTTPServer):

@@ -9,7 +9,6 @@ import rich.console
 
 from jaxsp import eval as evaluation
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
 from jaxsp.reporting import comparison
 from jaxsp.run import trainer
 from jaxsp.setup import build
@@ -162,23 +161,3 @@ def test_of_a_baseline_the_last_line_of_each_name_counts(tmp_path):
         row = next(row.split() for row in capture.get().splitlines() if row.startswith("held"))
         assert row[3] == f"{loss:.4f}"
         assert "long_ppl" not in capture.get()
-
-
-@pytest.mark.e2e
-def test_the_baseline_is_not_written_to(run, folder):
-    tasks = run / "tasks.jsonl"
-    for baseline, options in ((run, []), (tasks, []), (run, ["--out", f"{run}/../run/eval.jsonl"])):
-        with pytest.raises(UserError, match=r"--baseline.*the results would be added to it"):
-            evaluation.main([str(run), "--baseline", str(baseline), *options])
-
-
-def test_a_baseline_without_results_is_refused(folder):
-    for name in ("missing.jsonl", "train.jsonl"):
-        with pytest.raises(UserError, match=r"--baseline.*jaxsp eval --out"):
-            evaluation.main([str(folder), "--baseline", str(folder / name)])
-
-
-def test_lengths_that_are_too_short_are_named_with_what_works(folder):
-    words = ["eval.tasks=[{task: needle, lengths: [64, 256]}]"]
-    with pytest.raises(UserError, match=r"eval\.tasks\.0\.lengths = 64: must be at least \d+"):
-        build.build_training(settings(folder, *words), devices=jax.devices()[:1])

@@ -1,14 +1,11 @@
 """Limits of JAX's memory that are set before it initializes its devices, with simulated GPUs."""
 
-import ctypes
-
 import pytest
 
 from jaxsp.core.units import GIB
 from jaxsp.memory import available_memory, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.processes import hardware
-from jaxsp.processes.cluster import Process
 from jaxsp.run import jax_limits
 from jaxsp.runtime import memory_limits
 from jaxsp.sharding import host_offload
@@ -71,62 +68,3 @@ def test_jaxs_part_of_a_gpu_leaves_what_cuda_and_nccl_need_and_the_step_gets_tha
     assert part == pytest.approx(min(0.92 * memory, memory - outside))
     in_run = available_memory.subtract_reserves(spec, MemoryLimit(part, 200 * GIB))
     assert in_run.device == pytest.approx(room.device) == pytest.approx(0.978 * part)
-
-
-def test_meshes_that_auto_may_choose_and_unknown_models_leave_enough_for_nccl(monkeypatch, environ):
-    spec = runs.make_spec({}, sizes=(1, 1, 8))
-    config = spec.config
-    ulysses = jax_limits.estimate_outside_bytes(config, spec.model, 8)
-    assert jax_limits.estimate_outside_bytes(config, None, 8) == ulysses
-    automatic = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": "auto"})})
-    assert jax_limits.estimate_outside_bytes(automatic, spec.model, 8) >= ulysses
-    batch = config.batch.model_copy(update={"rows_per_microbatch": "auto"})
-    automatic = config.model_copy(update={"batch": batch})
-    assert jax_limits.estimate_outside_bytes(automatic, spec.model, 8) == ulysses
-    assert jax_limits.estimate_outside_bytes(config, spec.model, 7) == GIB, "reported later"
-
-
-def test_a_larger_part_that_the_user_has_set_stays_with_a_warning(monkeypatch, environ, capfd):
-    environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
-    spec = runs.make_spec({}, sizes=(1, 1, 8))
-    set_gpus(monkeypatch, spec, count=8, memory_gib=44.5)
-    jax_limits.choose_platform(spec.config)
-    assert environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
-    assert "XLA_CLIENT_MEM_FRACTION = 0.95: leaves 2.2 GiB" in capfd.readouterr().err
-    jax_limits.choose_platform(spec.config, Process(index=1, num_processes=8))
-    assert not capfd.readouterr().err
-
-
-class Nvml:
-    """NVIDIA's management library on a node with GPUs of these sizes; None: a broken one."""
-
-    def __init__(self, *totals):
-        self.totals = totals
-
-    def nvmlInit_v2(self):
-        return 0
-
-    def nvmlShutdown(self):
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = len(self.totals)
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index, device):
-        device._obj.value = index + 1
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, device, memory):
-        total = self.totals[device.value - 1]
-        memory._obj.total = total or 0
-        return int(total is None)
-
-
-@pytest.mark.parametrize(
-    ("totals", "expected"),
-    [((80, 40, 80), 40), ((80, 4, 80), 80), ((80, None), 80), ((None,), None), ((), None)],
-)
-def test_the_memory_of_the_smallest_gpu_is_read_from_the_driver(monkeypatch, totals, expected):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(*totals))
-    assert hardware.gpu_memory_bytes() == expected

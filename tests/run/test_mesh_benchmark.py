@@ -9,7 +9,6 @@ import pytest
 from jaxsp import benchmark
 from jaxsp.attention import ScoreConfig
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run.benchmark import BenchmarkResult
 from tests import messages
@@ -81,37 +80,12 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
     }
 
 
-def test_the_fastest_mesh_is_first_and_failed_ones_are_last(monkeypatch):
-    results = benchmarks(monkeypatch, "cannot be", result(step_s=2.0), result(step_s=1.0))
-    assert [label.partition(",")[0] for label in results] == [MESHES[2], MESHES[1], MESHES[0]]
-    verdict = run_benchmark.check_losses(results, dtype="float32")
-    lines = run_benchmark.format_table(results).splitlines()
-    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
-    assert lines[-1] == f"{MESHES[0]}, ulysses: cannot be"
-    assert re.search(messages.containing(2, "0.0e+00"), verdict)
-
-
 def test_a_different_loss_is_an_internal_error_that_names_the_meshes(monkeypatch):
     results = benchmarks(monkeypatch, result(), result(losses=[5.0, 4.0004, 3.0]), result())
     expected = (MESHES[1], "[5.0, 4.0004, 3.0]", MESHES[0], "[5.0, 4.0, 3.0]")
     with pytest.raises(RuntimeError, match=messages.containing(*expected)):
         run_benchmark.check_losses(results, dtype="float32")
     run_benchmark.check_losses(results, dtype="bfloat16")
-
-
-def test_losses_may_differ_by_rounding_and_counts_may_not(monkeypatch):
-    results = benchmarks(monkeypatch, result(), result(losses=[5.0, 4.00003, 3.0]), "no")
-    run_benchmark.check_losses(results, dtype="float32")
-    results = benchmarks(monkeypatch, result(), result(num_loss_tokens=[10, 11, 13]), "no")
-    expected = ("[10, 11, 13]", "[10, 11, 12]")
-    with pytest.raises(RuntimeError, match=messages.containing(*expected)):
-        run_benchmark.check_losses(results, dtype="float32")
-
-
-def test_it_is_a_user_error_if_no_mesh_can_run(monkeypatch):
-    expected = messages.containing(3, "replica 1 x data 1 x seq 2", "because")
-    with pytest.raises(UserError, match=expected):
-        benchmarks(monkeypatch, "because", "no", "no")
 
 
 @pytest.mark.slow

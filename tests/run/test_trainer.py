@@ -262,6 +262,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
         train_once("data.eval_fraction=0.5")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
@@ -275,6 +276,7 @@ def test_a_run_that_broke_is_evaluated_no_more(folder):
     assert [line["step"] for line in results] == list(range(1, broken))
 
 
+@pytest.mark.slow  # runtime/test_run_dir.py locks the folder
 @pytest.mark.e2e
 def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder))
@@ -459,6 +461,7 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
     train(settings(folder, "run.steps=2"))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""

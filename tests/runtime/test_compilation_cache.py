@@ -56,21 +56,6 @@ def test_auto_keeps_programs_where_that_is_safe(
     assert folder.is_dir() == is_used
 
 
-def test_auto_keeps_jaxs_own_setting(monkeypatch, updates):
-    simulate(monkeypatch, NEW, 0)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/own")
-    compilation_cache.enable("auto")
-    assert updates == {}
-
-
-def test_a_home_that_cannot_be_written_is_no_error(monkeypatch, updates, tmp_path, capfd):
-    simulate(monkeypatch, NEW, 0)
-    (tmp_path / "home").touch()
-    compilation_cache.enable("auto")
-    assert updates == {}
-    assert "run.compilation_cache" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_named_folder_is_always_used(monkeypatch, updates, tmp_path, num_processes):
     simulate(monkeypatch, OLD, 0)
@@ -85,8 +70,3 @@ def test_a_folder_that_cannot_be_used_is_refused(updates, tmp_path):
             compilation_cache.enable(setting)
         assert_names(error.value, f"run.compilation_cache = {setting}")
     assert updates == {}
-
-
-def test_null_keeps_no_programs(updates):
-    compilation_cache.enable(None)
-    assert updates == {"jax_enable_compilation_cache": False}

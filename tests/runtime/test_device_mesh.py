@@ -7,13 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import MeshConfig
 from jaxsp.core.errors import UserError
-from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.runtime import device_mesh
-from tests import batches
-from tests.messages import assert_names, numbers
+from tests.messages import numbers
 
 
 @pytest.mark.parametrize(
@@ -83,37 +80,3 @@ def test_gpus_of_a_node_are_neighbors_although_processes_are_dealt_to_nodes_in_t
     assert [gpu.id for gpu in device_mesh.order_by_node(gpus)] == [0, 1, 2, 3]
     cpus = [types.SimpleNamespace(platform="cpu", id=number) for number in by_process]
     assert [cpu.id for cpu in device_mesh.order_by_node(cpus)] == by_process
-
-
-@pytest.mark.parametrize(
-    ("layout", "suggestion"),
-    [
-        (KEPT_ORDER, "63 or 66"),
-        (Layout(degree=3, chunks_per_device=2), "60 or 66"),
-        (Layout(degree=3, chunks_per_device=4), "60 or 72"),
-        (None, "60 or 66"),
-    ],
-)
-def test_suggested_row_lengths_suit_the_layout(layout, suggestion):
-    (problem,) = device_mesh.find_division_problems(
-        batches.make_config(), {"replica": 1, "data": 1, "seq": 3}, layout=layout
-    )
-    assert_names(problem, f"Use {suggestion}", start="data.row_tokens = 64: ")
-
-
-@pytest.mark.parametrize(
-    ("rows_per_step", "suggestion"), [(3, "2 or 4"), (1, "2")], ids=["between", "below"]
-)
-def test_rows_per_step_must_be_a_multiple_of_the_groups(rows_per_step, suggestion):
-    batch = BatchConfig(rows_per_step=rows_per_step)
-    config = batches.make_config().model_copy(update={"batch": batch})
-    sizes = {"replica": 1, "data": 2, "seq": 1}
-    (problem,) = device_mesh.find_division_problems(config, sizes, layout=KEPT_ORDER)
-    assert problem == (
-        f"batch.rows_per_step = {rows_per_step}: must be a multiple of 2 "
-        f"(2 sequence-parallel groups x 1 row per microbatch). Use {suggestion}."
-    )
-    assert (
-        device_mesh.find_division_problems(config, sizes, layout=KEPT_ORDER, with_training=False)
-        == []
-    )

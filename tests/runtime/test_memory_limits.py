@@ -1,7 +1,5 @@
 """Memory limits that jaxsp sets for JAX, and memory that they leave for arrays."""
 
-import math
-
 import pytest
 
 from jaxsp.processes import hardware
@@ -50,46 +48,3 @@ def test_memory_limits_that_the_user_has_set_stay(node):
     limits = dict(user)
     memory_limits.raise_limits(limits, num_local_processes=8, max_pool_bytes=100 * GIB)
     assert limits == user | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "fraction"),
-    [
-        ({}, 0.92),
-        ({"XLA_CLIENT_MEM_FRACTION": ""}, 0.92),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.8),
-        ({"XLA_CLIENT_MEM_FRACTION": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
-    ],
-)
-def test_an_empty_memory_fraction_counts_as_unset(environ, fraction):
-    assert memory_limits.gpu_memory_fraction(environ) == fraction
-
-
-def test_processes_and_the_operating_system_need_host_memory_first():
-    assert memory_limits.usable_host_bytes(100 * GIB, num_processes=4) == (100 - 8 - 4 * 6) * GIB
-    assert memory_limits.usable_host_bytes(10 * GIB, num_processes=4) == 0
-
-
-def test_the_limit_of_the_pool_does_not_change_the_available_host_memory(node, monkeypatch):
-    """jaxsp limits the pool to what is offloaded; copies for checkpoints are not in the pool."""
-    available = memory_limits.host_bytes_per_device(num_processes=8, num_devices=1)
-    assert available == 243 * GIB
-    assert memory_limits.pinned_pool_limit({}) == math.inf
-    limits = {}
-    memory_limits.raise_limits(limits, num_local_processes=8, max_pool_bytes=10 * GIB)
-    monkeypatch.setattr("os.environ", limits)
-    assert memory_limits.pinned_pool_limit(limits) == 10 * GIB
-    assert memory_limits.host_bytes_per_device(num_processes=8, num_devices=1) == available
-
-
-@pytest.mark.parametrize(
-    ("needed", "limit", "expected"),
-    [
-        (100 * GIB, math.inf, 128 * GIB),
-        (128 * GIB, math.inf, 128 * GIB),
-        (100 * GIB, 112 * GIB, 112 * GIB),
-        (1, 2**30, 2**21),
-    ],
-)
-def test_the_pool_of_pinned_memory_is_a_power_of_two_up_to_its_limit(needed, limit, expected):
-    assert memory_limits.pinned_pool_size(needed, limit) == expected

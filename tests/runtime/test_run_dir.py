@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import os
-import pathlib
 import platform
 import re
 import signal
@@ -137,13 +136,6 @@ def test_files_created_for_the_lock_are_removed_if_no_run_starts(tmp_path):
     assert lock.exists(), "the lock of a run that has started stays"
 
 
-def test_the_error_names_a_folder_that_cannot_be_created(tmp_path):
-    (tmp_path / "file").touch()
-    parts = messages.containing(f"run.directory = {tmp_path}/file/run", "Not a directory")
-    with pytest.raises(UserError, match=parts):
-        run_dir.lock(tmp_path / "file/run").__enter__()
-
-
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("name", ["loop", "file"])
 def test_every_process_refuses_a_path_that_cannot_be_a_folder(tmp_path, monkeypatch, name, index):
@@ -154,9 +146,3 @@ def test_every_process_refuses_a_path_that_cannot_be_a_folder(tmp_path, monkeypa
         run_dir.lock(tmp_path / name).__enter__()
     (problem,) = error.value.problems
     assert problem.startswith(f"run.directory = {tmp_path / name}: ")
-
-
-def test_only_process_0_locks_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    with run_dir.lock(tmp_path / "run"):
-        assert not pathlib.Path(tmp_path / "run").exists()

@@ -10,8 +10,7 @@ import rich.console
 
 from jaxsp import train
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import encoding, examples
+from jaxsp.data.tokenization import encoding
 from jaxsp.setup import preview
 from tests import messages
 from tests.data.chat import chats
@@ -121,25 +120,6 @@ def test_a_document_cannot_control_the_terminal(tmp_path):
     assert not re.search("[\x1b\x07\x9b\u202e]", lines)
 
 
-def test_ids_are_shown_where_there_is_no_tokenizer():
-    assert " 5 6⟦ 7⟧" in shown(asked(("ids.jsonl", "tokens"), tokenizer=None))
-
-
-def test_of_a_long_document_the_first_and_last_200_tokens_are_shown():
-    lines = shown(asked(("long.txt", "text")))
-    _, counts, shown_text = lines.split("\n", 2)
-    assert re.match(messages.containing("5,001 tokens", "5,000"), counts)
-    assert re.search(messages.containing("4,601"), shown_text)
-    actual = (shown_text.count("x"), "x⟦xx" in shown_text, "x<eos>⟧" in shown_text)
-    assert actual == (399, True, True)
-
-
-def test_a_chat_is_shown_up_to_4000_tokens(tmp_path):
-    (tmp_path / "long.jsonl").write_text(TALK.replace("q [red]", "x" * 3000))
-    lines = shown(asked(("long.jsonl", "messages")))
-    assert "x" * 3000 in lines
-
-
 def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
     monkeypatch, tmp_path, capsys
 ):
@@ -214,49 +194,3 @@ def test_fields_that_nothing_reads_are_listed(tmp_path):
     )
     listed = re.findall(r"(\S+): fields that nothing reads: (.*)", text)
     assert listed == [("kinds.jsonl", "id, topic"), ("table.parquet", "url, size")]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["c.yaml"], None),
-        (["c.yaml", "--preview"], 0),
-        (["c.yaml", "--preview", "run.steps=3"], 0),
-        (["--preview", "5", "c.yaml"], 5),
-        (["c.yaml", "--preview=5"], 5),
-    ],
-)
-def test_preview_takes_a_number_or_none(words, expected):
-    args = train._make_parser().parse_intermixed_args(train._join_preview(words))
-    assert (args.preview, args.config) == (expected, "c.yaml")
-    assert args.changes == [word for word in words if word.startswith("run.")]
-
-
-def test_a_problem_stands_where_its_source_does(capsys):
-    config = asked(("talk.jsonl", "messages"), ("no.jsonl", "text"), ("long.txt", "text"))
-    console = rich.console.Console(markup=False, width=200)
-    with console.capture() as capture, pytest.raises(UserError) as raised:
-        preview.print_preview(config, console)
-    (problem,) = raised.value.problems
-    text = capture.get()
-    places = [text.index(part) for part in ("talk.jsonl", problem, "long.txt")]
-    assert places == sorted(places)
-
-
-def test_problems_of_all_sources_are_said():
-    with pytest.raises(UserError) as raised:
-        shown(asked(("no.jsonl", "text"), ("ids.jsonl", "messages"), ("talk.jsonl", "messages")))
-    assert [
-        problem.partition(" = ")[0]
-        for problem in raised.value.problems
-        if problem.startswith("data.train")
-    ]
-    assert "data.train.0.source" in str(raised.value)
-    assert "data.train.1.source" in str(raised.value)
-
-
-def test_reasoning_in_several_turns_is_a_kind():
-    turn = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-    assert examples.list_kinds({"messages": [turn]}) == ["reasoning"]
-    kinds = examples.list_kinds({"messages": [turn, {"role": "user", "content": "c"}, turn]})
-    assert kinds == ["reasoning", "reasoning in several turns", "several turns"]

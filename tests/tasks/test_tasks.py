@@ -2,12 +2,10 @@
 
 import re
 import zlib
-from typing import get_args
 
 import numpy as np
 import pytest
 
-from jaxsp.config.eval_schema import TASK_DEFAULTS, TaskConfig
 from jaxsp.core.errors import UserError
 from jaxsp.tasks import frequent_words, haystack, samples
 from jaxsp.tasks.registry import TASKS
@@ -94,11 +92,6 @@ def test_the_needle_is_at_its_depth_between_two_sentences(length):
         assert abs(sum(sizes[:place]) - wanted) <= max(sizes) / 2
 
 
-def test_one_depth_is_the_middle():
-    assert samples.list_depths(1) == [0.5]
-    assert samples.list_depths(11)[::5] == [0, 0.5, 1]
-
-
 @pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("multi")])
 def test_needles_are_spread_over_the_haystack(task):
     depths = []
@@ -183,11 +176,3 @@ def test_counts_of_the_words_that_matter_always_differ():
         counts = frequent_words._count(num_dots, 5)
         assert (np.diff(counts) < 0).all(), num_dots
     assert (np.diff(frequent_words._count(frequent_words._MIN_DOTS - 1, 5)) == 0).any()
-
-
-def test_the_config_has_the_names_of_the_tasks():
-    names = get_args(TaskConfig.model_fields["task"].annotation)
-    assert {*names} == TASKS.keys() == TASK_DEFAULTS.keys()
-    for name, task in TASKS.items():
-        config = TaskConfig(task=name, lengths=(512,))
-        assert config.num_depths == (11 if task.has_depth else None)

@@ -252,35 +252,6 @@ def test_projections_do_not_include_experts_and_routers(has_own_names):
 NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"target_parameters": ["gate_proj"]}, ["gate_proj", *NAMES]),
-        ({"target_parameters": ["mlp.gate.weight"]}, ["mlp.gate.weight", *NAMES]),
-        ({"target_parameters": [NAMES[0]], "type": "dora"}, [NAMES[0], "adapter.type=lora"]),
-        ({"target_parameters": [NAMES[0]], "dropout": 0.1}, [NAMES[0], "adapter.dropout=0"]),
-    ],
-)
-def test_adapters_that_experts_do_not_have_are_refused(fields, words):
-    section = AdapterConfig.model_validate(PLAIN | fields)
-    with pytest.raises(UserError) as caught:
-        adapters.add_adapter(batches.expert_model(), section)
-    assert_names(caught.value, *words, start="adapter.target_parameters")
-
-
-def test_a_model_without_experts_has_no_target_parameters():
-    section = AdapterConfig(type="lora", target_parameters=NAMES)
-    with pytest.raises(UserError) as caught:
-        adapters.add_adapter(batches.model(), section)
-    assert_names(caught.value, "no experts", "adapter.targets", start="adapter.target_parameters")
-
-
-def test_an_adapter_of_nothing_is_refused():
-    with pytest.raises(UserError) as caught:
-        adapters.add_adapter(batches.model(), AdapterConfig(type="lora", targets=()))
-    assert_names(caught.value, "targets = []", "all-linear", "q_proj", start="adapter.")
-
-
 def test_names_of_experts_may_be_shortened_and_in_any_order():
     section = AdapterConfig(
         type="lora", targets=(), target_parameters=("down_proj", "experts.gate_up_proj")

@@ -1,6 +1,5 @@
 """Compile options: their sources, and their effects in a step compiled for absent H100s."""
 
-import dataclasses
 import re
 
 import jax
@@ -8,10 +7,8 @@ import pytest
 
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config
-from jaxsp.memory import row_meshes
 from jaxsp.planner.compile import compiled
-from jaxsp.runtime import device_mesh, jax_platform
+from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages
@@ -105,28 +102,6 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, step, siz
     assert ("are prefetched" in actual.description) == (PREFETCH.items() <= expected.items())
 
 
-def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
-    config = programs.settings(
-        "mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024"
-    )
-    model = model_config.parse_model_config(config.model.config, field="model.config")
-    spec = row_meshes.make_step_spec(config, model, devices=list(gpus(2, 4).devices.flat))
-    assert spec.tokens_per_device == 2048
-    assert OVERLAP.items() <= spec.compile_options.options.items()
-    whole = dataclasses.replace(
-        spec,
-        config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"),
-    )
-    assert not OVERLAP.items() <= whole.compile_options.options.items()
-
-
-@pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
-def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
-    actual = choose(gpus, OFFLOAD, version=version, is_tiled=True)
-    assert actual.options == {}
-    assert re.search(messages.containing(version), actual.description)
-
-
 def test_cpus_get_no_options():
     actual = compile_options.choose_options(
         programs.settings(OFFLOAD), mesh=mesh(2, 4), environ={}, version="0.12.0.1", **STEP
@@ -164,35 +139,6 @@ def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
     assert (on_cpu.options, on_cpu.description) == (own, lines)
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ("{--xla_gpu_autotune_level: 0}", ["--xla_gpu_autotune_level", "xla_"]),
-        ("{xla_gpu_autotune_level: null}", ["xla_gpu_autotune_level", "true", "false"]),
-    ],
-)
-def test_names_and_values_that_are_no_options_are_refused_before_compiling(options, parts):
-    message = messages.containing(f"run.xla_options = {options}", *parts)
-    with pytest.raises(UserError, match=message):
-        programs.settings(f"run.xla_options={options}")
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"xla_gpu_nonesuch": 3}, ["xla_gpu_nonesuch = 3", jax.lib.__version__]),
-        ({"xla_gpu_autotune_level": True}, ["xla_gpu_autotune_level = true", "int32"]),
-        ({"xla_gpu_deterministic_ops": 1}, ["xla_gpu_deterministic_ops = 1", "bool"]),
-    ],
-)
-def test_an_option_that_xla_rejects_is_named(options, parts):
-    lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    field, *rule = parts
-    message = messages.containing(f"run.xla_options.{field}", *rule)
-    with pytest.raises(UserError, match=message):
-        compile_options.compile_lowered(lowered, CompileOptions(options=options, description=""))
-
-
 FIXED = {"xla_gpu_deterministic_ops": True}
 
 
@@ -210,14 +156,6 @@ def test_a_deterministic_run_gets_its_options_in_every_release(gpus, version, ex
     assert actual.options == expected
     assert actual.is_deterministic
     assert "deterministic" in actual.description
-
-
-def test_run_deterministic_has_no_effect_on_cpus_and_the_banner_reports_it():
-    actual = compile_options.choose_options(
-        programs.settings("run.deterministic=true"), mesh=mesh(1, 1), environ={}, **STEP
-    )
-    assert (actual.options, actual.is_deterministic) == ({}, False)
-    assert "run.deterministic" in actual.description
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
@@ -250,12 +188,3 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
         line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)
     ]
     assert all("unique_indices=true" in line for line in scatters), scatters
-
-
-def test_own_flags_for_cpu_devices_are_not_reported_as_the_users():
-    timeouts = (*jax_platform.collective_timeout_flags(), *jax_platform.gpu_timeout_flags())
-    flags = " ".join(["--xla_dump_to=there", *timeouts, jax_platform.OWN_AUTOTUNING_FLAG])
-    actual = compile_options.choose_options(
-        programs.settings(), mesh=mesh(1, 1), environ={"XLA_FLAGS": flags}, **STEP
-    )
-    assert actual.description == "XLA_FLAGS: xla_dump_to"

@@ -14,10 +14,8 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
-from jaxsp.config.schema import AttentionConfig, MemoryConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
-from jaxsp.hf import model_config
 from jaxsp.memory import (
     available_memory,
     memory_causes,
@@ -26,14 +24,13 @@ from jaxsp.memory import (
     memory_fit,
     memory_formula,
     memory_problems,
-    memory_suggestions,
 )
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
-from jaxsp.model import decoder, tiling
+from jaxsp.model import decoder
 from jaxsp.runtime import run_paths
 from jaxsp.sharding import host_offload, sharding
-from jaxsp.training import loss, step_gradients, train_state, train_step
+from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec
 from tests import batches, messages, tolerances
 from tests.attention.strategies import make_strategy
@@ -380,11 +377,6 @@ def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
     assert re.match(messages.containing(*says), message)
 
 
-@pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
-def test_other_releases_offload_activations_on_gpus(version):
-    assert problems(version, "gpu", offload_activations="layer_inputs") == []
-
-
 @pytest.mark.parametrize(
     ("level", "version", "field", "is_refused"),
     [
@@ -407,98 +399,6 @@ def test_double_buffered_loops_of_old_releases_copy_no_offloaded_arrays(
         jax.config.update("jax_optimization_level", "UNKNOWN")
     assert len(found) == is_refused
     assert all(text.startswith(f"JAX_OPTIMIZATION_LEVEL = {level}: ") for text in found)
-
-
-def find_period_problems(layer_types, version="0.12.0.1", **memory):
-    fields = batches.UNEVEN_HYBRID | {
-        "num_hidden_layers": len(layer_types),
-        "layer_types": layer_types,
-    }
-    return memory_problems.find_problems(
-        batches.make_config(memory=memory),
-        platform="gpu",
-        model=model_config.parse_model_config(fields, field="model.config"),
-        version=version,
-    )
-
-
-def test_old_releases_offload_no_activations_of_layers_in_inner_loops():
-    inputs = {"offload_activations": "layer_inputs"}
-    periods = 2 * [*3 * ["linear_attention"], "full_attention"]
-    (message,) = find_period_problems(periods, "0.10.1", **inputs)
-    assert re.search(messages.containing("offload_activations", "0.11.1 or later"), message)
-    assert find_period_problems(periods, "0.11.1", **inputs) == []
-    alternating = 2 * ["linear_attention", "full_attention"]
-    assert find_period_problems(alternating, "0.10.1", **inputs) == []
-
-
-def test_gradients_in_host_memory_need_whole_periods_of_layers_that_differ():
-    periods = 2 * [*3 * ["linear_attention"], "full_attention"]
-    inputs = {"offload_activations": "layer_inputs", "remat": "full"}
-    gradients = {"offload_optimizer": "state_and_gradients"}
-    (message,) = find_period_problems(periods, **gradients, **inputs)
-    says = ("state_and_gradients", "memory.offload_every=4", "memory.offload_optimizer=state")
-    assert re.search(messages.containing(*says), message)
-    assert find_period_problems(periods, **gradients, **inputs, offload_every=4) == []
-    assert find_period_problems(periods, offload_optimizer="state") == []
-    divided = [*periods, "linear_attention"]  # layers of a kind in two segments
-    (message,) = find_period_problems(divided, **gradients, **inputs, offload_every=4)
-    assert message.endswith("Use memory.offload_optimizer=state.")
-
-
-def test_old_releases_name_the_release_that_offloads():
-    (message,) = problems("0.10.1", "gpu", offload_optimizer="state")
-    releases = ("0.10.1", "0.11.1")
-    says = ("memory.offload_optimizer = state", *releases, "memory.offload_optimizer=none")
-    assert re.match(messages.containing(*says), message)
-    assert problems("0.11.1", "gpu", offload_optimizer="state") == []
-    (message,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
-    says = (
-        "memory.offload_activations = layer_inputs",
-        *releases,
-        "memory.offload_activations=none",
-    )
-    assert re.match(messages.containing(*says, "GPU"), message)
-
-
-@pytest.mark.parametrize(
-    ("option", "default"),
-    [({"offload_every": 2}, 1), ({"offload_during_attention": "always"}, "auto")],
-    ids=str,
-)
-def test_options_of_layer_inputs_need_layer_inputs(option, default):
-    ((name, _),) = option.items()
-    suggestions = ("memory.offload_activations=layer_inputs", f"memory.{name}={default}")
-    for activations in ("none", "layer_inputs_and_attention"):
-        with pytest.raises(UserError, match=messages.containing(f"memory.{name}", *suggestions)):
-            batches.make_config(memory=option | {"offload_activations": activations})
-    inputs = {"offload_activations": "layer_inputs"}
-    with pytest.raises(UserError, match=messages.containing(f"memory.{name}", "remat=full")):
-        batches.make_config(memory=option | inputs | {"remat": "save_attention"})
-    assert runs.make_spec(option | inputs).remat_policy.remat == "full"
-    (message,) = problems("0.10.1", "gpu", **option, **inputs)
-    assert re.match(messages.containing(f"memory.{name}", "0.11.1", suggestions[1]), message)
-    assert problems("0.11.1", "gpu", **option, **inputs) == []
-
-
-def test_full_and_offloaded_attention_contradict_each_other():
-    actual = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
-    suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
-    with pytest.raises(UserError, match=messages.containing(*actual, *suggestions)):
-        batches.make_config(
-            memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"}
-        )
-
-
-def test_tiles_keep_nothing_of_the_mlp():
-    (message,) = problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=4)
-    assert re.match(messages.containing("memory.mlp_tile_tokens = 4", 64), message)
-    suggestions = re.findall(r"memory\.(\w+)=(\w+)", message)
-    assert len(suggestions) == 2
-    for name, value in suggestions:
-        actual = {"remat": "save_attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
-        assert problems("0.12.0.1", "gpu", **actual) == []
-    assert problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=64) == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -646,62 +546,6 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, 
     assert fits.shortage == ""
 
 
-NOUNS = ("elementwise", "except", "attention", "MLP", "host", "float32 weights")
-"""Words that are searched for in descriptions of memory options."""
-
-DESCRIBED = [
-    ({}, []),
-    ({"remat": "full"}, ["attention"]),
-    ({"remat": "save_attention"}, ["except", "attention"]),
-    ({"remat": "save_attention_and_mlp"}, ["except", "attention", "MLP"]),
-    ({"remat": "none"}, ["elementwise"]),
-    ({"offload_activations": "layer_inputs"}, ["host"]),
-    ({"offload_activations": "layer_inputs_and_attention"}, ["except", "attention", "host"]),
-    ({"offload_optimizer": "state"}, ["host", "float32 weights"]),
-]
-
-
-@pytest.mark.parametrize(("memory", "nouns"), DESCRIBED, ids=str)
-def test_the_banner_names_the_memory_options(memory, nouns):
-    lines = memory_descriptions.describe(runs.make_spec(memory))
-    assert [noun for noun in NOUNS if noun in lines] == nouns
-
-
-@pytest.mark.parametrize(
-    ("memory", "tokens"),
-    [
-        ({}, ["16"]),
-        ({"mlp_tile_tokens": 4}, ["16", "4", "7"]),
-        ({"mlp_tile_tokens": 4096}, ["16", "7"]),
-    ],
-    ids=str,
-)
-def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
-    """Tiles that are `auto` are not decided yet. A tile of all tokens is not a tile."""
-    actual = {"remat": "full"} | memory
-    assert re.findall(r"\b[\d,]+\b", memory_descriptions.describe(runs.make_spec(actual))) == tokens
-
-
-def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
-    small_waits,
-):
-    """AdamW: a float32 weight and two moments, sharded over 4 devices."""
-    model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
-    actual = runs.make_spec({"offload_optimizer": "state"}, model=model, name="adamw")
-    sizes = [
-        row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))
-    ]
-    gib = sum(sizes) / 4 / 2**30
-    sizes = re.findall(r"([\d.]+) GiB", memory_descriptions.describe(actual))
-    assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
-
-
-def test_memory_options_are_parsed():
-    assert MemoryConfig().remat == "auto"
-    with pytest.raises(UserError, match=r"memory\.remat"):
-        batches.make_config(memory={"remat": "some"})
-
-
 @pytest.mark.parametrize(
     ("during_attention", "layers", "there", "fails"),
     [
@@ -732,91 +576,3 @@ def test_a_gpu_that_offloads_less_than_requested_ends_the_run(
         return
     with pytest.raises(RuntimeError, match=messages.containing("memory.offload_activations=none")):
         memory_compile.check_offloads(actual, needs)
-
-
-def short_of(device_is_short, **memory):
-    return memory_suggestions.suggest_changes(
-        runs.make_spec(memory, row_tokens=65_536), is_device_short=device_is_short
-    )
-
-
-def changes(ways):
-    """Suggestions that change a field."""
-    return [word for way in ways for word in way.split() if "=" in word]
-
-
-def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
-    if works_here({"offload_optimizer": "state"}):
-        assert short_of(True, offload_activations="layer_inputs", offload_optimizer="state")[0] == (
-            "memory.offload_optimizer=state_and_gradients"
-        )
-        assert (
-            short_of(False, offload_optimizer="state_and_gradients")[0]
-            == "memory.offload_optimizer=state"
-        )
-    assert short_of(True, remat="none")[:2] == [
-        "memory.remat=auto",
-        "memory.offload_activations=layer_inputs",
-    ]
-    assert (
-        short_of(False, offload_activations="layer_inputs_and_attention")[0]
-        == "memory.offload_activations=layer_inputs"
-    )
-    deep = runs.make_spec(
-        {"offload_activations": "layer_inputs"}, model=batches.model(num_layers=16)
-    )
-    if works_here({"offload_activations": "layer_inputs", "offload_every": 2}):
-        ways = memory_suggestions.suggest_changes(deep, is_device_short=False)
-        assert ways[0] == "memory.offload_every=2"
-        kept = {"offload_activations": "layer_inputs", "offload_during_attention": "never"}
-        assert "memory.offload_during_attention=auto" in short_of(True, **kept, remat="full")
-    ways = short_of(False, offload_activations="layer_inputs")
-    assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
-    assert len(ways) == 3, "shorter rows always help"
-    assert "batch.rows_per_step=1" in short_of(True)
-
-
-def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
-    actual = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
-    assert not any("tile" in way for way in short_of(True, **actual)), (
-        "all tokens of so small a model are few bytes"
-    )
-    monkeypatch.setattr(tiling, "MLP_TILE_BYTES", (2**22, 2**20))
-    assert [way for way in short_of(True, **actual) if "tile" in way] == [
-        "memory.mlp_tile_tokens=auto"
-    ]
-    monkeypatch.setattr(loss, "MAX_LOGIT_BYTES", (2**20,))
-    tiles = [way for way in short_of(True, **actual) if "tile" in way]
-    assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
-
-
-def test_more_devices_are_not_suggested_if_heads_cannot_be_shared():
-    odd = runs.make_spec({}, model=batches.model(num_heads=3, num_kv_heads=1))
-    assert "mesh.seq=8" in changes(memory_suggestions.suggest_changes(odd, is_device_short=True)), (
-        "by a ring"
-    )
-    by_heads = odd.config.model_copy(update={"attention": AttentionConfig(strategy="ulysses")})
-    ways = memory_suggestions.suggest_changes(
-        dataclasses.replace(odd, config=by_heads), is_device_short=True
-    )
-    assert not any(way.startswith("mesh.seq") for way in ways)
-
-
-def test_more_devices_are_not_suggested_if_rows_cannot_be_divided():
-    odd = runs.make_spec({}, row_tokens=12)  # for 4 devices, not for 8
-    assert not any(
-        way.startswith("mesh.seq")
-        for way in memory_suggestions.suggest_changes(odd, is_device_short=True)
-    )
-
-
-def test_more_devices_are_not_suggested_if_chunks_cannot_be_divided():
-    """Rows of 1,000 tokens can be divided among 8 devices with Ulysses, but not with a ring."""
-    ways = {}
-    for kind in ("ulysses", "ring"):
-        actual = runs.make_spec({}, row_tokens=1000)
-        result = actual.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
-        actual = dataclasses.replace(actual, config=result)
-        ways[kind] = changes(memory_suggestions.suggest_changes(actual, is_device_short=True))
-    assert "mesh.seq=8" in ways["ulysses"]
-    assert "mesh.seq=8" not in ways["ring"]

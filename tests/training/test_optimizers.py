@@ -184,7 +184,9 @@ def test_bytes_of_state_for_each_weight_of_a_large_matrix(name):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "muon"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("adafactor", marks=pytest.mark.slow), "adamw8bit", "muon"]
+)
 def test_a_checkpoint_resumes_on_another_mesh(name, tmp_path):
     """The state has the same bits after it is saved on 8 shards and restored on 3."""
     config = optimizer_cases.make_config(name)

@@ -84,28 +84,6 @@ def test_a_pattern_without_effect_is_a_problem(patterns, words):
         assert_names(problem, *words)
 
 
-def test_one_expert_is_not_selected_and_names_of_experts_are_suggested():
-    table = decoder.param_table(batches.expert_model())
-    own = config({"pattern": "*.experts.0.up_proj.weight"}, {"pattern": "*.experts.*.up"})
-    one, misspelled = param_groups.find_problems(own, table)
-    assert_names(one, "cannot be selected", "*.experts.*.up_proj.weight")
-    assert_names(misspelled, "model.layers.*.mlp.experts.*.up_proj.weight")
-
-
-def test_a_model_without_trained_weights_is_a_problem():
-    (problem,) = param_groups.find_problems(config({"pattern": "*", "frozen": True}), TABLE)
-    assert_names(problem, "optimizer.groups", "frozen")
-    some = config({"pattern": "model.layers.*", "frozen": True})
-    assert param_groups.find_problems(some, TABLE) == []
-
-
-def test_a_group_is_described_with_its_size():
-    own = config({"pattern": "lm_head*", "learning_rate_factor": 0.1, "weight_decay": 0.0})
-    assert param_groups.describe(own, TABLE) == [
-        f"lm_head*: {131 * 60:,} weights, learning rate x 0.1, weight decay 0"
-    ]
-
-
 @pytest.mark.skipif(
     "frozen_as" not in Parameter.__dataclass_fields__, reason="weights cannot be frozen yet"
 )

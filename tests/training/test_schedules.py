@@ -106,10 +106,3 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_wa
     )
     steps = [jnp.int32(i) for i in (0, 1, num_warmup_steps, num_warmup_steps + 1)]
     assert [float(as_fraction(i)) for i in steps] == [float(as_steps(i)) for i in steps]
-
-
-def test_a_schedule_is_described_with_its_decay_and_its_minimum():
-    options = {"schedule": "wsd", "min_learning_rate_fraction": 0.1, "decay_fraction": 0.1}
-    text = schedules.describe(batches.make_config(**options).optimizer, 1000)
-    assert text == "wsd schedule, sqrt decay in the last 100 steps to 10 % of the peak"
-    assert schedules.describe(batches.make_config().optimizer, 10) == "constant schedule"

@@ -207,98 +207,13 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
 
 
 BAD = [
-    ({"messages": []}, ["messages", "empty"]),
-    ({"messages": None, "id": 1}, ["messages", "null"]),
     ({"messages": {"role": ["user"]}}, ["messages", "object", "list"]),
-    ({"messages": "hello"}, ["messages", "string", "JSON"]),
-    ({"messages": '{"role": "user"}'}, ["messages", "object", "list"]),
-    ({"messages": ["hi"]}, ["messages", "message 1", "string", "object"]),
-    ({"messages": [USER, None]}, ["messages", "message 2", "null", "object"]),
-    ({"messages": [{"content": "x", "name": "y"}]}, ["message 1", "role", "content, name"]),
-    (
-        {"messages": [{"from": "human", "value": "x"}]},
-        [
-            "message 1",
-            "role",
-            "from, value",
-            "fields: {role: from, content: value}",
-            "roles: {human: user, gpt: assistant}",
-        ],
-    ),
-    ({"messages": [{"role": 1, "content": "x"}]}, ["message 1", "role", "number"]),
-    ({"messages": [{"role": "", "content": "x"}]}, ["message 1", "role", "''"]),
-    ({"messages": [{"role": "user"}]}, ["message 1", "content", "tool_calls", "role"]),
-    (
-        {"messages": [{"role": "user", "content": None, "tool_calls": []}]},
-        ["message 1", "content", "tool_calls"],
-    ),
-    ({"messages": [{"role": "user", "content": 3}]}, ["message 1", "content", "number", "string"]),
-    (
-        {"messages": [{"role": "user", "content": {"a": 1}}]},
-        ["message 1", "content", "object", "string"],
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
-        ["message 1", "content", "type image", '{"type": "text", "text": ...}'],
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]},
-        ["message 1", "content", "type image", '{"type": "text", "text": ...}'],
-    ),
-    (
-        {"messages": [{"role": "user", "content": ["x"]}]},
-        ["message 1", "content", "part", '{"type": "text", "text": ...}'],
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
-        ["message 1", "tool_calls", "string", "list"],
-    ),
-    (
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "tool_calls": [CALL, {"function": {"name": "f", "arguments": "Rome"}}],
-                },
-            ]
-        },
-        ["message 2", "tool_calls", "call 2", "arguments", "string", "JSON"],
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
-        ["message 1", "tool_calls", "call 1", "arguments", "list", "object", '{"city": "Rome"}'],
-    ),
-    ({"messages": [USER], "tools": {}}, ["tools", "object", "list"]),
-    ({"messages": [USER], "tools": "weather"}, ["tools", "string", "JSON"]),
-    ({"messages": [USER], "tools": ["weather"]}, ["tools", "string", "object"]),
-    ({"messages": [USER], "chat_template_kwargs": []}, ["chat_template_kwargs", "list", "object"]),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, ["Unicode"]),
     (
         {"messages": [{"role": "user", "content": "x", "score": math.nan}]},
         ["JSON", "Out of range float values"],
     ),
     ({"messages": [{"role": "user", "content": "x", "when": b"y"}]}, ["JSON", "bytes"]),
-    (["x"], ["list", '{"messages": ...}']),
-    ({}, ["messages", "nothing"]),
-    ({"text": "x"}, ["messages", "text", "format: text"]),
-    (
-        {"conversations": [], "id": 1},
-        [
-            "conversations, id",
-            "format: messages",
-            "fields: {messages: conversations, role: from, content: value}",
-            "roles: {human: user, gpt: assistant}",
-        ],
-    ),
-    (
-        {"prompt": "a", "completion": "b"},
-        ["messages", "completion, prompt", "format: prompt_completion"],
-    ),
-    (
-        {"instruction": "a", "output": "b"},
-        ["messages", "instruction, output", "format: prompt_completion"],
-    ),
 ]
 
 
@@ -374,21 +289,6 @@ def test_flags_of_all_systems_give_a_message_no_loss():
     assert ignored["messages"][1] == ASSISTANT
     call = {"role": "assistant", "function_call": {"name": "f"}}
     assert "function_call" in kept({"messages": [USER, call]})["messages"][1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"weight": 0.5}, ["weight", "0.5", "0", "1"]),
-        ({"train": "no"}, ["train", "'no'", "true", "false"]),
-        ({"loss_scale": 2}, ["loss_scale", "2", "0", "1"]),
-        ({"mask": True}, ["mask", "weight: 0", "ignore_fields: [mask]"]),
-        ({"train_detail": [{"train": True}]}, ["train_detail", "format: tokens"]),
-        ({"images": ["a.png"]}, ["images", "ignore_fields: [images]"]),
-    ],
-)
-def test_a_flag_that_cannot_be_read_is_refused_by_name(fields, parts):
-    assert_names(problem({"messages": [USER, ASSISTANT | fields]}), "message 2", *parts)
 
 
 @pytest.mark.parametrize("flag", [{"train": True}, {"loss": 1}, {"masked": False}])
@@ -564,20 +464,6 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
     assert checked({"title": "T", "body": "B"}, "text", fields=both) == "T\nB"
     with pytest.raises(RecordError, match="title \\+ body"):
         checked({"summary": "It rains."}, "text", fields=both)
-
-
-@pytest.mark.parametrize(
-    ("format", "fields", "parts"),
-    [
-        ("messages", {"ignore_fields": ["messages"]}, ["ignore_fields", "messages"]),
-        ("preference", {"fields": {"prompt": ["a", "chosen"]}}, ["prompt", "chosen"]),
-    ],
-)
-def test_names_that_cannot_be_read_are_refused(format, fields, parts):
-    source = SourceConfig(source="x", format=format, **fields)
-    with pytest.raises(UserError) as raised:
-        formats.resolve_columns(source, field="data.train.0.source")
-    assert_names(raised.value, *parts, start="data.train.0.")
 
 
 def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypatch):

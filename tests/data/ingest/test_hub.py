@@ -73,11 +73,6 @@ def test_a_saved_data_set_with_other_data_and_the_same_fingerprint_is_read_again
     assert read("one")["text"] == TEST["text"]
 
 
-def test_a_saved_data_set_without_splits_is_refused(tmp_path):
-    datasets.DatasetDict().save_to_disk("none")
-    assert_names(problem("none"), "splits", start="data.train.0.source = none: ")
-
-
 def test_the_configured_split_is_read_by_default_train(tmp_path):
     datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
     datasets.DatasetDict(test=TEST).save_to_disk("single")
@@ -165,25 +160,6 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
         range(2, 11)
     )
     assert results[0].stats.digest != results[1].stats.digest
-
-
-def test_options_without_effect_on_a_saved_folder_are_refused(tmp_path):
-    TRAIN.save_to_disk("one")
-    assert_names(problem("one", subset="en"), "hub", start="data.train.0.subset = en: ")
-    assert_names(problem("one", revision="main"), "hub", start="data.train.0.revision = main: ")
-    assert_names(
-        problem("one", split="dev"),
-        "data.train.0.split",
-        "train",
-        start="data.train.0.split = dev: ",
-    )
-    assert read("one", split="train")["text"] == TRAIN["text"]
-
-
-def test_a_saved_folder_that_is_broken_is_named(tmp_path):
-    TRAIN.save_to_disk("one")
-    (tmp_path / "one/data-00000-of-00001.arrow").unlink()
-    assert_names(problem("one"), "data-00000-of-00001.arrow", start="data.train.0.source = one: ")
 
 
 def test_messages_survive_save_to_disk(tmp_path):
@@ -326,15 +302,3 @@ def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, 
     message = problem("org/name", revision="v2")
     assert_names(message, *parts, start=f"data.train.0.{start}")
     assert len(message) < 500
-
-
-def test_an_error_for_an_unknown_subset_names_the_known_ones(monkeypatch):
-    def fail(*_, **__):
-        raise ValueError("BuilderConfig 'c' not found. Available: ['a', 'b']")
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    assert_names(problem("org/name", subset="c"), "a or b", start="data.train.0.subset = c: ")
-
-
-def test_an_error_without_network_names_the_cause():
-    assert_names(problem("org/gone"), "HF_HUB_OFFLINE", "hf download org/gone")

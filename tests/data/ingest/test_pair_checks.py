@@ -123,33 +123,6 @@ def test_log_probabilities_of_the_reference_are_numbers_or_missing():
         assert_names(problem(PAIR | {given: -1.0}), missing, start=f"has {given}")
 
 
-@pytest.mark.parametrize(
-    ("record", "parts"),
-    [
-        (PAIR | {"rejected": "a"}, ["chosen", "rejected", "identical"]),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, ["identical"]),
-        ({"chosen": "", "rejected": "a"}, ["chosen", "rejected", "empty", "prompt"]),
-        ({"prompt": [USER], "chosen": [], "rejected": [BAD]}, ["chosen", "empty"]),
-        ({"chosen": [GOOD], "rejected": [USER, BAD]}, ["common", "prompt"]),
-        ({"prompt": "q", "chosen": "a"}, ["rejected", "chosen, prompt"]),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, ["prompt", "null"]),
-        (PAIR | {"chosen": [GOOD]}, ["prompt and rejected", "strings", "chosen", "messages"]),
-        (PAIR | {"margin": 0.5}, ["margin", "ignore_fields: [margin]"]),
-        (PAIR | {"images": ["a.png"]}, ["images"]),
-        (FEEDBACK, ["chosen", "format: unpaired", "objective.type=kto"]),
-        ({"messages": [USER, GOOD], "rejected_response": "no"}, ["messages", "prompt", "chosen"]),
-    ],
-)
-def test_a_preference_that_cannot_be_used_is_named(record, parts):
-    assert_names(problem(record), *parts)
-
-
-@pytest.mark.parametrize("format", ["preference", "unpaired"])
-def test_a_format_that_objectives_for_pairs_refuse_is_not_suggested(format):
-    for record in ({"messages": [USER]}, {"text": "x"}, {"prompt": "q", "completion": "a"}):
-        assert "format:" not in problem(record, format)
-
-
 def test_one_message_is_a_list_of_one():
     talk = {"prompt": [USER], "chosen": GOOD, "rejected": BAD}
     assert kept(talk) == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
@@ -190,20 +163,6 @@ def test_a_label_is_true_or_false_also_as_number_and_text():
             assert entry == {formats.IS_DESIRABLE: expected}
     for value in ("good", 2, -1, "", [True], math.nan):
         assert_names(problem(FEEDBACK | {"label": value}, "unpaired"), "label", "true", "false")
-
-
-@pytest.mark.parametrize(
-    ("record", "parts"),
-    [
-        (FEEDBACK | {"label": None}, ["label", "null"]),
-        ({"prompt": "q", "completion": "a"}, ["label", "completion, prompt"]),
-        (FEEDBACK | {"completion": [GOOD]}, ["prompt", "string", "completion"]),
-        (FEEDBACK | {"ref_logps": -1.0}, ["ref_logps", "ignore_fields: [ref_logps]"]),
-        (FEEDBACK | {"ref_KL_logps": -1.0}, ["ref_KL_logps", "ignore_fields: [ref_KL_logps]"]),
-    ],
-)
-def test_an_unpaired_record_that_cannot_be_used_is_named(record, parts):
-    assert_names(problem(record, "unpaired"), *parts)
 
 
 @pytest.mark.parametrize("num_records", [2, 3, 20])

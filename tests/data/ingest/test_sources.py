@@ -234,19 +234,6 @@ def test_a_bad_record_is_named_with_its_line_and_problem(tmp_path, format, recor
     assert_names(summary, "data.on_bad_record=skip")
 
 
-def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tmp_path):
-    labelled = {"input_ids": [1, 2], "labels": [-100, 2]}
-    write_lines(
-        tmp_path / "a.jsonl",
-        [labelled, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2]}],
-    )
-    one, two, _ = problems("a.jsonl", "tokens")
-    assert_names(one, "1 labels", "2 input_ids", "-100", start="a.jsonl, line 2: ")
-    assert_names(two, "labels", "input_ids", start="a.jsonl, line 3: ")
-    records = read("a.jsonl", "tokens", settings(on_bad_record="skip"))
-    assert (records["input_ids"], records["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
-
-
 def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
     records = read("a.jsonl", data=settings(on_bad_record="skip"))
@@ -313,44 +300,11 @@ def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_fields_and_splits_without_effect_are_refused(tmp_path):
-    write_lines(
-        tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}]
-    )
-    for fields, start, parts in (
-        ({"fields": {"txt": "body"}}, "data.train.0.fields", ["txt", "text"]),
-        ({"fields": {"role": "from"}}, "data.train.0.fields", ["role", "text"]),
-        ({"roles": {"human": "user"}}, "data.train.0.roles", ["text", "format: messages"]),
-        ({"split": "test"}, "data.train.0.split = test: ", ["data.train.0.split", "train"]),
-        ({"subset": "en"}, "data.train.0.subset = en: ", ["files"]),
-        ({"revision": "main"}, "data.train.0.revision = main: ", ["files"]),
-        (
-            {"format": "messages", "fields": {"tools": "function"}},
-            "fields: ",
-            ["function", "tools"],
-        ),
-        ({"format": "messages", "roles": {"user": "user", "humna": "user"}}, "roles: ", ["humna"]),
-        (
-            {"format": "messages", "fields": {"role": "content"}},
-            "data.train.0.fields: ",
-            ["role and content", "from content"],
-        ),
-    ):
-        (problem,) = problems("a.jsonl", **fields)
-        assert_names(problem, *parts, start=start)
-
-
 def test_a_file_is_read_again_with_other_fields(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
     assert read("a.jsonl")["text"] == ["x"]
     assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
     assert read("a.jsonl")["text"] == ["x"]
-
-
-@pytest.mark.parametrize("source", ["~nosuchuser/x.txt", "a" * 300 + ".txt"])
-def test_an_impossible_path_is_a_user_error(source):
-    (problem,) = problems(source)
-    assert_names(problem, "~nosuchuser" if "~" in source else "304")
 
 
 @pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
@@ -414,16 +368,6 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
     assert count({"source": "*.jsonl"}, other) == 0
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
     assert count({"source": "a*.jsonl"}, {"source": "b*.jsonl"}, other) == 2
-
-
-def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_path):
-    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
-    assert read("*.txt")["place"] == ["caf\\udce9.txt"]
-    (tmp_path / "a.jsonl").write_text('{"\\ud800": 1}\n{"text": "x"}\n{"\\ud800": 1, "\\ud800": 2}')
-    records = read("a.jsonl", data=settings(on_bad_record="skip"))
-    assert records["problem"][1] is None
-    assert_names(records["problem"][0], "text", "\\ud800")
-    assert_names(records["problem"][2], "\\ud800", "twice")
 
 
 def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxsp.data.packing import packing, summary
+from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import PackedEpochs
 
 
@@ -179,74 +179,7 @@ def fullness(lengths, *, row_tokens, max_segments):
     return lengths.sum() / (len(plan) * row_tokens)
 
 
-def suggest(lengths, *, row_tokens, max_segments):
-    plan = plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=5)
-    return summary.suggest_max_segments(plan, row_tokens=row_tokens, max_segments=max_segments)
-
-
 def test_segments_of_more_than_half_a_row_come_first():
     """In random order, often no short segment is left for the rest of its row."""
     lengths = np.random.default_rng(0).integers(1, 32769, 50_000)
     assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.998, "0.993 in random order"
-
-
-def test_short_segments_find_rows_if_the_limit_on_segments_is_close():
-    random = np.random.default_rng(0)
-    lengths = np.concatenate(
-        [random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)]
-    )
-    assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.84, (
-        "0.81 if long segments come first"
-    )
-
-
-CHAT = mixed_lengths(200_000, mean=280)
-BIMODAL = np.concatenate(
-    [np.full(120_000, 100), np.random.default_rng(0).integers(8000, 20_000, 4000)]
-)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "row_tokens", "max_segments"),
-    [
-        (CHAT, 32768, 64),
-        (CHAT, 32768, 128),
-        (CHAT, 131072, 64),
-        (mixed_lengths(50_000), 32768, 8),
-        (BIMODAL, 32768, 64),
-    ],
-)
-def test_the_suggested_limit_fills_the_rows(lengths, row_tokens, max_segments):
-    suggested = suggest(lengths, row_tokens=row_tokens, max_segments=max_segments)
-    assert fullness(lengths, row_tokens=row_tokens, max_segments=max_segments) < 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_segments=suggested) >= 0.97
-    assert fullness(lengths, row_tokens=row_tokens, max_segments=suggested // 2) < 0.99, (
-        "not twice what is necessary"
-    )
-
-
-def test_the_limit_of_very_short_documents_fills_the_rows():
-    lengths = np.full(100_000, 30)
-    suggested = suggest(lengths, row_tokens=131072, max_segments=8)
-    assert fullness(lengths, row_tokens=131072, max_segments=suggested) > 0.95, "23 rows"
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        pytest.param(mixed_lengths(20_000), id="full"),
-        pytest.param(
-            np.random.default_rng(0).integers(13_107, 22_937, 20_000),
-            id="at most two fit, whatever the limit",
-        ),
-        pytest.param(np.full(64, 20), id="one row holds all"),
-        pytest.param(np.zeros(0, np.int64), id="none"),
-    ],
-)
-def test_a_limit_that_does_not_matter_has_no_suggestion(lengths):
-    assert suggest(lengths, row_tokens=32768, max_segments=64) is None
-
-
-def test_rows_at_the_limit_that_are_empty_for_another_reason_have_no_suggestion():
-    """Three of 0.3 rows each make 0.9: the limit is reached, and a fourth would not fit."""
-    assert suggest(np.full(3000, 9830), row_tokens=32768, max_segments=3) is None
