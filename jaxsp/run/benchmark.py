@@ -118,7 +118,7 @@ def _estimate_step_s(step: CompiledStep, segment_lengths: np.ndarray) -> float |
         node_devices=step.spec.mesh.size,
         segment_lengths=segment_lengths,
     )
-    return estimate and estimate.step_s
+    return None if estimate is None else estimate.step_s
 
 
 def benchmark_meshes(

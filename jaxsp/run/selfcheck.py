@@ -115,7 +115,7 @@ def check_device(spec: StepSpec) -> list[str]:
     if device.platform == "cpu":
         return []
     start_s = time.perf_counter()
-    fields = {}
+    fields: dict[str, None] = {}
     for check in list_checks(spec):
         check.run(device)
         fields[check.field] = None
@@ -184,7 +184,8 @@ def check_attention(
     H = G * heads[0] // heads[1]
     chunks = (n for n in range(1, settings.head_chunks + 1) if H % n == 0 and 0 in (G % n, n % G))
     settings = KernelSettings(head_chunks=max(chunks), copies_segments=settings.copies_segments)
-    segment_BL = np.asarray(segments.segment_ids(*map(jnp.asarray, constants), row_tokens))
+    starts, lengths = map(jnp.asarray, constants)
+    segment_BL = np.asarray(segments.segment_ids(starts, lengths, row_tokens))
     make = functools.partial(attention.make_attend, layer_scores=[score])
     queries, keys = ((2, row_tokens, n, head_dim) for n in (H, G))
     return KernelCheck(
@@ -302,7 +303,7 @@ def check_float8(dim_in: int, dim_out: int) -> KernelCheck:
     inputs = _draw(x=(256, dim_in), weight=(dim_out, dim_in), out=(256, dim_out))
     sizes = np.exp2(np.random.default_rng(1).integers(-20, 20, (256, 1)))
     inputs["x"] = (inputs["x"] * sizes).astype(jnp.bfloat16)
-    inputs["weight"] = np.float32(inputs["weight"])
+    inputs["weight"] = inputs["weight"].astype(np.float32)
     inputs["out"] = (inputs["out"] / sizes).astype(jnp.bfloat16)
     return KernelCheck(
         field=f"model.linear_dtype = {float8.NAME}",
