@@ -1,20 +1,16 @@
 """Exit codes and last messages of a command."""
 
 import io
-import logging
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
 
 import pytest
 
-from jaxsp import __main__, cli
+from jaxsp import cli
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import model_config
 from jaxsp.processes import distributed, standard_streams
 from jaxsp.processes.cluster import Process
 from tests import commands
@@ -41,26 +37,6 @@ def test_each_kind_of_error_has_its_exit_code_and_message(error, code, words, ca
     assert (ended.value.code, capsys.readouterr().err) == (code, words)
 
 
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (["--lr", "1e-5"], "optimizer.learning_rate="),
-        (["--seq-len=5"], "data.row_tokens="),
-        (["--seed", "3"], "run.seed="),
-    ],
-)
-def test_the_message_for_an_option_of_another_system_names_a_field(words, field, capsys):
-    parser = cli.make_parser("train", "about")
-    parser.add_argument("changes", nargs="*")
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_intermixed_args(words)
-    assert ended.value.code == 2
-    assert field in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        parser.parse_intermixed_args(["--nonsense"])
-    assert "=" not in capsys.readouterr().err.partition("error: ")[2]
-
-
 def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch):
     with tempfile.TemporaryFile() as file:
         like = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -75,39 +51,6 @@ def test_other_errors_cannot_control_the_terminal(capsys):
     with pytest.raises(SystemExit):
         cli.run_command(fails(NeedsAttentionError("step 3\nfile \x1b[2J")))
     assert capsys.readouterr().err == "step 3\nfile \\x1b[2J\n"
-
-
-def test_help_of_a_section_has_its_fields_only(capsys):
-    parser = cli.make_parser("train", "about", config_help="fields")
-    for word, code in (("optimizer", 0), ("optimiser", 2)):
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(["--help", word])
-        assert ended.value.code == code
-    printed = capsys.readouterr()
-    assert printed.out.startswith("optimizer: ")
-    assert "  optimizer.learning_rate  " in printed.out
-    assert "mesh.seq" not in printed.out
-    assert "batch, objective, optimizer, adapter" in printed.err
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    assert "mesh.seq" in capsys.readouterr().out
-
-
-def test_help_of_commands_that_need_few_fields_names_sections(capsys):
-    parser = cli.make_parser("eval", "about", config_help="sections")
-    for words in ([], ["mesh"]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(["--help", *words])
-        printed = capsys.readouterr().out
-        assert "mesh: Device mesh" in printed
-        assert ("mesh.seq" in printed) == bool(words)
-
-
-def test_retries_of_the_hub_are_printed_once():
-    """absl adds a handler to the root logger, and the hub's has its own."""
-    with pytest.raises(SystemExit):
-        cli.run_command(lambda _: None)
-    assert not logging.getLogger("huggingface_hub").propagate
 
 
 def test_an_internal_error_prints_its_traceback(capsys):
@@ -138,13 +81,6 @@ def test_a_lost_connection_to_another_process_is_one_line(
     assert ended.value.code == 1
     assert CLOSED in printed
     assert ("Traceback" in printed, len(printed.splitlines()) == 1) == (not is_short, is_short)
-
-
-@pytest.mark.parametrize("module", [model_config, tokenizers])
-def test_modules_that_import_transformers_silence_its_advice_to_install_torch(monkeypatch, module):
-    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
-    runpy.run_path(module.__file__)
-    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"
 
 
 @pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])
@@ -182,26 +118,3 @@ def test_jaxsp_without_a_command_lists_all_that_exist_without_importing_them():
     ]
     assert sorted(listed) == sorted(modules)
     assert max(map(len, done.stdout.splitlines())) <= 100
-
-
-def test_jaxsp_starts_the_command_that_it_is_given(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["jaxsp", "report", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        __main__.main()
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: jaxsp report ")
-
-
-@pytest.mark.parametrize(
-    ("name", "suggestion"), [("trian", "Use train."), ("x\x1b", "Use train, plan, eval, generate")]
-)
-def test_a_command_that_does_not_exist_is_refused_with_those_that_do(
-    monkeypatch, capsys, name, suggestion
-):
-    monkeypatch.setattr(sys, "argv", ["jaxsp", name])
-    with pytest.raises(SystemExit) as ended:
-        __main__.main()
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert suggestion in printed
-    assert "\x1b" not in printed

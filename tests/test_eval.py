@@ -12,10 +12,9 @@ import safetensors.numpy
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import config_file
-from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
 from jaxsp.setup import build
-from tests import messages, tolerances
+from tests import tolerances
 
 oracle = pytest.importorskip(
     "tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of"
@@ -128,29 +127,3 @@ def load_tensors(folder):
     for path in folder.glob("*.safetensors"):
         tensors |= safetensors.numpy.load_file(path)
     return tensors
-
-
-def test_all_missing_fields_are_reported_together(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    suggestion = "data.eval='[{source: "
-    with pytest.raises(UserError, match=messages.containing("data.eval", suggestion)) as raised:
-        evaluation.main([str(tmp_path), "mesh.sq=4"])
-    assert [problem.split(":")[0] for problem in raised.value.problems] == [
-        "mesh.sq = 4",
-        "data.row_tokens",
-        "data.eval",
-    ]
-
-
-def test_argument_without_a_model_is_named(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").touch()
-    expected = messages.containing(tmp_path / "run", "run.save_every")
-    with pytest.raises(UserError, match=expected):
-        evaluation.main([str(tmp_path / "run")])
-    for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):
-        with pytest.raises(UserError) as raised:
-            evaluation.main([str(what)])
-        (problem,) = raised.value.problems
-        assert all(part in problem for part in (str(what), "run", "checkpoint", "config.json"))
-        assert "cache" not in problem

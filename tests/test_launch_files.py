@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import time
@@ -10,8 +9,6 @@ import time
 import pytest
 import yaml
 
-from jaxsp import train
-from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -126,30 +123,6 @@ def test_slurm_requeues_the_job_when_its_time_is_up(run_command, code, restarts,
     assert ("scontrol requeue 7" in called) == requeued
 
 
-def test_slurm_signals_a_run_early_enough_for_its_shutdown():
-    text = SLURM.read_text()
-    warning_s = int(re.search(r"--signal=B:USR1@(\d+)", text)[1])
-    assert float(re.search(r"run.shutdown_grace=(\d+)s", text)[1]) < warning_s
-    subprocess.run(["bash", "-n", SLURM], check=True)
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.MULTILINE))
-    assert options["ntasks-per-node"] == "1", "one task drives a node"
-
-
-def test_the_command_of_a_pod_is_valid(run_command, monkeypatch):
-    code, _, called = run_command(*CONTAINER["command"], *CONTAINER["args"], codes="0", NODE="1")
-    assert code == 0
-    (words,) = [line.split() for line in python_calls(called)]
-    assert words[:3] == ["python", "-m", "jaxsp.train"]
-    args = train._make_parser().parse_intermixed_args(words[3:])
-    assert (args.process_id, args.num_processes) == (1, JOB["template"]["spec"]["parallelism"])
-    monkeypatch.chdir(REPO)
-    config = config_file.load(args.config, args.changes)
-    shutdown_grace_s = config.run.shutdown_grace.total_seconds()
-    assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
-    mounts = {volume["name"]: volume["mountPath"] for volume in CONTAINER["volumeMounts"]}
-    assert config.run.directory.startswith(f"{mounts['shared']}/")
-
-
 @pytest.mark.parametrize(
     ("codes", "code", "starts"), [("0", 0, 1), ("3", 3, 1), ("75 134 137 0", 0, 4), ("75 2", 2, 2)]
 )
@@ -157,13 +130,6 @@ def test_the_loop_starts_only_a_run_that_hangs_or_is_killed_again(run_command, c
     exit_code, _, called = run_command(RESTART, "python", "a.yaml", codes=codes)
     assert exit_code == code
     assert python_calls(called) == ["python a.yaml"] * starts
-
-
-def test_the_loop_ends_with_the_run_that_a_signal_stops(run_command):
-    code, _, called = run_command(
-        RESTART, "python", "a.yaml", codes="stops75 0", signal_number=signal.SIGTERM
-    )
-    assert (code, len(python_calls(called))) == (75, 1)
 
 
 def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_it():

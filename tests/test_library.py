@@ -204,7 +204,7 @@ def test_settings_that_do_not_work_are_refused(base):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("module", [library, trainer])
+@pytest.mark.parametrize("module", [library, pytest.param(trainer, marks=pytest.mark.slow)])
 def test_the_example_trains_and_saves(tmp_path, module):
     """The code at the top of the module, as it stands there, on four CPU devices."""
     code = textwrap.dedent(module.__doc__.partition("Example:\n")[2])

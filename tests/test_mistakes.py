@@ -71,7 +71,8 @@ def answer(case: dict[str, Any], folder: pathlib.Path) -> tuple[int, list[str]]:
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
     for name in PUBLISHED.keys() & {*case["words"]}:
-        model = {"config": published.read_models()[PUBLISHED[name]].fields}
+        fields = published.read_models()[PUBLISHED[name]].fields
+        model = {"config": fields, "tokenizer": "bytes"}
         (folder / name).write_text(json.dumps(BASE | {"model": model}), encoding="utf-8")
     (folder / "data.jsonl").write_text("\n".join(case.get("records", [])), encoding="utf-8")
     errors = io.StringIO()

@@ -14,7 +14,7 @@ from jaxsp.config import config_errors, config_file, schema, yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
-from scripts import config_reference, generated_text
+from scripts import config_reference
 from tests import markdown
 from tests.markdown import REPO
 
@@ -36,30 +36,9 @@ def test_relative_links_and_anchors_exist(path):
     assert list(markdown.broken_links(path)) == []
 
 
-def test_broken_links_are_found(tmp_path):
-    text = "# A b: `c`\n[1](#a-b-c) [2](#other) [3](no.md) [4](other.md#x-y) [5](https://x.y/z)\n"
-    (tmp_path / "README.md").write_text(text)
-    (tmp_path / "other.md").write_text("## X Y\n\n```\n# Not a heading\n```\n")
-    (first, second) = markdown.broken_links(tmp_path / "README.md")
-    assert "#other" in first
-    assert "no.md" in second
-    (tmp_path / "README.md").write_text("[1](other.md#not-a-heading)")
-    assert len(list(markdown.broken_links(tmp_path / "README.md"))) == 1
-
-
 @each_page
 def test_named_source_files_exist(path):
     assert list(markdown.missing_files(path)) == []
-
-
-def test_missing_source_files_are_found(tmp_path):
-    (tmp_path / "jaxsp").mkdir()
-    (tmp_path / "jaxsp/train.py").touch()
-    readme = tmp_path / "jaxsp/README.md"
-    readme.write_text("`jaxsp/train.py` `core/batch.py` `train.py` `runs/x` `a/b.py c`")
-    assert list(markdown.missing_files(readme, tmp_path)) == [
-        "README.md: there is no core/batch.py"
-    ]
 
 
 @each_page
@@ -147,12 +126,3 @@ def test_the_reference_has_every_field_of_the_config():
         for field in model.annotation.model_fields:
             assert f"- `{section}.{field}` (" in text
     assert "- `data.train[].source` (text; required): " in text
-
-
-def test_a_generated_part_needs_its_markers(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
-    generated_text.write_part(path, "x", "new\n")
-    assert path.read_text() == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n"
-    with pytest.raises(ValueError, match="must have one line <!-- begin y -->"):
-        generated_text.read_part(path, "y")

@@ -74,24 +74,6 @@ def test_no_module_can_run_code_that_it_reads():
         assert not list(find_unsafe(path.read_text(encoding="utf-8"))), path
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "from torch import load",
-        "eval('1')",
-        "os.system('x')",
-        "subprocess.run('x', shell=True)",
-        "np.load('x', allow_pickle=True)",
-        "f(trust_remote_code=True)",
-        "transformers.AutoTokenizer.from_pretrained('x')",
-        "yaml.load(text, yaml.Loader)",
-    ],
-)
-def test_code_that_can_is_found(text):
-    assert list(find_unsafe(text))
-
-
 CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
 
 

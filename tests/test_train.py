@@ -2,13 +2,10 @@
 
 import pathlib
 import re
-import shutil
 import time
 
-import datasets
 import jax
 import numpy as np
-import pyarrow as pa
 import pytest
 import rich.console
 import transformers
@@ -17,9 +14,7 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.data.packing import dataset
 from jaxsp.data.packing.loader import BatchLoader
-from jaxsp.data.packing.row_reader import Documents
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import trainer
 from jaxsp.setup import build
@@ -100,25 +95,6 @@ def assert_equal(line, expected, *names):
 
 
 @pytest.mark.slow
-def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
-    write_documents(tmp_path, [125, 126, 127, 128])  # one to a row of 128
-    losses = {}
-    for seq in (1, 4):
-        config = settings(
-            tmp_path,
-            run__directory=str(tmp_path / str(seq)),
-            run__steps=4,
-            mesh__seq=seq,
-            optimizer__learning_rate=0,
-        )
-        lines = run(config, seq)
-        counts = sorted((line["num_tokens"], line["num_loss_tokens"]) for line in lines)
-        assert counts == [(125, 124), (126, 125), (127, 126), (128, 127)]
-        losses[seq] = [line["loss"] for line in lines]
-    assert losses[4] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.slow
 def test_the_two_meshes_of_the_guide_give_the_same_numbers(tmp_path):
     """With XLA's optimizations, which other tests switch off."""
     guide = (commands.REPO / "configs/guide/gpus.md").read_text(encoding="utf-8")
@@ -137,49 +113,6 @@ def test_the_two_meshes_of_the_guide_give_the_same_numbers(tmp_path):
         lines.append(commands.read_lines(tmp_path / directory / "metrics.jsonl"))
     for first, second in zip(*lines, strict=True):
         assert_equal(first, second)
-
-
-@pytest.mark.slow  # test_every_token.py counts each token of short and long documents
-def test_one_long_document_counts_once_on_one_device_and_on_four(tmp_path):
-    """In a forum thread about another system, 4 devices gave 4 times the loss and the tokens."""
-    write_documents(tmp_path, [15_922])
-    config = settings(
-        tmp_path,
-        model__config={**MODEL, "num_hidden_layers": 1},
-        run__steps=1,
-        data__row_tokens=15_924,
-    )
-    config_file.save(config, tmp_path / "config.yaml")
-    losses = {}
-    for seq in (1, 4):
-        directory = tmp_path / f"1x{seq}"
-        changes = (
-            f"run.directory={directory}",
-            f"mesh.seq={seq}",
-            f"mesh.virtual_cpu_devices={seq}",
-        )
-        words = ("-m", "jaxsp.train", tmp_path / "config.yaml", *changes)
-        done = commands.run_python(*words, env={"XLA_FLAGS": ""})
-        assert done.returncode == 0, done.stderr
-        (line,) = commands.read_lines(directory / "metrics.jsonl")
-        assert (line["step"], line["num_tokens"], line["num_loss_tokens"]) == (1, 15_922, 15_921)
-        losses[seq] = line["loss"]
-        banner = messages.read_banner(directory)
-        assert re.search(messages.containing(f"seq {seq}"), banner)
-    assert losses[4] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
-    config = settings(
-        tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924
-    )
-    tokens = np.zeros(15_922, np.int32)
-    lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
-    document = datasets.Dataset(pa.table({"tokens": lists}))
-    documents = Documents([datasets.concatenate_datasets([document] * 20_243)], row_tokens=15_924)
-    data = dataset.pack_documents("train", documents, config, digests=["unused"])
-    assert len(data.make_schedule(config, epochs=1)) == 20_243
 
 
 @pytest.mark.e2e
@@ -206,14 +139,6 @@ def test_a_nan_loss_stops_the_run_and_saves_finite_weights(tmp_path):
     spec, _ = build.build_training(config, devices=jax.devices()[:1])
     weights = reader.read_weights(checkpoint, spec.table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
-
-
-@pytest.mark.e2e
-def test_log_every_sets_the_lines_and_the_last_step_has_one(tmp_path):
-    write_documents(tmp_path, [128] * 8)
-    lines = run(settings(tmp_path, run__steps=7, run__log_every=3), 1)
-    assert [line["step"] for line in lines] == [3, 6, 7]
-    assert [line["num_tokens_total"] for line in lines] == [3 * 128, 6 * 128, 7 * 128]
 
 
 @pytest.mark.e2e
@@ -251,94 +176,6 @@ def test_a_directory_with_other_files_is_refused_and_not_changed(tmp_path, resum
     with pytest.raises(UserError, match=expected):
         build.build_training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
     assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
-
-
-def test_all_problems_are_reported_together_and_nothing_is_written(tmp_path):
-    config = settings(
-        tmp_path,
-        model__config={**MODEL, "model_type": "lama"},
-        mesh__data=3,
-        mesh__seq=4,
-        data__train=[
-            {"source": str(tmp_path / "a.txt"), "format": "text"},
-            {"source": str(tmp_path / "b"), "format": "text"},
-        ],
-    )
-    with pytest.raises(UserError) as error:
-        build.build_training(config, devices=jax.devices())
-    problems = "\n".join(error.value.problems)
-    assert len(error.value.problems) == 5, problems
-    for part in (
-        "model.config.model_type = lama",
-        "mesh.data = 3",
-        "model.tokenizer = null",
-        "data.train.0",
-        "data.train.1",
-    ):
-        assert part in problems
-    assert list(tmp_path.iterdir()) == []
-
-
-INVALID = [
-    (
-        {"data__row_tokens": 130, "mesh__seq": 4},
-        4,
-        ["data.row_tokens = 130", 4, "mesh.seq", 128, 132],
-    ),
-    (
-        {"batch__rows_per_step": 6, "mesh__data": 4},
-        4,
-        ["batch.rows_per_step = 6", 4, 4, 8],
-    ),
-    (
-        {"mesh__seq": 8, "attention__strategy": "ulysses"},
-        8,
-        ["mesh.seq = 8", 4, "attention.strategy", "mesh.seq=1", 2, 4],
-    ),
-    (
-        {"mesh__seq": 8, "data__row_tokens": 120},
-        8,
-        ["data.row_tokens = 120", 16, "mesh.seq", 112, 128],
-    ),
-    ({"mesh__seq": 4}, 6, ["mesh.seq"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "num_devices", "parts"), INVALID)
-def test_sizes_that_do_not_divide_are_refused_with_values_that_work(
-    tmp_path, changes, num_devices, parts
-):
-    write_documents(tmp_path, [128])
-    with pytest.raises(UserError) as error:
-        build.build_training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
-    assert re.search(messages.containing(*parts), "\n".join(error.value.problems))
-    assert not (tmp_path / "run").exists()
-
-
-def test_text_without_a_tokenizer_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    config = settings(tmp_path, data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}])
-    with pytest.raises(UserError, match=r"model\.tokenizer"):
-        build.build_training(config, devices=jax.devices()[:1])
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    config = settings(
-        tmp_path,
-        model__config={**MODEL, "vocab_size": 256},
-        model__tokenizer="bytes",
-        data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
-    )
-    expected = messages.containing("model.tokenizer", 257, 256, "model.config.vocab_size=257")
-    with pytest.raises(UserError, match=expected):
-        build.build_training(config, devices=jax.devices()[:1])
-
-
-def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 257]}')
-    with pytest.raises(UserError, match="257"):
-        build.build_training(settings(tmp_path), devices=jax.devices()[:1])
 
 
 @pytest.mark.e2e
@@ -387,19 +224,3 @@ def test_an_export_warns_if_transformers_would_load_another_tokenizer(tmp_path, 
     assert tokenizer_class.from_pretrained(tmp_path / "hf")("e\u0301").input_ids == [101, 204, 129]
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
     assert len(modes) == 1, "all files have the same permissions"
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    write_documents(tmp_path, [128])
-    run(settings(tmp_path, run__steps=1), 1)
-    shutil.rmtree(tmp_path / "run/checkpoints/1/master/d", ignore_errors=True)
-    for path in (tmp_path / "run/checkpoints/1/master").rglob("*"):
-        if path.is_file() and path.name not in ("_METADATA", "_sharding"):
-            path.unlink()
-    # in a process of its own, because reads of tensorstore go on and would disturb later tests
-    done = commands.run_python("-m", "jaxsp.export", tmp_path / "run", tmp_path / "hf")
-    assert done.returncode == 2, done.stderr
-    assert re.search(messages.containing(tmp_path / "run/checkpoints/1", "master"), done.stderr)
-    assert not (tmp_path / "hf").exists()

@@ -88,8 +88,6 @@ MERGE_DORA = 1e-6
 MEMORY = 0.03
 """Memory of one category in a compiled program against its formula."""
 
-UNKNOWN_MEMORY = 0.03
-"""Fraction of a step's memory without a category."""
 
 TRL = 1e-5
 """Preference training against TRL 1.16 in float32: metrics of each step, relative to the largest
