@@ -191,12 +191,12 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
 
     Raises: UserError for files that are missing, damaged, or different from the index.
     """
-    weight_map: dict[str, str] = {}
+    weight_map: Any = {}
     if (source.path / folder.INDEX_FILE).is_file():
         index = folder.read_json(source.path / folder.INDEX_FILE, error_prefix=asked)
         weight_map = index.get("weight_map")
-        names = weight_map.values() if isinstance(weight_map, dict) else [None]
-        if not all(isinstance(name, str) and pathlib.PurePath(name).name == name for name in names):
+        paths = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(path, str) and pathlib.PurePath(path).name == path for path in paths):
             raise UserError(
                 f"{asked}: {folder.INDEX_FILE} must have a weight_map with the file of each "
                 "tensor. Download it again."
