@@ -61,18 +61,20 @@ class ArrayWriter:
             if any: both for `wait_for_commits`.
         """
         commits: list[Any] = []
+
+        async def copy_items() -> None:
+            for name, item in items.items():  # an error leaves the commits of those before it
+                args = ocp.args.PyTreeSave(item)
+                futures = await self._handlers[name].async_save(
+                    epath.Path(folder / name), args=args
+                )
+                commits.extend(futures or [])
+
         try:
-            asyncio.run(self._copy(folder, items, commits))
+            asyncio.run(copy_items())
         except Exception as error:  # wait_for_commits raises it, after the started ones have ended
             return commits, [error]
         return commits, []
-
-    async def _copy(self, folder: pathlib.Path, items: dict[str, Any], commits: list[Any]) -> None:
-        """Adds the commits of one item after another, so that an error leaves those before it."""
-        for name, item in items.items():
-            args = ocp.args.PyTreeSave(item)
-            futures = await self._handlers[name].async_save(epath.Path(folder / name), args=args)
-            commits += futures or []
 
     def finalize(self, folder: pathlib.Path) -> None:
         """Completes the items, after all processes have written their shards."""

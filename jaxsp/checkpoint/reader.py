@@ -223,30 +223,23 @@ def _restore_items(
 
     restored = raise_on_all_processes(checkpoint, read)
     if is_broadcast:
-        restored = _broadcast_items(items, restored)
+        # orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes
+        # wait forever. Here, all have raised that before.
+        likes, structure = jax.tree.flatten(items)
+        arrays = jax.tree.leaves(restored) or [None] * len(likes)
+        results = []
+        for like, array in zip(likes, arrays, strict=True):
+            shards = [] if array is None else [x.data for x in array.addressable_shards]
+            results.append(replicas.broadcast(like, like.sharding, shards))
+            if array is not None:
+                array.delete()
+        restored = jax.tree.unflatten(structure, results)
     expected = checksums.unpadded_shapes(trainable.select_trained(table, table), restored)
     shapes = {name: leaf.shape for name, leaf in expected.items()}
     # Computing checksums is collective. It cannot hang, because every process has read its shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, found, expected))
     return restored
-
-
-def _broadcast_items(items: dict[str, Any], restored: dict[str, Any]) -> dict[str, Any]:
-    """Items on all replicas. Args: restored: those of replica 0, which are deleted one by one.
-
-    orbax's SingleReplicaArrayHandler would not do: if a file is damaged, its other processes wait
-    forever. Here, all have raised that before.
-    """
-    likes, structure = jax.tree.flatten(items)
-    arrays = jax.tree.leaves(restored) or [None] * len(likes)
-    results = []
-    for like, array in zip(likes, arrays, strict=True):
-        shards = [] if array is None else [x.data for x in array.addressable_shards]
-        results.append(replicas.broadcast(like, like.sharding, shards))
-        if array is not None:
-            array.delete()
-    return jax.tree.unflatten(structure, results)
 
 
 def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:

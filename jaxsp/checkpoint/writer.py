@@ -210,30 +210,22 @@ class CheckpointWriter:
             if wait and write.future is not None:
                 timeout = None if jax.process_count() == 1 else POLL_S
                 concurrent.futures.wait([write.future], timeout=timeout)
-            outcome = self._advance(write)
-            if outcome is not None or (write.stage == stage and not wait):
-                return outcome
-        return None
-
-    def _advance(self, write: _PendingWrite) -> WriteOutcome | None:
-        """Starts the next stage if all processes have finished this one.
-
-        Returns: the outcome if that was the last stage, or if a process has failed.
-        """
-        statuses = self._gather_statuses(write)
-        if (statuses == _RUNNING).any():
-            return None
-        if (statuses == _FAILED).any():
-            self._pending = None
-            first = int(np.argmax(statuses == _FAILED))
-            return WriteOutcome(step=write.meta.step, failure=self._clean_up_failure(write, first))
-        if write.stage == WriteStage.PREPARING:
-            self._start_stage(write, WriteStage.WRITING)
-        elif write.stage == WriteStage.WRITING and jax.process_count() > 1:
-            self._start_stage(write, WriteStage.FINALIZING)
-        else:
-            self._pending = None
-            return WriteOutcome(step=write.meta.step, failure=None)
+            statuses = self._gather_statuses(write)
+            if (statuses == _FAILED).any() and not (statuses == _RUNNING).any():
+                self._pending = None
+                first = int(np.argmax(statuses == _FAILED))
+                failure = self._clean_up_failure(write, first)
+                return WriteOutcome(step=write.meta.step, failure=failure)
+            if (statuses == _DONE).all():
+                if stage == WriteStage.PREPARING:
+                    self._start_stage(write, WriteStage.WRITING)
+                elif stage == WriteStage.WRITING and jax.process_count() > 1:
+                    self._start_stage(write, WriteStage.FINALIZING)
+                else:
+                    self._pending = None
+                    return WriteOutcome(step=write.meta.step, failure=None)
+            if write.stage == stage and not wait:
+                return None
         return None
 
     def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
@@ -261,16 +253,14 @@ class CheckpointWriter:
                     if self._is_writer:
                         files.make_dirs(self._partial_path(write.meta.step), write.items)
                 case WriteStage.WRITING:
-                    write.future = self._start_writing(write)
+                    partial = self._partial_path(write.meta.step)
+                    commits, errors = self._arrays.copy(partial, write.items)
+                    write.items = {}
+                    write.future = self._pool.submit(self._finish_writing, write, commits, errors)
                 case WriteStage.FINALIZING if self._is_writer:
                     write.future = self._pool.submit(self._time_finalize, write.meta)
         except Exception as error:  # _clean_up_failure reports it
             write.error = error
-
-    def _start_writing(self, write: _PendingWrite) -> concurrent.futures.Future:
-        commits, errors = self._arrays.copy(self._partial_path(write.meta.step), write.items)
-        write.items = {}
-        return self._pool.submit(self._finish_writing, write, commits, errors)
 
     def _finish_writing(
         self, write: _PendingWrite, commits: Sequence[Any], errors: list[Exception]

@@ -161,7 +161,12 @@ class Evaluator:
         digest = identify_eval_set(data, self.config)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
         if all_losses is not None:
-            long_ppl_result = self._measure_long_ppl(data, all_losses, master, on_batch)
+            texts = long_ppl.cut(data)
+            short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
+            if texts:
+                short_data = long_ppl.pack(texts, self.config)
+                self._run_batches(short_data, master, on_batch, [short_losses.add])
+            long_ppl_result = long_ppl.compute(texts, all_losses, short_losses)
         fields = EvalFields(
             step=num_steps,
             data=data.name,
@@ -186,21 +191,6 @@ class Evaluator:
         documents = DocumentSums(len(data.documents.lengths))
         self._run_batches(data, master, on_batch, [documents.add])
         return documents
-
-    def _measure_long_ppl(
-        self,
-        data: PackedDataset,
-        all_losses: DocumentLosses,
-        master: layers.Weights,
-        on_batch: Callable[[], None],
-    ) -> LongPPL:
-        """Evaluates the short texts of a data set. Args: all_losses: of the data set's tokens."""
-        texts = long_ppl.cut(data)
-        short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
-        if texts:
-            short_data = long_ppl.pack(texts, self.config)
-            self._run_batches(short_data, master, on_batch, [short_losses.add])
-        return long_ppl.compute(texts, all_losses, short_losses)
 
     def _run_batches(
         self,

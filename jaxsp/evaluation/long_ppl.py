@@ -19,8 +19,6 @@ from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
 from jaxsp.data.packing.dataset import PackedDataset
-from jaxsp.data.packing.packing import Segments
-from jaxsp.data.packing.row_reader import Documents
 from jaxsp.evaluation.token_losses import DocumentLosses
 
 CONTEXT_TOKENS = 4096
@@ -66,7 +64,10 @@ def check(config: Config) -> None:
 
 
 def cut(data: PackedDataset) -> list[ShortText]:
-    """Cuts the segments of a data set into short texts; empty if all segments are short.
+    """Cuts the segments of a data set into short texts that have a label.
+
+    The first CONTEXT_TOKENS + BLOCK_TOKENS of a segment are no short text: with as much before it,
+    no token can gain from more. Empty if all segments are short.
 
     Memory: up to five times the tokens of the data set, as an int32 label each, and as much again
         in `pack`.
@@ -74,7 +75,18 @@ def cut(data: PackedDataset) -> list[ShortText]:
     segments = data.documents.segments
     texts: list[ShortText] = []
     for number in np.flatnonzero(segments.length > CONTEXT_TOKENS + BLOCK_TOKENS):
-        texts += _cut_segment(data.documents, segments.select(slice(number, number + 1)))
+        segment = segments.select(slice(number, number + 1))
+        length = int(segment.length[0])
+        row = data.documents.read_slice(segment, 0, length)
+        targets = np.append(np.int32(NO_LABEL), row.labels[:-1])
+        document = int(segment.document[0])
+        for begin in range(BLOCK_TOKENS, length - CONTEXT_TOKENS, BLOCK_TOKENS):
+            part = slice(begin, begin + CONTEXT_TOKENS + BLOCK_TOKENS)
+            labels = targets[part].copy()
+            labels[:CONTEXT_TOKENS] = NO_LABEL
+            if (labels != NO_LABEL).any():
+                first = int(segment.offset[0]) + begin
+                texts.append(ShortText(document, first, row.tokens[part], labels))
     return texts
 
 
@@ -82,28 +94,6 @@ def pack(texts: Sequence[ShortText], config: Config) -> PackedDataset:
     """Packs short texts as documents, in their order."""
     documents = [text.tokens for text in texts]
     return in_memory.pack_arrays("short texts", documents, [text.labels for text in texts], config)
-
-
-def _cut_segment(documents: Documents, segment: Segments) -> list[ShortText]:
-    """Short texts of a segment that have a label.
-
-    The first CONTEXT_TOKENS + BLOCK_TOKENS of a segment are no short text: with as much before it,
-    no token can gain from more.
-    """
-    length = int(segment.length[0])
-    row = documents.read_slice(segment, 0, length)
-    targets = np.append(np.int32(NO_LABEL), row.labels[:-1])
-    texts = []
-    for begin in range(BLOCK_TOKENS, length - CONTEXT_TOKENS, BLOCK_TOKENS):
-        part = slice(begin, begin + CONTEXT_TOKENS + BLOCK_TOKENS)
-        labels = targets[part].copy()
-        labels[:CONTEXT_TOKENS] = NO_LABEL
-        if (labels != NO_LABEL).any():
-            document = int(segment.document[0])
-            texts.append(
-                ShortText(document, int(segment.offset[0]) + begin, row.tokens[part], labels)
-            )
-    return texts
 
 
 def compute(texts: Sequence[ShortText], full: DocumentLosses, short: DocumentLosses) -> LongPPL:

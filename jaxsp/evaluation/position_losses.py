@@ -84,8 +84,19 @@ class PositionSums:
         is_filled_C = has_tokens_C & self._is_filled_C
         filled_counts = self._sum_buckets(self._num_tokens_C, is_filled_C)
         filled_losses = self._sum_buckets(self._losses_C, is_filled_C)
-        changes, weights = self._find_changes()
-        slope = np.average([*changes.values()], weights=weights).item() if changes else None
+        # The change of a document's mean loss from each bucket to the next, over the documents
+        # that fill both and have loss tokens in both
+        with np.errstate(invalid="ignore"):
+            mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
+            change_C = np.diff(mean_C, prepend=0)
+        is_compared_C = is_filled_C & (self._bucket_C > 0)
+        is_compared_C[1:] &= has_tokens_C[:-1]
+        change_sums = self._sum_buckets(change_C, is_compared_C)
+        weights = self._sum_buckets(is_compared_C.astype(np.int64), is_compared_C)
+        changes = {bucket: change_sums[bucket] / weights[bucket] for bucket in weights}
+        slope = None
+        if changes:
+            slope = np.average([*changes.values()], weights=[*weights.values()]).item()
         divide = lambda sums, counts: _name({b: sums[b] / counts[b] for b in counts})
         return PositionFields(
             loss_by_position=divide(losses, counts),
@@ -102,18 +113,6 @@ class PositionSums:
         sums = np.zeros(_NUM_BUCKETS + 1, values_C.dtype)
         np.add.at(sums, bucket_C, values_C[is_chosen_C])
         return {bucket: sums[bucket].item() for bucket in np.unique(bucket_C).tolist()}
-
-    def _find_changes(self) -> tuple[dict[int, float], list[int]]:
-        """Mean change of the loss of a document from each bucket to the next, and the number of
-        documents: those that fill both and have loss tokens in both."""
-        with np.errstate(invalid="ignore"):
-            mean_C = self._losses_C / np.maximum(self._num_tokens_C, 1)
-            change_C = np.diff(mean_C, prepend=0)
-        is_compared_C = self._is_filled_C & (self._bucket_C > 0) & (self._num_tokens_C > 0)
-        is_compared_C[1:] &= self._num_tokens_C[:-1] > 0
-        sums = self._sum_buckets(change_C, is_compared_C)
-        counts = self._sum_buckets(is_compared_C.astype(np.int64), is_compared_C)
-        return {bucket: sums[bucket] / counts[bucket] for bucket in counts}, [*counts.values()]
 
 
 def _name(values: dict[int, Any]) -> dict[str, Any]:

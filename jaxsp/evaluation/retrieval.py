@@ -64,17 +64,9 @@ class _Group:
             np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
             for _, sample in samples
         ]
-        self._data = in_memory.pack_arrays("tasks", documents, labels, evaluator.config)
-        self._evaluator = evaluator
+        self.data = in_memory.pack_arrays("tasks", documents, labels, evaluator.config)
+        self.evaluator = evaluator
         self.settings = setting_fields.describe(evaluator.spec)
-
-    def compile(self) -> None:
-        self._evaluator.compile(needs_eval_sets=False)
-
-    def score(self, master: layers.Weights, on_batch: Callable[[], None]) -> np.ndarray:
-        """Loss, number of tokens, and number of correct tokens of each sample: [3, samples]."""
-        sums = self._evaluator.score(self._data, master, on_batch=on_batch)
-        return np.stack([sums.losses_D, sums.num_tokens_D, sums.num_correct_D])
 
 
 class RetrievalEvaluator:
@@ -106,47 +98,38 @@ class RetrievalEvaluator:
     def compile(self) -> None:
         """Compiles now instead of at the first evaluation."""
         for group in self._groups:
-            group.compile()
+            group.evaluator.compile(needs_eval_sets=False)
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
     ) -> Iterator[Line]:
         """Yields the lines of these weights: see `TaskFields`. Args: see `Evaluator.run`."""
         for group in self._groups:
+            # of each sample: its loss, its number of tokens, and of correct ones
             cells: dict[tuple[str, int], list[tuple[Sample, np.ndarray]]] = {}
-            scores = group.score(master, on_batch)
+            sums = group.evaluator.score(group.data, master, on_batch=on_batch)
+            scores = np.stack([sums.losses_D, sums.num_tokens_D, sums.num_correct_D])
             for (task, sample), score in zip(group.samples, scores.T, strict=True):
                 cells.setdefault((task, sample.length), []).append((sample, score))
             for (task, length), cell in cells.items():
-                fields = _make_fields(num_steps, task, length, cell, group.settings)
+                by_depth: dict[str, list[np.ndarray]] = {}
+                for sample, score in cell:
+                    if sample.depth is not None:
+                        by_depth.setdefault(f"{sample.depth:.3g}", []).append(score)
+                of_cell = [score for _, score in cell]
+                fields = TaskFields(
+                    step=num_steps,
+                    task=task,
+                    length=length,
+                    exact_rate=_compute_exact_rate(of_cell),
+                    answer_loss=_compute_loss(of_cell),
+                    exact_rate_by_depth={x: _compute_exact_rate(y) for x, y in by_depth.items()},
+                    answer_loss_by_depth={x: _compute_loss(y) for x, y in by_depth.items()},
+                    num_samples=len(of_cell),
+                    num_answer_tokens=int(sum(score[1] for score in of_cell)),
+                    **vars(group.settings),
+                )
                 yield dataclasses.asdict(fields)
-
-
-def _make_fields(
-    num_steps: int,
-    task: str,
-    length: int,
-    cell: Sequence[tuple[Sample, np.ndarray]],
-    settings: SettingFields,
-) -> TaskFields:
-    """Makes a line from scores: loss, number of tokens, and number of correct ones."""
-    by_depth: dict[str, list[np.ndarray]] = {}
-    for sample, score in cell:
-        if sample.depth is not None:
-            by_depth.setdefault(f"{sample.depth:.3g}", []).append(score)
-    scores = [score for _, score in cell]
-    return TaskFields(
-        step=num_steps,
-        task=task,
-        length=length,
-        exact_rate=_compute_exact_rate(scores),
-        answer_loss=_compute_loss(scores),
-        exact_rate_by_depth={depth: _compute_exact_rate(part) for depth, part in by_depth.items()},
-        answer_loss_by_depth={depth: _compute_loss(part) for depth, part in by_depth.items()},
-        num_samples=len(scores),
-        num_answer_tokens=int(sum(score[1] for score in scores)),
-        **vars(settings),
-    )
 
 
 def _compute_exact_rate(scores: Sequence[np.ndarray]) -> float:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.blocks.layers import Weights
-from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.generation.programs import Programs
@@ -86,7 +85,7 @@ class Generator:
         """Raises: UserError for a reward model, which has no tokens."""
         check_head(spec)
         self.spec = spec
-        self._find_programs = functools.lru_cache(maxsize=None)(self._make_programs)
+        self._programs: dict[tuple[int, int, Gather], Programs] = {}
 
     def generate(
         self,
@@ -108,8 +107,20 @@ class Generator:
         """
         sampling.check()
         self.check(prompts, max_new_tokens)
-        gather, weights = self._copy_weights(master)
+        spec = self.spec
+        if self._has_whole_weights:
+            gather = spec.gather.for_whole()
+            weights = spec.gather.gather_once(spec.table, master, spec.mesh)
+        else:
+            gather = spec.gather
+            weights = spec.gather.cast_once(spec.table, master)
         answers: list[list[int]] = [[] for _ in prompts]
+
+        def add_token(number: int, token: int) -> None:
+            answers[number].append(token)
+            if on_token is not None:
+                on_token(number, token)
+
         # The longest first, so that memory runs out at the beginning if it does
         left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         while left:
@@ -121,9 +132,15 @@ class Generator:
             )
             numbers = left[: programs.num_rows]
             left = left[programs.num_rows :]
-            run = _Run(programs, weights, numbers, sampling, max_new_tokens)
-            batch = programs.make_batch([prompts[number] for number in numbers])
-            run.answer(batch, answers, frozenset(stop_ids), on_token or _ignore_token)
+            self._answer(
+                programs,
+                weights,
+                {number: prompts[number] for number in numbers},
+                max_new_tokens=max_new_tokens,
+                stop_ids=frozenset(stop_ids),
+                sampling=sampling,
+                on_token=add_token,
+            )
         return answers
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -146,13 +163,6 @@ class Generator:
                     f"{limit:,}. Use data.row_tokens={enough}, or fewer tokens."
                 )
 
-    def _copy_weights(self, master: Weights) -> tuple[Gather, Weights]:
-        """Copies weights in the compute dtype. Returns: what gathers them, too."""
-        spec = self.spec
-        if not self._has_whole_weights:
-            return spec.gather, spec.gather.cast_once(spec.table, master)
-        return spec.gather.for_whole(), spec.gather.gather_once(spec.table, master, spec.mesh)
-
     @functools.cached_property
     def _has_whole_weights(self) -> bool:
         """Chosen once, when training state, if there is some, is in memory."""
@@ -168,112 +178,81 @@ class Generator:
     ) -> Programs:
         """Programs for the first of several prompts, of which the longest has `prompt_tokens`.
 
+        Rows have one of few lengths: a power of two times what kernels and layouts need, and at
+        most that of the step. Their number in a group is a power of two.
+
         Args: gather: that of the form that the programs get weights in.
         """
-        row_tokens = self._choose_row_tokens(prompt_tokens)
-        rows = self._choose_rows(num_prompts, row_tokens + new_tokens)
-        return self._find_programs(row_tokens, rows, gather)
-
-    def _choose_row_tokens(self, prompt_tokens: int) -> int:
-        """Length of the rows for prompts of at most this length, one of few.
-
-        A power of two times what kernels and layouts need, and at most that of the step.
-        """
-        config = self.spec.config
-        chunks = config.attention.chunks_per_device
-        multiple = config.mesh.degree * (2 if chunks == "auto" else chunks) * _CHUNK_MULTIPLE
-        row_tokens = multiple
-        while row_tokens < prompt_tokens:
-            row_tokens *= 2
-        return min(row_tokens, config.data.row_tokens)
-
-    def _choose_rows(self, num_prompts: int, tokens_per_row: int) -> int:
-        """Number of rows of a group, a power of two."""
-        config = self.spec.config
-        num_tokens = config.data.row_tokens * config.batch.microbatch_rows
-        limit = min(MAX_ROWS, max(1, max(num_tokens, MIN_TOKENS) // tokens_per_row))
-        wanted = -(-num_prompts // device_mesh.num_groups(self.spec.mesh))
-        rows = 1
-        while rows < wanted and 2 * rows <= limit:
-            rows *= 2
-        return rows
-
-    def _make_programs(self, row_tokens: int, rows: int, gather: Gather) -> Programs:
-        """Makes the programs for rows of one length. Args: rows: rows of a group."""
         spec = self.spec
         config = spec.config
-        data = {"row_tokens": row_tokens, "max_segments_per_row": 1}
-        batch = {
-            "rows_per_step": rows * device_mesh.num_groups(spec.mesh),
-            "rows_per_microbatch": rows,
-        }
-        config = config.model_copy(
-            update={
-                "data": config.data.model_copy(update=data),
-                "batch": config.batch.model_copy(update=batch),
-            }
-        )
-        choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
-        return Programs(dataclasses.replace(spec, config=config, attention=choice), gather)
+        chunks = config.attention.chunks_per_device
+        row_tokens = config.mesh.degree * (2 if chunks == "auto" else chunks) * _CHUNK_MULTIPLE
+        while row_tokens < prompt_tokens:
+            row_tokens *= 2
+        row_tokens = min(row_tokens, config.data.row_tokens)
+        num_tokens = config.data.row_tokens * config.batch.microbatch_rows
+        max_rows = max(1, max(num_tokens, MIN_TOKENS) // (row_tokens + new_tokens))
+        num_groups = device_mesh.num_groups(spec.mesh)
+        wanted = -(-num_prompts // num_groups)
+        rows = 1
+        while rows < wanted and 2 * rows <= min(MAX_ROWS, max_rows):
+            rows *= 2
+        key = (row_tokens, rows, gather)
+        if key not in self._programs:
+            data = {"row_tokens": row_tokens, "max_segments_per_row": 1}
+            batch = {"rows_per_step": rows * num_groups, "rows_per_microbatch": rows}
+            config = config.model_copy(
+                update={
+                    "data": config.data.model_copy(update=data),
+                    "batch": config.batch.model_copy(update=batch),
+                }
+            )
+            choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
+            changed = dataclasses.replace(spec, config=config, attention=choice)
+            self._programs[key] = Programs(changed, gather)
+        return self._programs[key]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Answers to prompts that fit into one batch of rows."""
-
-    programs: Programs
-    weights: Weights
-    numbers: list[int]
-    """Number of each prompt among all prompts."""
-    sampling: Sampling
-    max_new_tokens: int
-
-    def answer(
+    def _answer(
         self,
-        batch: Batch,
-        answers: list[list[int]],
-        stop_ids: frozenset[int],
+        programs: Programs,
+        weights: Weights,
+        prompts: Mapping[int, Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        sampling: Sampling,
         on_token: Callable[[int, int], None],
     ) -> None:
-        """Adds the tokens to `answers`, until all have ended."""
-        programs = self.programs
-        logits, prompts, states = programs.prefill(self.weights, batch)
-        cache = Answers(programs.make_slots(prompts, self.max_new_tokens), states)
-        unfinished = set(self.numbers)
-        tokens = self._choose(logits, 0)
-        for number in range(self.max_new_tokens):
+        """Calls `on_token` with the tokens of answers to one batch of rows, until all have ended.
+
+        Args: prompts: by their numbers among all prompts.
+        """
+        numbers = np.zeros(programs.num_rows, np.int32)
+        numbers[: len(prompts)] = [*prompts]
+        choose = functools.partial(
+            programs.choose,
+            seed=np.int32(sampling.seed),
+            temperature=np.float32(sampling.temperature or 1.0),
+            top_p=np.float32(sampling.top_p),
+            is_greedy=sampling.temperature == 0,
+        )
+        row_numbers = programs.put(numbers, PartitionSpec())
+        batch = programs.make_batch([*prompts.values()])
+        logits, cached, states = programs.prefill(weights, batch)
+        cache = Answers(programs.make_slots(cached, max_new_tokens), states)
+        unfinished = set(prompts)
+        tokens = choose(logits, row_numbers, np.int32(0))
+        for number in range(max_new_tokens):
             following = None
-            if number + 1 < self.max_new_tokens:
+            if number + 1 < max_new_tokens:
                 # Dispatched before this token is known here: devices need not wait
-                logits, cache = programs.decode(
-                    self.weights, tokens, prompts, cache, np.int32(number)
-                )
-                following = self._choose(logits, number + 1)
-            for prompt, token in zip(self.numbers, np.asarray(tokens).tolist(), strict=False):
+                logits, cache = programs.decode(weights, tokens, cached, cache, np.int32(number))
+                following = choose(logits, row_numbers, np.int32(number + 1))
+            for prompt, token in zip(prompts, np.asarray(tokens).tolist(), strict=False):
                 if prompt in unfinished:
-                    answers[prompt].append(token)
                     on_token(prompt, token)
                     if token in stop_ids:
                         unfinished.remove(prompt)
             if not unfinished or following is None:
                 return
             tokens = following
-
-    def _choose(self, logits: jax.Array, position: int) -> jax.Array:
-        """The next token of each row."""
-        sampling = self.sampling
-        numbers = np.zeros(self.programs.num_rows, np.int32)
-        numbers[: len(self.numbers)] = self.numbers
-        return self.programs.choose(
-            logits,
-            self.programs.put(numbers, PartitionSpec()),
-            np.int32(position),
-            seed=np.int32(sampling.seed),
-            temperature=np.float32(sampling.temperature or 1.0),
-            top_p=np.float32(sampling.top_p),
-            is_greedy=sampling.temperature == 0,
-        )
-
-
-def _ignore_token(number: int, token: int) -> None:
-    """Does nothing with a new token."""

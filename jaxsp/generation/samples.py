@@ -116,27 +116,21 @@ def select_samples(
 
     Args: max_prompt_tokens: a longer prompt loses its beginning.
     """
-    numbers = range(0, len(documents.lengths), documents.per_record)[:count]
-    return [
-        _divide(documents, number, max_prompt_tokens, max_new_tokens)
-        for number in numbers
-        if documents.lengths[number] > 1
-    ]
-
-
-def _divide(
-    documents: Documents, number: int, max_prompt_tokens: int, max_new_tokens: int
-) -> Sample:
-    length = int(documents.lengths[number])
-    whole = Segments(document=np.array([number]), offset=np.array([0]), length=np.array([length]))
-    row = documents.read_slice(whole, 0, length)
-    has_loss = row.labels != NO_LABEL  # of the next token
-    first = int(np.argmax(has_loss)) + 1
-    if first == 1:
-        first = max(1, min(length // 2, MAX_TEXT_TOKENS))
-    ends = np.flatnonzero(~has_loss[first - 1 :])
-    end = min(first + int(ends[0]) if len(ends) else length, first + max_new_tokens)
-    return Sample(
-        prompt=row.tokens[max(0, first - max_prompt_tokens) : first].tolist(),
-        reference=row.tokens[first:end].tolist(),
-    )
+    samples = []
+    for number in range(0, len(documents.lengths), documents.per_record)[:count]:
+        length = int(documents.lengths[number])
+        if length < 2:
+            continue
+        whole = Segments(
+            document=np.array([number]), offset=np.array([0]), length=np.array([length])
+        )
+        row = documents.read_slice(whole, 0, length)
+        has_loss = row.labels != NO_LABEL  # of the next token
+        first = int(np.argmax(has_loss)) + 1
+        if first == 1:
+            first = max(1, min(length // 2, MAX_TEXT_TOKENS))
+        ends = np.flatnonzero(~has_loss[first - 1 :])
+        end = min(first + int(ends[0]) if len(ends) else length, first + max_new_tokens)
+        prompt = row.tokens[max(0, first - max_prompt_tokens) : first].tolist()
+        samples.append(Sample(prompt=prompt, reference=row.tokens[first:end].tolist()))
+    return samples

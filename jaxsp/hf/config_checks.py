@@ -35,16 +35,13 @@ _SIZE_EXAMPLES = {
     "intermediate_size": 14336,
 }
 
-_DELTA_NET_EXAMPLES = {
+_ALL_EXAMPLES = {
+    **_SIZE_EXAMPLES,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-}
-"""Sizes of delta nets, which only some families have."""
-
-_EXPERT_EXAMPLES = {
     "num_experts": 128,
     "num_local_experts": 8,
     "n_routed_experts": 128,
@@ -53,9 +50,7 @@ _EXPERT_EXAMPLES = {
     "moe_intermediate_size": 768,
     "shared_expert_intermediate_size": 512,
 }
-"""Sizes of experts, which only some families have."""
-
-_ALL_EXAMPLES = _SIZE_EXAMPLES | _DELTA_NET_EXAMPLES | _EXPERT_EXAMPLES
+"""Also sizes of delta nets and of experts, which only some families have."""
 
 _DERIVED_SIZES = ("num_key_value_heads", "head_dim")
 """Sizes that may be left out if the family derives them from the others."""
@@ -141,7 +136,11 @@ def find_problems(
     if family.window_fields:
         accepted -= _WINDOW_FIELDS - {*family.window_fields, "layer_types"}
     problems = [
-        *_missing_fields(fields, family, path),
+        *(
+            f"{path}.{name}: missing. There is no size that suits every model; "
+            f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
+            for name in find_missing_sizes(fields, family)
+        ),
         *_type_problems(fields, path),
         *_feature_problems(fields, family, accepted, defaults, path),
         *rope_checks.find_problems(fields, path, family.rope),
@@ -173,14 +172,6 @@ def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
     return [name for name in _ALL_EXAMPLES if name in required and name not in fields]
 
 
-def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    return [
-        f"{path}.{name}: missing. There is no size that suits every model; "
-        f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
-        for name in find_missing_sizes(fields, family)
-    ]
-
-
 _MAX_NUMBER = 10_000
 """Maximum number of layers or heads; each has an entry in a list."""
 
@@ -189,13 +180,12 @@ def _is_size(value: Any) -> bool:
     return json_values.is_integer(value) and value > 0
 
 
-def _is_token_id(value: Any) -> bool:
-    ids = value if isinstance(value, list) else [value]
-    return all(map(json_values.is_integer, ids))
-
-
 _COUNT = Rule(_is_size, "a whole number from 1")
 _FEW = Rule(lambda x: _is_size(x) and x <= _MAX_NUMBER, f"a whole number from 1 to {_MAX_NUMBER:,}")
+_TOKEN_IDS = Rule(
+    lambda x: all(map(json_values.is_integer, x if isinstance(x, list) else [x])),
+    "a token id, a list of them, or null",
+)
 _ACTIVATION = Rule(lambda x: x in ACTIVATIONS, errors.format_choices(ACTIVATIONS))
 
 _RULES = {
@@ -228,7 +218,7 @@ _RULES = {
         lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1"
     ),
     **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window", "linear_allow_neg_eigval"), SWITCH),
-    **dict.fromkeys(TOKEN_ID_FIELDS, Rule(_is_token_id, "a token id, a list of them, or null")),
+    **dict.fromkeys(TOKEN_ID_FIELDS, _TOKEN_IDS),
     "pad_token_id": Rule(json_values.is_integer, "a token id, or null"),
     "sliding_window": Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
     "max_window_layers": Rule(json_values.is_integer, "a whole number"),
@@ -275,8 +265,9 @@ def _feature_problems(
     problems = []
     for name, value in fields.items():
         problem = None
-        if name == "quantization_config" and _quant_method(value) in family.quant_methods:
-            continue
+        if name == "quantization_config" and isinstance(value, dict):
+            if value.get("quant_method") in family.quant_methods:
+                continue
         if name in family.values:
             problem = _value_problem(name, value, family.values[name], f"for {family.architecture}")
         elif name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
@@ -289,7 +280,11 @@ def _feature_problems(
         elif name == "architectures" and not _is_architecture(value, fields, family):
             problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."
         elif name not in accepted and (name not in defaults or value != defaults[name]):
-            problem = _unknown_problem(name, accepted, model_type=fields["model_type"])
+            hint = ""
+            if name not in PASSED_FIELDS:  # a field of another family is not a typo
+                hint = errors.did_you_mean(name, sorted({*accepted, *_SWITCH_FIELDS}))
+            problem = f"is not a field of {fields['model_type']} that jaxsp reads."
+            problem += hint or " Leave it out."
         if problem:
             problems.append(f"{path}.{name} = {format_value(value)}: {problem}")
     return problems
@@ -316,10 +311,6 @@ def _is_architecture(value: Any, fields: dict[str, Any], family: Family) -> bool
     return is_one_score and value == [reward_architecture(fields["model_type"])]
 
 
-def _quant_method(value: Any) -> Any:
-    return value.get("quant_method") if isinstance(value, dict) else None
-
-
 def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: str) -> str | None:
     """Problem of a field with a fixed meaning, or None."""
     if value in supported:
@@ -328,13 +319,6 @@ def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: st
         return f"is not implemented: {reason}. {_SUGGESTIONS[name]}."
     suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]
     return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
-
-
-def _unknown_problem(name: str, accepted: set[str], *, model_type: str) -> str:
-    hint = ""
-    if name not in PASSED_FIELDS:  # a field of another family is not a typo
-        hint = errors.did_you_mean(name, sorted({*accepted, *_SWITCH_FIELDS}))
-    return f"is not a field of {model_type} that jaxsp reads.{hint or ' Leave it out.'}"
 
 
 def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
@@ -393,13 +377,11 @@ def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) 
     return problems
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
 def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
     """Numbers of experts that do not fit together. Args: as in `_size_problems`."""
     problems = []
-    num_experts = next((fields[name] for name in _EXPERT_COUNTS if name in fields), None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((fields[name] for name in names if name in fields), None)
     num_chosen = fields.get("num_experts_per_tok")
     if num_experts is None or num_chosen is None:
         return []

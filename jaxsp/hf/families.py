@@ -160,27 +160,12 @@ def _read_gemma(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
-    # Gemma 3's code in transformers does not use attn_logit_softcapping
-    return _read_gemma(given) | {"attention_softcap": None}
-
-
 def _read_granite(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_scale": float(given["attention_multiplier"]),
         "embedding_scale": float(given["embedding_multiplier"]),
         "residual_scale": float(given["residual_multiplier"]),
         "logit_scale": 1 / given["logits_scaling"],
-    }
-
-
-def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
-    group = given["rope_parameters"]
-    return {
-        "query_scale": QueryScale(
-            beta=float(group["llama_4_scaling_beta"]),
-            original_max_position_embeddings=group["original_max_position_embeddings"],
-        )
     }
 
 
@@ -217,7 +202,8 @@ FAMILIES = {
         rope=RopeSupport(
             layer_types=LAYER_TYPES, outside_fields=("rope_theta", "rope_local_base_freq")
         ),
-        read=_read_gemma3,
+        # Gemma 3's code in transformers does not use attn_logit_softcapping
+        read=lambda given: _read_gemma(given) | {"attention_softcap": None},
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM",
@@ -287,7 +273,12 @@ FAMILIES = {
             extra_fields=("llama_4_scaling_beta", "max_position_embeddings"),
             required_fields=("llama_4_scaling_beta",),
         ),
-        read=_read_ministral3,
+        read=lambda given: {
+            "query_scale": QueryScale(
+                beta=float(given["rope_parameters"]["llama_4_scaling_beta"]),
+                original_max_position_embeddings=given["rope_parameters"][ORIGINAL],
+            )
+        },
     ),
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",
@@ -332,7 +323,6 @@ _DELTA_NET_FIELDS = (
     "linear_conv_kernel_dim",
 )
 
-
 _OLMO_INIT_FIELDS = (
     *("linear_a_log_min", "linear_a_log_max"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
@@ -349,25 +339,18 @@ OLMO_DELTA_NET_NAMES = DeltaNetNames(
     out="o_proj",
 )
 
-_MIN_DECAY = 1e-4
-"""Minimum of random decays of OLMo Hybrid, whose range begins at 0: its logarithm is -inf."""
-
 
 def _read_delta_net(given: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Args: options: fields of DeltaNetConfig in which the family differs from Qwen3.5."""
-    num_key_heads, num_heads, key_size, value_size, filter_size = (
-        given[name] for name in _DELTA_NET_FIELDS
+    delta_net = DeltaNetConfig(
+        num_key_heads=given["linear_num_key_heads"],
+        num_heads=given["linear_num_value_heads"],
+        key_size=given["linear_key_head_dim"],
+        value_size=given["linear_value_head_dim"],
+        filter_size=given["linear_conv_kernel_dim"],
+        **options,
     )
-    return {
-        "delta_net": DeltaNetConfig(
-            num_key_heads=num_key_heads,
-            num_heads=num_heads,
-            key_size=key_size,
-            value_size=value_size,
-            filter_size=filter_size,
-            **options,
-        )
-    }
+    return {"delta_net": delta_net}
 
 
 def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
@@ -377,7 +360,7 @@ def _read_olmo_hybrid(given: dict[str, Any]) -> dict[str, Any]:
         names=OLMO_DELTA_NET_NAMES,
         strength_scale=2.0 if given["linear_allow_neg_eigval"] else 1.0,
         norm_eps=1e-5,  # whatever rms_norm_eps is
-        decay_range=(max(decay_min, _MIN_DECAY), decay_max),
+        decay_range=(max(decay_min, 1e-4), decay_max),  # the logarithm of 0 is -inf
         step_range=(max(step_min, floor), max(step_max, floor)),
     )
 
@@ -389,14 +372,17 @@ _ROUTER_LOSS = ("router_aux_loss_coef", "output_router_logits")
 
 
 def _read_experts(
-    given: dict[str, Any], num_experts: int, size: int, **options: Any
+    given: dict[str, Any], num_experts: str, size: str, **options: Any
 ) -> dict[str, Any]:
-    """Args: options: fields of ExpertsConfig in which the family differs from Qwen3."""
+    """Args:
+    num_experts, size: names of the fields with the number and the size of experts.
+    options: fields of ExpertsConfig in which the family differs from Qwen3.
+    """
     has_loss = given.get("output_router_logits", False)
     experts = ExpertsConfig(
-        num_experts=num_experts,
+        num_experts=given[num_experts],
         num_chosen=given["num_experts_per_tok"],
-        size=size,
+        size=given[size],
         aux_loss_coef=float(given["router_aux_loss_coef"]) if has_loss else 0.0,
         **options,
     )
@@ -416,10 +402,7 @@ FAMILIES["qwen3_moe"] = Family(
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
     ),
     read=lambda given: _read_experts(
-        given,
-        given["num_experts"],
-        given["moe_intermediate_size"],
-        is_normalized=given["norm_topk_prob"],
+        given, "num_experts", "moe_intermediate_size", is_normalized=given["norm_topk_prob"]
     ),
 )
 
@@ -431,8 +414,8 @@ FAMILIES["mixtral"] = Family(
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
-        given["num_local_experts"],
-        given["intermediate_size"],
+        "num_local_experts",
+        "intermediate_size",
         names=ExpertNames(
             router="block_sparse_moe.gate.weight",
             gate="block_sparse_moe.experts.{expert}.w1.weight",
@@ -451,10 +434,7 @@ FAMILIES["olmoe"] = Family(
     fields=("num_experts", "num_experts_per_tok", "norm_topk_prob", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
-        given,
-        given["num_experts"],
-        given["intermediate_size"],
-        is_normalized=given["norm_topk_prob"],
+        given, "num_experts", "intermediate_size", is_normalized=given["norm_topk_prob"]
     ),
     values={"clip_qkv": ()},
 )
@@ -494,8 +474,8 @@ def _read_qwen_experts(
     """Args: delta_net: as in `_read_delta_net`."""
     experts = _read_experts(
         given,
-        given["num_experts"],
-        given["moe_intermediate_size"],
+        "num_experts",
+        "moe_intermediate_size",
         is_normalized=given.get("norm_topk_prob", True),
         shared_size=given[_SHARED_SIZE],
         has_own_names=has_own_names,
@@ -539,11 +519,10 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
 
 
 def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
-    size = given["moe_intermediate_size"]
     experts = _read_experts(
         given,
-        given["n_routed_experts"],
-        size,
+        "n_routed_experts",
+        "moe_intermediate_size",
         scores="sigmoid",
         router_file_dtype="float32",  # in which transformers keeps it
         num_groups=given["n_group"],
@@ -555,7 +534,7 @@ def _read_glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
             shared="mlp.shared_experts",
             shared_gate=None,
         ),
-        shared_size=size * given["n_shared_experts"],
+        shared_size=given["moe_intermediate_size"] * given["n_shared_experts"],
     )
     return experts | {"qk_norm": "head" if given["use_qk_norm"] else "none"}
 
@@ -595,8 +574,8 @@ FAMILIES["granitemoe"] = dataclasses.replace(
         _read_granite(given)
         | _read_experts(
             given,
-            given["num_local_experts"],
-            given["intermediate_size"],
+            "num_local_experts",
+            "intermediate_size",
             names=ExpertNames(
                 module="block_sparse_moe.experts",
                 router="block_sparse_moe.router.layer.weight",
@@ -625,8 +604,8 @@ FAMILIES["gpt_oss"] = Family(
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: _read_experts(
         given,
-        given["num_local_experts"],
-        given["intermediate_size"],
+        "num_local_experts",
+        "intermediate_size",
         clamped_gate=ClampedGate(
             alpha=float(given["swiglu_alpha"]), limit=float(given["swiglu_limit"])
         ),
@@ -673,16 +652,6 @@ FAMILIES["olmo_hybrid"] = Family(
 )
 
 
-def _read_muse_glimmer(given: dict[str, Any]) -> dict[str, Any]:
-    return {
-        # transformers multiplies queries with the factor, between their norm and RoPE
-        "attention_scale": given["qk_scale_factor"] * given["head_dim"] ** -0.5,
-        "logit_scale": given["output_multiplier"],
-        "logit_softcap": given["final_logit_softcapping"],
-        "post_norm_eps": given["post_norm_eps"],
-    }
-
-
 FAMILIES["muse_glimmer_text"] = Family(
     architecture="MuseGlimmerForConditionalGeneration",
     has_other_parts=True,
@@ -703,7 +672,13 @@ FAMILIES["muse_glimmer_text"] = Family(
         *("post_norm_eps", "layer_rope_theta"),
     ),
     null_fields=("final_logit_softcapping",),  # refused by transformers
-    read=_read_muse_glimmer,
+    read=lambda given: {
+        # transformers multiplies queries with the factor, between their norm and RoPE
+        "attention_scale": given["qk_scale_factor"] * given["head_dim"] ** -0.5,
+        "logit_scale": given["output_multiplier"],
+        "logit_softcap": given["final_logit_softcapping"],
+        "post_norm_eps": given["post_norm_eps"],
+    },
     rope=RopeSupport(layer_thetas="layer_rope_theta"),
     has_rope=lambda given, layer: given["layer_rope_theta"][layer] != 0,
 )

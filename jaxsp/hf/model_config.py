@@ -132,12 +132,25 @@ def make_config_json(
     """
     _, resolved = _parse_fields(fields, "config.json")
     family = FAMILIES[fields["model_type"]]
+    padding_id = read_padding_id(fields)
+    head: dict[str, Any] = {"architectures": [family.architecture]}
+    if is_reward_model(fields):
+        # transformers scores the last token of a row that is not pad_token_id. If that were the
+        # end token, it would score the one before it; null lets it score one row at a time only
+        eos = token_ids["eos_token_id"]
+        if padding_id in (eos if isinstance(eos, list) else [eos]):
+            padding_id = None
+        head = {
+            "architectures": fields["architectures"],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
     return {
         **resolved.to_diff_dict(),
         **_renamed_fields(resolved, family),
         **token_ids,
-        "pad_token_id": read_padding_id(fields),
-        **_describe_head(fields, token_ids),
+        "pad_token_id": padding_id,
+        **head,
         "dtype": dtype,
         "torch_dtype": dtype,
         "rope_parameters": resolved.rope_parameters,
@@ -173,26 +186,6 @@ def find_auto_class(fields: dict[str, Any]) -> str:
     if is_reward_model(fields):
         return "AutoModelForSequenceClassification"
     return FAMILIES[fields["model_type"]].auto_class
-
-
-def _describe_head(fields: dict[str, Any], token_ids: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json about the head.
-
-    Transformers scores the last token of a row that is not pad_token_id. If that were the end
-    token, it would score the one before it; null lets it score one row at a time only.
-    """
-    if not is_reward_model(fields):
-        return {"architectures": [FAMILIES[fields["model_type"]].architecture]}
-    padding_id = read_padding_id(fields)
-    eos = token_ids["eos_token_id"]
-    if padding_id in (eos if isinstance(eos, list) else [eos]):
-        padding_id = None
-    return {
-        "architectures": fields["architectures"],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "pad_token_id": padding_id,
-    }
 
 
 def choose_token_ids(
@@ -253,7 +246,14 @@ def _parse_fields(
 
     has_null_window = fields.get("sliding_window", 0) is None
     given_fields = fields
-    fields = _drop_nulls(fields)
+    kept = {}
+    for name, value in fields.items():
+        if name in rope_forms.GROUPS and isinstance(value, dict):
+            # also a copy, because transformers adds entries to its input dicts
+            value = rope_forms.normalize(value)
+        if value is not None:  # for a null head_dim, transformers would not use its default
+            kept[str(name)] = value
+    fields = kept
     family = _find_family(fields, path)
     fields = _use_published_names(fields, family, path)
     if has_null_window and family.window_fields:
@@ -262,7 +262,11 @@ def _parse_fields(
     problems = config_checks.find_problems(fields, family, defaults, path)
     theta = rope_forms.find_theta(given_fields)
     if family.rope.is_optional and not theta:
-        problems.append(f"{path}.rope_parameters.rope_theta: {_THETA_PROBLEM}")
+        problems.append(
+            f"{path}.rope_parameters.rope_theta: missing. Use null for layers without RoPE, as in "
+            "the published models. Else use the number that the model was trained with; "
+            "transformers' default is 10000."
+        )
     if problems:
         raise UserError(problems)
     names = (*config_checks.PASSED_FIELDS, *family.window_fields, *family.own_fields)
@@ -305,12 +309,6 @@ def _parse_fields(
     return config, resolved
 
 
-_THETA_PROBLEM = (
-    "missing. Use null for layers without RoPE, as in the published models. Else use the number "
-    "that the model was trained with; transformers' default is 10000."
-)
-
-
 def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> dict[str, Any]:
     """Fields under the names that the family reads, also where transformers 5 wrote others.
 
@@ -349,7 +347,15 @@ def _parse_layers(
     groups = given["rope_parameters"]
     is_nested = rope_forms.is_nested(groups, family.rope)
     windows = _parse_windows(given, family, path)
-    _check_layer_thetas(given, family, path)
+    name = family.rope.layer_thetas
+    for layer, theta in enumerate([] if name is None else given[name]):
+        # transformers reads only the zeros of this field
+        if theta not in (0, groups["rope_theta"]):
+            raise UserError(
+                f"{path}.{name}[{layer}] = {theta}: is not implemented: {family.architecture} uses "
+                f"rope_theta, {groups['rope_theta']}, in every layer that has RoPE. Use that, or 0 "
+                "for none."
+            )
     types = given.get("layer_types") or [LAYER_TYPES[0]] * len(windows)
 
     @functools.cache
@@ -406,37 +412,6 @@ def _parse_windows(given: dict[str, Any], family: Family, path: str) -> list[int
             f"by which {expected}. Leave it out."
         )
     return [window if family.window_fields else None] * num_layers
-
-
-def _check_layer_thetas(given: dict[str, Any], family: Family, path: str) -> None:
-    """Checks the field `RopeSupport.layer_thetas`, of which transformers reads only the zeros.
-
-    Raises: UserError for a layer with a RoPE of its own.
-    """
-    name = family.rope.layer_thetas
-    if name is None:
-        return
-    rope_theta = given["rope_parameters"]["rope_theta"]
-    for layer, theta in enumerate(given[name]):
-        if theta not in (0, rope_theta):
-            raise UserError(
-                f"{path}.{name}[{layer}] = {theta}: is not implemented: {family.architecture} uses "
-                f"rope_theta, {rope_theta}, in every layer that has RoPE. Use that, or 0 for none."
-            )
-
-
-def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Copies fields without nulls: for a null head_dim, transformers would not use its default.
-
-    The groups of RoPE are copied too, because transformers adds entries to its input dicts.
-    """
-    kept = {}
-    for name, value in fields.items():
-        if name in rope_forms.GROUPS and isinstance(value, dict):
-            value = rope_forms.normalize(value)
-        if value is not None:
-            kept[str(name)] = value
-    return kept
 
 
 def _find_family(fields: dict[str, Any], path: str) -> Family:

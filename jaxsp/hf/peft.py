@@ -111,30 +111,15 @@ def find(source: str) -> ModelFolder:
 def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
     """Reads the config of adapter.source, and adds the adapters to a model.
 
-    Raises: UserError with everything that does not fit the model or the source.
+    Fields without a value get those of the source, or jaxsp's defaults.
+
+    Raises: UserError with all fields that differ from the source's, and all that are unsupported.
     """
     source = None
     if adapter.type != "none" and adapter.source is not None:
         source = find(adapter.source)
-    resolved = _fill_in(adapter, model, source)
-    return ResolvedAdapter(
-        config=resolved, model=adapters.add_adapter(model, resolved), folder=source
-    )
-
-
-def _fill_in(
-    adapter: AdapterConfig, model: ModelConfig, source: ModelFolder | None
-) -> AdapterConfig:
-    """The adapter section of a config, in which every field has a value.
-
-    Fields without a value get those of the source, or jaxsp's defaults.
-
-    Args: model: the model without adapters.
-    Raises: UserError with all fields that differ from the source's, and all that are unsupported.
-    """
-    if adapter.type == "none":
-        return adapter
-    if source is None:
+        adapter = adapter.model_copy(update=_read_section(adapter, model, source))
+    elif adapter.type != "none":
         rank = adapter.rank or adapters.DEFAULT_RANK
         defaults: dict[str, Any] = {
             "rank": rank,
@@ -144,32 +129,42 @@ def _fill_in(
             "target_parameters": (),
         }
         missing = {name: x for name, x in defaults.items() if getattr(adapter, name) is None}
-        return adapter.model_copy(update=missing)
+        adapter = adapter.model_copy(update=missing)
+    return ResolvedAdapter(
+        config=adapter, model=adapters.add_adapter(model, adapter), folder=source
+    )
+
+
+def _read_section(
+    adapter: AdapterConfig, model: ModelConfig, source: ModelFolder
+) -> dict[str, Any]:
+    """Fields of the adapter section, those of adapter.source, which must not differ.
+
+    Raises: UserError with all that differ.
+    """
     read = _read_settings(source, model)
     problems = [
         f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, {read[name]}."
         for name in ("type", "rank", "alpha", "use_rslora")
         if getattr(adapter, name) not in (None, read[name])
     ]
+    given_names = {}
     if adapter.targets is not None:
-        targets = adapters.find_targets(model, adapter.targets)
-        if set(targets) != set(read["targets"]):
-            problems.append(
-                "adapter.targets: must be those of adapter.source, "
-                f"[{', '.join(read['targets'])}]. Leave them out."
-            )
+        given_names["targets"] = set(adapters.find_targets(model, adapter.targets))
     if adapter.target_parameters is not None:
         parameters = adapters.find_target_parameters(model, adapter)
-        if parameters != read["target_parameters"]:
-            problems.append(
-                "adapter.target_parameters: must be those of adapter.source, "
-                f"[{', '.join(read['target_parameters'])}]. Leave them out."
-            )
+        given_names["target_parameters"] = set(parameters)
+    problems += [
+        f"adapter.{field}: must be those of adapter.source, [{', '.join(read[field])}]. "
+        "Leave them out."
+        for field, names in given_names.items()
+        if names != set(read[field])
+    ]
     if problems:
         raise UserError(problems)
     given = (*read["modules_to_save"], *adapter.modules_to_save)
     saved = tuple(name for name in SAVED_MODULES if name in given)
-    return adapter.model_copy(update=read | {"modules_to_save": saved})
+    return read | {"modules_to_save": saved}
 
 
 def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
@@ -324,7 +319,12 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         header = tensors.read_header(path)
     except BadFileError as error:
         raise UserError(f"{asked}: {path} {error}. Copy or download it again.") from None
-    stored = {_remove_prefixes(name): tensor for name, tensor in header.items()}
+    stored = {}
+    for name, tensor in header.items():
+        name = name.removeprefix(_PREFIX)
+        if name.startswith(_TEXT_PREFIX):
+            name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
+        stored[name] = tensor
     declared = source.config_fields.get("modules_to_save") or ()
     saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
     params = jax.tree.leaves(table)
@@ -332,7 +332,8 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         [param for param in params if param.is_adapter or param.hf_name in saved]
     )
     missing, surplus, misshapen = weights.compare(stored, shapes)
-    surplus = [name for name in surplus if name not in _TIED_COPIES]
+    head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
+    surplus = [name for name in surplus if name != head]
     problems = [
         f"{asked}: {title} {weights.abbreviate(names)}. "
         "Use an adapter of this model, as PEFT's save_pretrained writes it."
@@ -347,47 +348,19 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         raise UserError(problems)
     read = {name: stored[name] for name in shapes}
     reader = WeightReader(error_prefix=asked, tensors=read, left_out="")
-    for name in stored.keys() & set(_TIED_COPIES) - shapes.keys():
-        if not is_same_tensor(reader, stored[name], stored[SAVED_MODULES["embed_tokens"]]):
+    if head in stored and head not in shapes:
+        if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
             raise UserError(
-                f"{asked}: {name} must equal the embedding, because the model's config.json has "
+                f"{asked}: {head} must equal the embedding, because the model's config.json has "
                 "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
                 "as model.source."
             )
     return reader
 
 
-def _remove_prefixes(name: str) -> str:
-    """Name of a tensor of an adapter's file in a file of the text model."""
-    name = name.removeprefix(_PREFIX)
-    if name.startswith(_TEXT_PREFIX):
-        return f"model.{name.removeprefix(_TEXT_PREFIX)}"
-    return name
-
-
 def _add_text_prefix(name: str) -> str:
     """Name of a tensor or module of the text model in a multimodal model."""
     return f"{_TEXT_PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name
-
-
-def _match_text_model(targets: list[str]) -> Any:
-    """Pattern of modules in the text model only; a list would match the vision tower too."""
-    if not targets:
-        return targets
-    return rf"{re.escape(_TEXT_PREFIX)}.*\.({'|'.join(map(re.escape, targets))})"
-
-
-_TIED_COPIES = (SAVED_MODULES["lm_head"],)
-"""Copy of the embedding in the adapter of a model whose head is its embedding."""
-
-
-_FIXED_FIELDS = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-}
-"""Fields that every written adapter_config.json has."""
 
 
 def save_adapter(
@@ -426,11 +399,16 @@ def save_adapter(
         saved.append(decoder.SCORE_NAME.rpartition(".")[0])
     targets: Any = adapters.abbreviate(lora.targets, adapters.list_projections(model))
     if is_multimodal:
-        targets = _match_text_model(targets)
+        if targets:  # a list would match the vision tower too
+            pattern = "|".join(map(re.escape, targets))
+            targets = rf"{re.escape(_TEXT_PREFIX)}.*\.({pattern})"
         named = {_add_text_prefix(name): tensor for name, tensor in named.items()}
     alpha = adapter.alpha or lora.scale * lora.rank
     config = {
-        **_FIXED_FIELDS,
+        "peft_type": "LORA",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
         "task_type": "SEQ_CLS" if model.has_scores else "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # as PEFT writes it

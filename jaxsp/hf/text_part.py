@@ -58,49 +58,35 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     if not isinstance(text, dict):
         problems.append(f"{path} = {format_value(text)}: must be a group of fields.")
         raise UserError(problems)
-    problems += _find_text_problems(text, family, path)
+    text_type = text.get("model_type") or family.text_types[0]
+    if text_type not in family.text_types:
+        problems.append(
+            f"{path}.model_type = {format_value(text_type)}: is not implemented in "
+            f"{family.architecture}. Use {errors.format_choices(family.text_types)}."
+        )
+    problems += [
+        f"{path}.{name} = {format_value(text[name])}: is not implemented: "
+        f"{family.architecture} ignores it, and the exported text model would use it. "
+        "Write null, or leave it out."
+        for name in family.unused_text_fields
+        if text.get(name) is not None
+    ]
     if problems:
         raise UserError(problems)
-    text = text | {"model_type": text.get("model_type") or family.text_types[0]}
+    text = text | {"model_type": text_type}
     text |= {name: outer[name] for name in config_checks.TOKEN_ID_FIELDS if name in outer}
-    text |= _read_tie(outer, text)
+    # Embedding and head are tied only if neither config has false. transformers 4 reads that of
+    # text_config. transformers 5 reads the outer one, with the default true, and saves it, but it
+    # does not tie a stored head that differs from the embedding. In its copies of Ministral 3 8B,
+    # the two fields disagree, and the head is not tied.
+    tie = "tie_word_embeddings"
+    if tie in outer and (outer[tie] is False or text.get(tie) is None):
+        text[tie] = outer[tie]
     # transformers' defaults of the sizes that it lacks (Gemma 3 4B: the heads)
     defaults = transformers.AutoConfig.for_model(text["model_type"]).to_dict()
     missing = config_checks.find_missing_sizes(text, FAMILIES[text["model_type"]])
     sizes = {name: defaults[name] for name in (*missing, "max_position_embeddings")}
     return sizes | text, path
-
-
-def _find_text_problems(text: dict[str, Any], family: MultimodalFamily, path: str) -> list[str]:
-    """Problems of a text_config that the text model's own check does not find."""
-    problems = []
-    name = text.get("model_type") or family.text_types[0]
-    if name not in family.text_types:
-        problems.append(
-            f"{path}.model_type = {format_value(name)}: is not implemented in "
-            f"{family.architecture}. Use {errors.format_choices(family.text_types)}."
-        )
-    for name in family.unused_text_fields:
-        if text.get(name) is not None:
-            problems.append(
-                f"{path}.{name} = {format_value(text[name])}: is not implemented: "
-                f"{family.architecture} ignores it, and the exported text model would use it. "
-                "Write null, or leave it out."
-            )
-    return problems
-
-
-def _read_tie(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Returns the outer tie_word_embeddings if it is used: embedding and head are tied only if
-    neither config has false.
-
-    transformers 4 reads that of text_config. transformers 5 reads the outer one, with the default
-    true, and saves it, but it does not tie a stored head that differs from the embedding. In its
-    copies of Ministral 3 8B, the two fields disagree, and the head is not tied.
-    """
-    name = "tie_word_embeddings"
-    is_used = outer.get(name) is False or text.get(name) is None
-    return {name: outer[name]} if name in outer and is_used else {}
 
 
 def select_tensors(
@@ -118,20 +104,24 @@ def select_tensors(
     multimodal = find_family(fields)
     text = FAMILIES.get(str(fields.get("model_type")))
     family = multimodal or text
-    other_parts = family.other_parts if family is not None else ()
+    other_parts = {*family.other_parts} if family is not None else set()
     stored_names = text.stored_names if text is not None else {}
-    extra_layers = range(0)
     if text is not None and text.extra_layers_field is not None:
         first = fields["num_hidden_layers"]
         num_extra = fields.get(text.extra_layers_field)
-        extra_layers = range(first, first + (1 if num_extra is None else num_extra))
+        num_extra = 1 if num_extra is None else num_extra
+        other_parts |= {f"layers.{layer}" for layer in range(first, first + num_extra)}
     selected: dict[str, _Tensor] = {}
     left_out: dict[str, _Tensor] = {}
     for name, tensor in stored.items():
-        if _find_part(name) in other_parts or _find_layer(name) in extra_layers:
+        if _find_part(name) in other_parts:
             left_out[name] = tensor
             continue
-        text_name = name if multimodal is None else _rename(name)
+        text_name = name
+        for prefix, replacement in () if multimodal is None else _PREFIXES.items():
+            if name.startswith(prefix):
+                text_name = replacement + name.removeprefix(prefix)
+                break
         text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
         if text_name in selected:
             raise ValueError(f"{text_name}: stored twice, one of them as {name}")
@@ -145,23 +135,10 @@ def _find_part(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
 
 
-def _find_layer(name: str) -> int | None:
-    """Number of the layer that a stored tensor belongs to; None: of none."""
-    first, _, number = _find_part(name).partition(".")
-    return int(number) if first == "layers" and number.isdecimal() else None
-
-
 def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Returns `Family.divided_tensors` of a config.json."""
     family = FAMILIES.get(str(fields.get("model_type")))
     return {} if family is None else family.divided_tensors
-
-
-def _rename(name: str) -> str:
-    for prefix, replacement in _PREFIXES.items():
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    return name
 
 
 def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import itertools
 import json
 import pathlib
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, text_part
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.tensors import BadFileError, Index, StoredSlice, StoredTensor, TensorView
+from jaxsp.hf.tensors import BadFileError, Index, StoredTensor, TensorView
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -106,22 +106,20 @@ class WeightReader:
     def _read_views(self, parts: list[tuple[TensorView, Index]]) -> list[np.ndarray]:
         """Slices of tensors; each file is opened once for all that follow each other in it."""
         lists = [view.list_slices(index) for view, index in parts]
-        slices = iter(self._read_slices(itertools.chain(*lists)))
-        return [
-            view.join(index, list(itertools.islice(slices, len(members))))
-            for (view, index), members in zip(parts, lists, strict=True)
-        ]
-
-    def _read_slices(self, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
-        slices: list[np.ndarray] = []
-        for file, members in itertools.groupby(parts, lambda part: part[0].file):
+        stored: list[np.ndarray] = []
+        chained = itertools.chain(*lists)
+        for file, in_file in itertools.groupby(chained, lambda part: part[0].file):
             try:
-                slices += tensors.read_slices(file, members)
+                stored += tensors.read_slices(file, in_file)
             except BadFileError as error:
                 raise UserError(
                     f"{self.error_prefix}: {file} {error}. Copy or download it again."
                 ) from None
-        return slices
+        slices = iter(stored)
+        return [
+            view.join(index, list(itertools.islice(slices, len(members))))
+            for (view, index), members in zip(parts, lists, strict=True)
+        ]
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -147,8 +145,9 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     embedding_name = table["embedding"].hf_name
     head = None
     left_out = text_part.describe_left_out(others, source.config_fields)
-    if decoder_head := _find_new_head(table, stored):
-        del shapes[decoder_head]
+    head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
+    if head_name != _HEAD_NAME and head_name not in stored:  # a reward model of a language model
+        del shapes[head_name]
         left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
         stored.pop(_HEAD_NAME, None)
     elif "head" not in table and _HEAD_NAME in stored:
@@ -174,12 +173,6 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
     return reader
 
 
-def _find_new_head(table: layers.Weights, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Name of the head of a reward model, if the folder is that of a language model."""
-    name = table["head"].hf_name if "head" in table else _HEAD_NAME
-    return name if name != _HEAD_NAME and name not in stored else None
-
-
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
     """Returns tensors under a model's names, also where AutoModel, torch.compile or DDP saved them.
 
@@ -198,14 +191,36 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
 
     Raises: UserError for files that are missing, damaged, or different from the index.
     """
-    weight_map = _read_index(source, asked)
+    weight_map: Any = {}
+    if (source.path / folder.INDEX_FILE).is_file():
+        index = folder.read_json(source.path / folder.INDEX_FILE, error_prefix=asked)
+        weight_map = index.get("weight_map")
+        paths = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(path, str) and pathlib.PurePath(path).name == path for path in paths):
+            raise UserError(
+                f"{asked}: {folder.INDEX_FILE} must have a weight_map with the file of each "
+                "tensor. Download it again."
+            )
     files = sorted(set(weight_map.values()))
     source.download_files([_SINGLE_FILE, *files])
     has_index = not (source.path / _SINGLE_FILE).is_file()
     if not has_index:
         files = [_SINGLE_FILE]
     if not files:
-        raise UserError(f"{asked}: {_no_weights_problem(source)}")
+        problem = f"{asked}: {source.path} contains no {_SINGLE_FILE}"
+        shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
+        if shards:
+            raise UserError(
+                f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
+            )
+        pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
+        command, out = _conversion(source)
+        instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
+        raise UserError(
+            f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where "
+            f"torch is installed, convert them to safetensors: {command}, then "
+            f"{source.field}={out}."
+        )
     problems = []
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
@@ -235,36 +250,6 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
     if problems:
         raise UserError(problems)
     return stored
-
-
-def _read_index(source: ModelFolder, asked: str) -> dict[str, str]:
-    """File of each tensor by the folder's index; empty without an index. Raises: UserError."""
-    path = source.path / folder.INDEX_FILE
-    if not path.is_file():
-        return {}
-    weight_map = folder.read_json(path, error_prefix=asked).get("weight_map")
-    files = weight_map.values() if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and pathlib.PurePath(name).name == name for name in files):
-        raise UserError(
-            f"{asked}: {folder.INDEX_FILE} must have a weight_map with the file of each tensor. "
-            "Download it again."
-        )
-    return dict(weight_map or {})
-
-
-def _no_weights_problem(source: ModelFolder) -> str:
-    """The problem of a folder without safetensors, with a suggestion."""
-    problem = f"{source.path} contains no {_SINGLE_FILE}"
-    shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
-    if shards:
-        return f"{problem} and no {folder.INDEX_FILE}, only {abbreviate(shards)}. {_COPY_AGAIN}."
-    pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
-    command, out = _conversion(source)
-    instead = f", only {abbreviate(pickled)}" if pickled else ". If it has pytorch_model.bin"
-    return (
-        f"{problem}{instead}: jaxsp does not read pickles, because they can run code. Where torch "
-        f"is installed, convert them to safetensors: {command}, then {source.field}={out}."
-    )
 
 
 def _conversion(source: ModelFolder) -> tuple[str, str]:

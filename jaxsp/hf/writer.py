@@ -91,7 +91,18 @@ def export_model(
             tokenizer.save_pretrained(target)
         if other_parts is not None:
             folder.copy_small_files(other_parts.folder, target, patterns=PROCESSOR_FILES)
-        _write_weights(target, named, dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
+        plan = huggingface_hub.split_state_dict_into_shards_factory(
+            named,
+            get_storage_size=lambda tensor: tensor.num_bytes(jnp.dtype(dtype)),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        for name, members in plan.filename_to_tensors.items():
+            in_file = {member: named[member] for member in members}
+            write_file(target / name, in_file, dtype=jnp.dtype(dtype))
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            write_json(target / folder.INDEX_FILE, index)
 
 
 @contextlib.contextmanager
@@ -141,7 +152,17 @@ class ExportTensor(NamedTuple):
         dtype = self.choose_dtype(dtype)
         whole = np.empty(self.parts[0][0].hf_shape, dtype)
         for param, array in self.parts:
-            part = self._part_to_numpy(param, array, dtype)
+            # One index, so that of all experts of a layer only this one is copied
+            expert = () if self.expert is None else (self.expert,)
+            if callable(array):
+                stored = array(self.layer)[(*expert, ...)]
+            elif self.layer is None:
+                stored = array
+            else:
+                stored = array[(param.find(self.layer), *expert, ...)]
+            shape = param.shape if self.expert is None else param.matrix_shape
+            part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
+            assert part.shape == shape, (param.hf_name, part.shape)
             is_whole = param.hf_rows is None and param.expert_layout is None
             if is_whole and not param.is_transposed:
                 return np.ascontiguousarray(part)  # safetensors ignores strides
@@ -152,18 +173,6 @@ class ExportTensor(NamedTuple):
             index: Any = (*axis * (slice(None),), rows)
             param.view_matrices(whole)[index] = part
         return whole
-
-    def _part_to_numpy(self, param: Parameter, array: Any, dtype: np.dtype) -> np.ndarray:
-        # One index, so that of all experts of a layer only this one is copied
-        expert = () if self.expert is None else (self.expert,)
-        if callable(array):
-            stored = array(self.layer)[(*expert, ...)]
-        else:
-            stored = array if self.layer is None else array[(param.find(self.layer), *expert, ...)]
-        shape = param.shape if self.expert is None else param.matrix_shape
-        part = np.asarray(stored.astype(dtype))[tuple(map(slice, shape))]
-        assert part.shape == shape, (param.hf_name, part.shape)
-        return part
 
 
 class CopiedTensor(NamedTuple):
@@ -200,26 +209,6 @@ def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, Exp
                     tensor = named.setdefault(name, ExportTensor([], layer, expert))
                     tensor.parts.append((param, array))
     return named
-
-
-def _write_weights(
-    target: pathlib.Path,
-    named: dict[str, ExportTensor | CopiedTensor],
-    *,
-    dtype: np.dtype,
-    max_shard_size: str | int,
-) -> None:
-    plan = huggingface_hub.split_state_dict_into_shards_factory(
-        named,
-        get_storage_size=lambda tensor: tensor.num_bytes(dtype),
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    for name, members in plan.filename_to_tensors.items():
-        write_file(target / name, {member: named[member] for member in members}, dtype=dtype)
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_json(target / folder.INDEX_FILE, index)
 
 
 def write_file(

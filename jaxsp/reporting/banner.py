@@ -38,6 +38,11 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
     num_shards = device_mesh.num_shards(spec.mesh)
     has_xla_options = run.deterministic or bool(run.xla_options)
     xla = spec.compile_options.description
+    choice = spec.attention
+    attention_text = attention.describe(choice, spec.model)
+    attention_short, _, rest = attention_text.partition("; ")
+    if rest and choice.fallback_reason:
+        attention_short += f" ({choice.kernel.name} because {choice.fallback_reason})"
     return [
         BannerEntry("training", inputs.describe_steps(spec)),
         BannerEntry(
@@ -63,27 +68,6 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
         *itertools.starmap(
             BannerEntry, summary.describe_data(inputs.train_set, config, inputs.schedule)
         ),
-        *_describe_documents(spec, inputs),
-        BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
-        BannerEntry("mesh", device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)),
-        BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
-        BannerEntry("attention", *_describe_attention(spec)),
-        BannerEntry("memory", memory_descriptions.describe(spec), short=""),
-        # to all if the config has some
-        BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
-        BannerEntry(
-            "output",
-            *run_dir.describe(
-                config, has_eval_sets=bool(inputs.eval_sets), first_step=inputs.start.step
-            ),
-        ),
-    ]
-
-
-def _describe_documents(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
-    config = spec.config
-    run = config.run
-    return [
         BannerEntry("stop", inputs.stop_tokens),
         BannerEntry("note", inputs.missing_parts),
         BannerEntry(
@@ -103,6 +87,19 @@ def _describe_documents(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
                 is_resume=inputs.start.is_resume_in(run_paths.local_dir(run)),
             ),
         ),
+        BannerEntry("devices", device_mesh.describe_devices(spec.mesh)),
+        BannerEntry("mesh", device_mesh.describe(spec.mesh) + _describe_origin("mesh.seq", inputs)),
+        BannerEntry("weights", sharding.describe(spec.table, num_shards), short=""),
+        BannerEntry("attention", attention_text, attention_short),
+        BannerEntry("memory", memory_descriptions.describe(spec), short=""),
+        # to all if the config has some
+        BannerEntry("XLA", xla, short=xla if has_xla_options else ""),
+        BannerEntry(
+            "output",
+            *run_dir.describe(
+                config, has_eval_sets=bool(inputs.eval_sets), first_step=inputs.start.step
+            ),
+        ),
     ]
 
 
@@ -119,13 +116,3 @@ def select_pairs(entries: Iterable[BannerEntry], *, is_verbose: bool) -> list[tu
 def _describe_origin(field: str, inputs: RunInputs) -> str:
     """The end of a line with the choice for a field; empty if the config has a number."""
     return f" ({field}: auto)" if field in inputs.automatic_fields else ""
-
-
-def _describe_attention(spec: StepSpec) -> tuple[str, str]:
-    """The whole text and the short one."""
-    choice = spec.attention
-    text = attention.describe(choice, spec.model)
-    short, _, rest = text.partition("; ")
-    if rest and choice.fallback_reason:
-        short += f" ({choice.kernel.name} because {choice.fallback_reason})"
-    return text, short

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import jax
 
@@ -110,25 +109,10 @@ class MetricsWriter:
 
     def write_step(self, line: Line) -> None:
         """Writes the line of a training step."""
-        self._write(METRICS_FILE, line)
+        self.write(METRICS_FILE, line)
 
-    def write_eval(self, line: Line) -> None:
-        """Writes the line of an evaluation of one eval set."""
-        self._write(EVAL_FILE, line)
-
-    def write_task(self, line: Line) -> None:
-        """Writes the line of a length of a retrieval task. The first one creates the file."""
-        self._write(TASKS_FILE, line)
-
-    def write_sample(self, line: dict[str, Any]) -> None:
-        """Writes an answer to a document of an eval set. The first one creates the file."""
-        self._write(SAMPLES_FILE, line)
-
-    def write_nonfinite_step(self, line: dict[str, Any]) -> None:
-        """Writes the line of a non-finite step. The first one creates the file."""
-        self._write(NONFINITE_FILE, line)
-
-    def _write(self, file_name: str, line: Line) -> None:
+    def write(self, file_name: str, line: Line) -> None:
+        """Writes a line of any of the files. The first one creates the file."""
         if jax.process_index() > 0:
             return
         if file_name not in self._files:

@@ -62,7 +62,7 @@ class NonfiniteTracker:
             rows=sorted({segment["row"] for segment in segments}),
             documents=segments,
         )
-        self._writer.write_nonfinite_step(dataclasses.asdict(line))
+        self._writer.write(metrics.NONFINITE_FILE, dataclasses.asdict(line))
 
     def stop_message(self, *, saved_step: int) -> str:
         """Returns the reason for the stop, with suggestions.

@@ -1,5 +1,6 @@
 """Starts of a run: starts.jsonl has a line for each time that a process began to train."""
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -74,6 +75,9 @@ def describe_start(
     """Returns the line of a start."""
     devices = spec.mesh.devices.flatten()
     checkpoint = inputs.start.checkpoint
+    version = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("jaxsp")
     return StartLine(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
@@ -89,7 +93,7 @@ def describe_start(
         mesh=dict(spec.mesh.shape),
         strategy=spec.attention.strategy.description,
         kernel=spec.attention.kernel.name,
-        jaxsp_version=_find_version(),
+        jaxsp_version=version,
         jax_version=jax.__version__,
         python_version=platform.python_version(),
         compile_s=round(compile_s, 3),
@@ -102,13 +106,6 @@ def record_start(directory: pathlib.Path, line: StartLine) -> None:
     if jax.process_index() == 0:
         with run_dir.report_write_errors(directory):
             jsonl.append_record(directory / STARTS_FILE, dataclasses.asdict(line))
-
-
-def _find_version() -> str | None:
-    try:
-        return importlib.metadata.version("jaxsp")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _read_last_step(path: pathlib.Path) -> int | None:

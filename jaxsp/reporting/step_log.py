@@ -178,7 +178,16 @@ class StepLog:
         self._status.finished(self._num_finished, step_s)
         self._num_tokens += int(results["num_tokens"])
         if not results["is_finite"]:
-            self._record_nonfinite_step(results)
+            loader = self._inputs.train_set.make_loader(
+                self._spec.config, self._inputs.schedule, self._spec.placement
+            )
+            step_index = self._num_finished - self._inputs.start.step - 1
+            self.nonfinite.record_step(self._num_finished, results, loader, step_index)
+            if self.can_continue:
+                self._progress.print_line(
+                    f"step {self._num_finished}  SKIPPED: the loss or the gradient norm is not "
+                    f"finite; its documents are in {metrics.NONFINITE_FILE}"
+                )
         self.last_line = self._build_line(step, results, step_s=step_s, data_wait_s=data_wait_s)
         self.first_line = self.first_line or self.last_line
         if self.last_line["loss"] is not None:
@@ -188,18 +197,6 @@ class StepLog:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
-
-    def _record_nonfinite_step(self, results: StepResults) -> None:
-        loader = self._inputs.train_set.make_loader(
-            self._spec.config, self._inputs.schedule, self._spec.placement
-        )
-        step_index = self._num_finished - self._inputs.start.step - 1
-        self.nonfinite.record_step(self._num_finished, results, loader, step_index)
-        if self.can_continue:
-            self._progress.print_line(
-                f"step {self._num_finished}  SKIPPED: the loss or the gradient norm is not finite; "
-                f"its documents are in {metrics.NONFINITE_FILE}"
-            )
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the time of the next one.

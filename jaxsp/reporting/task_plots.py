@@ -11,9 +11,6 @@ import numpy as np
 from jaxsp.core import files
 from jaxsp.training.metric_table import Line
 
-_COLORS = "cividis"
-"""Colors from dark blue (0) to yellow (1), which do not depend on telling red from green."""
-
 LIGHT_FROM = 0.47
 """Rate from which black text has more contrast to the cell than white."""
 
@@ -44,11 +41,13 @@ def write_heatmap(path: pathlib.Path, needles: Sequence[Line]) -> None:
         figsize=(max(6.5, 2.5 + 0.8 * len(lengths)), 2.2 + 0.32 * len(depths)),
         layout="constrained",
     )
+    per_cell = sorted({line["num_samples"] // len(line["exact_rate_by_depth"]) for line in needles})
+    samples = "1 sample" if per_cell == [1] else f"{per_cell[0]} samples"
+    if len(per_cell) > 1:
+        samples = f"{per_cell[0]} to {per_cell[-1]} samples"
     panel = drawn.subplots()
     drawn.colorbar(draw_heatmap(panel, needles), label="fraction of exact answers")
-    drawn.suptitle(
-        f"Needle at step {needles[0]['step']:,}, {_describe_samples(needles)}", fontsize=11
-    )
+    drawn.suptitle(f"Needle at step {needles[0]['step']:,}, {samples} per cell", fontsize=11)
     panel.set_title("exact greedy answers by likelihood, not RULER's score", fontsize=9)
     content = io.BytesIO()
     drawn.savefig(content, dpi=120, format="png")
@@ -62,7 +61,8 @@ def draw_heatmap(panel: Any, needles: Sequence[Line]) -> Any:
     """
     lengths, depths, rates = tabulate(needles)
     panel.set_facecolor("#dddddd")
-    image = panel.imshow(rates, cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
+    # From dark blue to yellow, which do not depend on telling red from green
+    image = panel.imshow(rates, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for (row, column), rate in np.ndenumerate(rates):
         text = "none" if np.isnan(rate) else f"{rate:.2f}"
         is_dark = not np.isnan(rate) and rate < LIGHT_FROM
@@ -82,10 +82,3 @@ def tabulate(needles: Sequence[Line]) -> tuple[list[int], list[str], np.ndarray]
     depths = sorted({depth for rates in by_length.values() for depth in rates}, key=float)
     rates = [[by_length[length].get(depth, np.nan) for length in lengths] for depth in depths]
     return lengths, depths, np.array(rates, float)
-
-
-def _describe_samples(needles: Sequence[Line]) -> str:
-    """Number of samples of a cell, for the title."""
-    numbers = sorted({line["num_samples"] // len(line["exact_rate_by_depth"]) for line in needles})
-    text = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    return f"{text} {'sample' if numbers == [1] else 'samples'} per cell"

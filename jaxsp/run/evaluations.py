@@ -12,8 +12,8 @@ from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
 from jaxsp.generation.samples import SampleGenerator
 from jaxsp.processes import distributed
-from jaxsp.reporting import console, task_plots
-from jaxsp.reporting.metrics import NEEDLE_PLOT, MetricsWriter
+from jaxsp.reporting import console, metrics, task_plots
+from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.inputs import RunInputs
@@ -77,12 +77,12 @@ class Evaluations:
         lines = {}
         for line in self._eval_sets.run(master, num_steps=step, on_batch=heartbeat):
             lines[line["data"]] = line
-            self._metrics.write_eval(line)
+            self._metrics.write(metrics.EVAL_FILE, line)
             self._print_line(console.format_evaluation(line))
         task_lines = []
         for line in self._tasks.run(master, num_steps=step, on_batch=heartbeat):
             task_lines.append(line)
-            self._metrics.write_task(line)
+            self._metrics.write(metrics.TASKS_FILE, line)
             self._print_line(console.format_task(line))
         self._generate_samples(master, step)
         self._draw(task_lines)
@@ -93,7 +93,7 @@ class Evaluations:
         """Draws the needles of an evaluation. A failure does not end the run."""
         if jax.process_index() > 0:
             return
-        path = self._directory / NEEDLE_PLOT
+        path = self._directory / metrics.NEEDLE_PLOT
         try:
             task_plots.draw_if_possible(path, task_lines)
         except OSError as error:
@@ -109,6 +109,6 @@ class Evaluations:
             lines = [*self._samples.run(master, num_steps=step, on_token=self._status.heartbeat)]
         self._has_generated = True
         for line in lines:
-            self._metrics.write_sample(line)
+            self._metrics.write(metrics.SAMPLES_FILE, line)
             if line["sample"] == 0:
                 self._print_line(console.format_sample(line))

@@ -16,7 +16,6 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.evaluation import long_ppl
@@ -92,22 +91,47 @@ def build_training(
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
         run_model_dir=model_dir,
     )
-    automatic_fields = _list_automatic_fields(config)
+    choices = {
+        "mesh.seq": config.mesh.seq,
+        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
+    }
+    automatic_fields = frozenset(field for field, value in choices.items() if value == "auto")
     config = resolved.spec.config
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
-    start = _find_start(checkpoint, resolved)
+    start = StartPoint()
+    if checkpoint is not None:
+        start = resume.make_start_point(
+            checkpoint.meta,
+            checkpoint.path,
+            config,
+            model=resolved.spec.model,
+            data=train_set,
+        )
     schedule = _make_schedule(config, train_set, start)
     spec = dataclasses.replace(resolved.spec, num_steps=start.step + len(schedule))
     start = _with_rate_change(start, checkpoint, spec, train_set)
     reference = initial_weights.Reference(spec, config.adapter.source)
-    weights = _open_weights(resolved, is_resume=checkpoint is not None)
+    is_resume = checkpoint is not None
+    # A checkpoint has all weights except the frozen ones, which come from the model
+    needs_model = not is_resume or config.has_frozen_weights
+    weights = initial_weights.open_sources(
+        resolved.spec,
+        resolved.model_folder if needs_model else None,
+        None if is_resume else resolved.adapter_folder,
+    )
+    small_files = model_dir
+    if small_files is None and resolved.model_folder is not None:
+        small_files = resolved.model_folder.path
+    stop_text = resolved.stop_tokens.description
+    if stop_text:
+        stop_text += f"; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
     inputs = RunInputs(
         train_set=train_set,
         eval_sets=resolved.evals,
         task_samples=resolved.task_samples,
         tokenizer=resolved.tokenizer,
-        stop_ids=_list_stop_ids(resolved, model_dir),
+        stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, small_files, resolved.tokenizer),
         start=start,
         schedule=schedule,
         hf_config=resolved.hf_config,
@@ -117,44 +141,11 @@ def build_training(
         make_frozen_weights=weights.make_frozen,
         make_reference_weights=reference.make,
         reference_identity=reference.identify,
-        stop_tokens=_describe_stop(resolved),
-        missing_parts=_describe_missing_parts(resolved, model_dir),
+        stop_tokens=stop_text,
+        missing_parts=other_parts.describe_missing(resolved.hf_config, small_files),
         write_model=functools.partial(_save_model_files, resolved, model_dir),
     )
     return spec, inputs
-
-
-def _find_start(checkpoint: RunCheckpoint | None, resolved: ResolvedConfig) -> StartPoint:
-    """Point to start from: that of a checkpoint, or the beginning."""
-    if checkpoint is None:
-        return StartPoint()
-    assert resolved.train is not None, "resolved for training"
-    return resume.make_start_point(
-        checkpoint.meta,
-        checkpoint.path,
-        resolved.spec.config,
-        model=resolved.spec.model,
-        data=resolved.train,
-    )
-
-
-def _open_weights(resolved: ResolvedConfig, *, is_resume: bool) -> InitialWeights:
-    """Weights of step 0. A checkpoint has all except the frozen ones, which come from the model."""
-    needs_model = not is_resume or resolved.spec.config.has_frozen_weights
-    return initial_weights.open_sources(
-        resolved.spec,
-        resolved.model_folder if needs_model else None,
-        None if is_resume else resolved.adapter_folder,
-    )
-
-
-def _list_automatic_fields(config: Config) -> frozenset[str]:
-    """The fields that are `auto`, of those that are replaced before anything is compiled."""
-    values = {
-        "mesh.seq": config.mesh.seq,
-        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
-    }
-    return frozenset(field for field, value in values.items() if value == "auto")
 
 
 def _find_checkpoint(
@@ -254,28 +245,6 @@ def _describe_origin(
     return origin
 
 
-def _describe_stop(resolved: ResolvedConfig) -> str:
-    """Describes the tokens that end the turns of chats; empty without chats."""
-    description = resolved.stop_tokens.description
-    if not description:
-        return ""
-    return f"{description}; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
-
-
-def _list_stop_ids(resolved: ResolvedConfig, model_dir: pathlib.Path | None) -> list[int]:
-    """Tokens at which generation stops. Args: model_dir: of a resumed run."""
-    if model_dir is None and resolved.model_folder is not None:
-        model_dir = resolved.model_folder.path
-    return stop_tokens.list_stop_ids(resolved.hf_config, model_dir, resolved.tokenizer)
-
-
-def _describe_missing_parts(resolved: ResolvedConfig, model_dir: pathlib.Path | None) -> str:
-    """Describes the parts that an export of the run needs. Args: model_dir: of a resumed run."""
-    if model_dir is None and resolved.model_folder is not None:
-        model_dir = resolved.model_folder.path
-    return other_parts.describe_missing(resolved.hf_config, model_dir)
-
-
 def resolve_config(
     config: Config,
     *,
@@ -296,7 +265,7 @@ def resolve_config(
         right.
     """
     with problems.collect():
-        config = _inline_chat_template(config)
+        config = data_sets.inline_chat_template(config)
     with problems.collect():
         long_ppl.check(config)
     files = model_files.read_model(config, hf_config, problems)
@@ -313,15 +282,23 @@ def resolve_config(
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
     )
-    if train is not None:
-        _check_split_pairs(train, config)
+    rows_per_step = config.batch.rows_per_step
+    has_split_pairs = train is not None and train.num_split_pairs > 0
+    if has_split_pairs and rows_per_step % 2:
+        assert train is not None
+        raise UserError(
+            f"batch.rows_per_step = {rows_per_step}: must be even, because "
+            f"{format_count(train.num_split_pairs, 'pair')} of documents "
+            f"{'is' if train.num_split_pairs == 1 else 'are'} in two rows each, which must be in "
+            f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
+        )
     stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
         spec=dataclasses.replace(
             spec,
             config=config,
             num_steps=config.run.steps or 1,
-            has_split_pairs=train is not None and train.num_split_pairs > 0,
+            has_split_pairs=has_split_pairs,
         ),
         hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
@@ -332,18 +309,6 @@ def resolve_config(
         evals=evals,
         task_samples=task_samples.make(config, tokenizer),
     )
-
-
-def _check_split_pairs(train: PackedDataset, config: Config) -> None:
-    """Checks that a step has both rows of a pair. Raises: UserError if it might not."""
-    rows_per_step = config.batch.rows_per_step
-    if train.num_split_pairs and rows_per_step % 2:
-        raise UserError(
-            f"batch.rows_per_step = {rows_per_step}: must be even, because "
-            f"{format_count(train.num_split_pairs, 'pair')} of documents "
-            f"{'is' if train.num_split_pairs == 1 else 'are'} in two rows each, which must be in "
-            f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
-        )
 
 
 def _resolve_mesh(
@@ -369,30 +334,17 @@ def _resolve_mesh(
         if model is not None:
             with problems.collect():
                 spec = row_meshes.make_step_spec(config, model, devices=devices)
-        _check_step(config, model, spec, devices, problems, for_training=for_training)
+        problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
+        with problems.collect():
+            problems += device_mesh.find_division_problems(
+                config,
+                device_mesh.resolve_axis_sizes(config.mesh, len(devices)),
+                layout=None if spec is None else spec.attention.strategy.layout,
+                with_training=for_training,
+            )
+        if for_training and model is not None:
+            problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     return spec
-
-
-def _check_step(
-    config: Config,
-    model: ModelConfig | None,
-    spec: StepSpec | None,
-    devices: list[jax.Device],
-    problems: ProblemCollector,
-    *,
-    for_training: bool,
-) -> None:
-    """Checks mesh, memory options, batch and groups."""
-    problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
-    with problems.collect():
-        problems += device_mesh.find_division_problems(
-            config,
-            device_mesh.resolve_axis_sizes(config.mesh, len(devices)),
-            layout=None if spec is None else spec.attention.strategy.layout,
-            with_training=for_training,
-        )
-    if for_training and model is not None:
-        problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
 
 
 def _save_model_files(
@@ -407,15 +359,3 @@ def _save_model_files(
         tokenizer=resolved.tokenizer,
     )
     resolved.stop_tokens.add_to_file(directory, default=resolved.hf_config["eos_token_id"])
-
-
-def _inline_chat_template(config: Config) -> Config:
-    """Replaces the file name of a chat template by its text, so that a run contains all it needs.
-
-    Raises: UserError if the template cannot be read.
-    """
-    if config.data.chat_template is None:
-        return config
-    template = chat_template.resolve_template(config.data.chat_template)
-    data = config.data.model_copy(update={"chat_template": template})
-    return config.model_copy(update={"data": data})

@@ -9,7 +9,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.core.units import format_count
-from jaxsp.data.chat import chat_template
 from jaxsp.data.packing import summary
 from jaxsp.runtime import device_mesh
 from jaxsp.setup import data_sets, model_files
@@ -44,11 +43,7 @@ def print_data(
     Args: problems: problems found before.
     Returns: the steps of the run. Raises: UserError with all problems.
     """
-    template = config.data.chat_template
-    if template is not None:
-        template = chat_template.resolve_template(template)
-    data = config.data.model_copy(update={"chat_template": template})
-    config = config.model_copy(update={"data": data})
+    config = data_sets.inline_chat_template(config)
     opened = data_sets.open_sources(config, for_training=True, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, None, problems)
     problems.raise_if_any()

@@ -10,6 +10,7 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.data.chat import chat_template
 from jaxsp.data.ingest import duplicates, record_cache, sources
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
@@ -36,6 +37,18 @@ class OpenedSources:
     def have_text(self) -> bool:
         """True if a source needs a tokenizer."""
         return any(source.format != "tokens" for source in self.all.values())
+
+
+def inline_chat_template(config: Config) -> Config:
+    """Replaces the file name of a chat template by its text, so that a run contains all it needs.
+
+    Raises: UserError if the template cannot be read.
+    """
+    if config.data.chat_template is None:
+        return config
+    template = chat_template.resolve_template(config.data.chat_template)
+    data = config.data.model_copy(update={"chat_template": template})
+    return config.model_copy(update={"data": data})
 
 
 def open_sources(
@@ -80,9 +93,20 @@ def make_data_sets(
     rebuilt: set[pathlib.Path] = set()
     while True:
         try:
-            tokenized = _tokenize_sources(
-                opened, config, tokenizer=tokenizer, vocab_size=vocab_size
-            )
+            tokenized = {}
+            problems = ProblemCollector()
+            for field, source in opened.all.items():
+                with problems.collect():
+                    tokenized[field] = tokenize.tokenize_dataset(
+                        opened.records[field],
+                        source=source,
+                        field=f"{field}.source",
+                        data=config.data,
+                        tokenizer=tokenizer,
+                        vocab_size=vocab_size,
+                        vocab_suggestion=_suggest_vocabulary(config),
+                    )
+            problems.raise_if_any()
             return _pack_sources(opened, tokenized, config, for_training=for_training)
         except DamagedCacheError as damage:
             if damage.path in rebuilt:
@@ -92,30 +116,6 @@ def make_data_sets(
         problems = ProblemCollector()
         opened = open_sources(config, for_training=for_training, problems=problems)
         problems.raise_if_any()
-
-
-def _tokenize_sources(
-    opened: OpenedSources, config: Config, *, tokenizer: Any, vocab_size: int
-) -> dict[str, TokenizedSource]:
-    """Tokenizes all sources, by the field of the config.
-
-    Raises: UserError with the problems of all sources.
-    """
-    problems = ProblemCollector()
-    tokenized = {}
-    for field, source in opened.all.items():
-        with problems.collect():
-            tokenized[field] = tokenize.tokenize_dataset(
-                opened.records[field],
-                source=source,
-                field=f"{field}.source",
-                data=config.data,
-                tokenizer=tokenizer,
-                vocab_size=vocab_size,
-                vocab_suggestion=_suggest_vocabulary(config),
-            )
-    problems.raise_if_any()
-    return tokenized
 
 
 def _suggest_vocabulary(config: Config) -> str:

@@ -171,16 +171,11 @@ def find(name: str) -> GivenModel:
             "run.save_every requests it."
         )
     meta = None if checkpoint is None else reader.read_meta(checkpoint)
-    if meta is None:
-        _check_model(name)  # before missing fields are reported
-    return GivenModel(name=name, checkpoint=checkpoint, meta=meta)
-
-
-def _check_model(name: str) -> None:
-    """Checks that what is not a run is a model. Raises: UserError."""
+    if meta is not None:
+        return GivenModel(name=name, checkpoint=checkpoint, meta=meta)
     path = pathlib.Path(name)
     try:
-        folder.find(name, field="WHAT")
+        folder.find(name, field="WHAT")  # before missing fields are reported
     except UserError as error:
         if (path / "config.json").is_file():
             raise
@@ -191,3 +186,4 @@ def _check_model(name: str) -> None:
             f"{name}: must be a run's directory, a checkpoint, a folder with a model's "
             f"config.json, or the name of a model on the hub; {reason}"
         ) from None
+    return GivenModel(name=name, checkpoint=None, meta=None)

@@ -50,15 +50,16 @@ def merge_base(
     plain_table = decoder.plain_table(model)
     reader = weights.open_folder(source, plain_table)
     table = trainable.build_table(model, config)
-    read: dict[_Key, ReadLayer] = {}
-    for path, param in jax.tree.leaves_with_path(table):
+
+    def open_weight(path: tuple[Any, ...], param: Parameter) -> ReadLayer:
         array: Any = trained
-        if param.is_trainable:
-            for key in path:
-                array = array[key.key]
-            read[_key(param)] = functools.partial(_select_layer, param, array)
-        else:
-            read[_key(param)] = functools.partial(_read_frozen, reader, param)
+        if not param.is_trainable:
+            return functools.partial(_read_frozen, reader, param)
+        for key in path:
+            array = array[key.key]
+        return lambda layer: array if layer is None else array[param.find(layer)]
+
+    read = {_key(x): open_weight(path, x) for path, x in jax.tree.leaves_with_path(table)}
     base.check_readable(checkpoint, table, lambda param: read[_key(param)])
     merge = functools.partial(_merge_weight, read, model.lora)
     return plain_table, jax.tree.map(merge, plain_table)
@@ -74,7 +75,15 @@ def merge_state(
     read: dict[_Key, ReadLayer] = {}
 
     def add(param: Parameter, stored: Any) -> None:
-        read[_key(param)] = functools.partial(_read_stored, param, stored)
+        def read_layer(layer: int | None) -> np.ndarray:
+            """A layer, float32 and without padding."""
+            part = jax.tree.map(
+                lambda x: np.asarray(x if layer is None else x[param.find(layer)]), stored
+            )
+            whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
+            return np.asarray(sharding.remove_padding(param, whole))
+
+        read[_key(param)] = read_layer
 
     jax.tree.map(add, table, weights)
     merge = functools.partial(_merge_weight, read, model.lora)
@@ -82,19 +91,8 @@ def merge_state(
     return plain_table, jax.tree.map(merge, plain_table)
 
 
-def _read_stored(param: Parameter, stored: Any, layer: int | None) -> np.ndarray:
-    """A layer of a weight of a training state, float32 and without padding."""
-    part = jax.tree.map(lambda x: np.asarray(x if layer is None else x[param.find(layer)]), stored)
-    whole = np.asarray(quantization.decode(param, part, jnp.dtype("float32")))
-    return np.asarray(sharding.remove_padding(param, whole))
-
-
 def _key(param: Parameter) -> _Key:
     return param.hf_name, param.hf_rows, param.layers
-
-
-def _select_layer(param: Parameter, array: np.ndarray, layer: int | None) -> np.ndarray:
-    return array if layer is None else array[param.find(layer)]
 
 
 def _read_frozen(reader: WeightReader, param: Parameter, layer: int | None) -> np.ndarray:

@@ -48,7 +48,14 @@ def read_model(
         files = ModelFiles(folder=source, hf_config=hf_config)
         field = str(source.path / "config.json") if source else "model.config"
         hf_config = model_config.resolve_fields(hf_config, config.model, field=field)
-        hf_config = _set_head(hf_config, config, field)
+        if config.objective.type == "reward":
+            hf_config = model_config.make_reward_fields(hf_config, field=field)
+        elif model_config.is_reward_model(hf_config):
+            raise UserError(
+                f"objective.type = {config.objective.type}: {field} is that of a reward model, "
+                "which has no head for tokens. Use objective.type=reward, or the model it was "
+                "made from."
+            )
         files = dataclasses.replace(files, hf_config=hf_config)
         model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.row_tokens
@@ -59,18 +66,6 @@ def read_model(
         adapter = peft.resolve(config.adapter, model)
         files = dataclasses.replace(files, config=adapter.model, adapter=adapter)
     return files
-
-
-def _set_head(hf_config: dict[str, Any], config: Config, field: str) -> dict[str, Any]:
-    """Fields of config.json with the head that the objective trains. Raises: UserError."""
-    if config.objective.type == "reward":
-        return model_config.make_reward_fields(hf_config, field=field)
-    if model_config.is_reward_model(hf_config):
-        raise UserError(
-            f"objective.type = {config.objective.type}: {field} is that of a reward model, which "
-            "has no head for tokens. Use objective.type=reward, or the model it was made from."
-        )
-    return hf_config
 
 
 def load_checked_tokenizer(

@@ -10,7 +10,6 @@ import numpy as np
 import rich.console
 import rich.text
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
@@ -20,12 +19,6 @@ from jaxsp.data.tokenization import examples
 from jaxsp.data.tokenization.examples import Example
 from jaxsp.hf import folder
 from jaxsp.setup import model_files
-
-_LOSS_STYLE = "black on green"
-
-_LOSS_OPEN = "\u27e6"
-_LOSS_CLOSE = "\u27e7"
-"""Brackets around tokens with a loss, where the output has no colors."""
 
 _MAX_TOKENS = 400
 _MAX_CHAT_TOKENS = 4000
@@ -55,49 +48,31 @@ def print_preview(
     for number, source in enumerate(config.data.train):
         num_problems = len(problems)
         with problems.collect():
-            _print_source(
-                source,
-                config.data,
-                tokenizer,
-                console,
-                field=f"data.train.{number}.source",
+            field = f"data.train.{number}.source"
+            records = sources.read(source, data=config.data, field=field)
+            unread = sources.list_unread_fields(source, field=field)
+            encoded = examples.encode_examples(
+                records,
+                source=source,
+                data=config.data,
+                tokenizer=tokenizer,
+                field=field,
                 num_records=num_records,
             )
+            name = f"{field} = {source.source}"
+            is_chat = formats.FORMATS[source.format].is_chat
+            max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
+            for example_number, example in enumerate(encoded):
+                if not example_number and unread:
+                    names = ", ".join(map(str, unread))
+                    text = f"{name}: fields that nothing reads: {names}\n"
+                    console.print(text, highlight=False, soft_wrap=True)
+                _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
         if number + 1 < len(config.data.train):
             # Also printed here, next to their source; all are raised again at the end
             for problem in problems[num_problems:]:
                 console.print(f"{problem}\n", highlight=False, soft_wrap=True)
     problems.raise_if_any()
-
-
-def _print_source(
-    source: SourceConfig,
-    data: DataConfig,
-    tokenizer: Any,
-    console: rich.console.Console,
-    *,
-    field: str,
-    num_records: int | None,
-) -> None:
-    """Prints records of one source, and first the names of its fields that are not read."""
-    records = sources.read(source, data=data, field=field)
-    unread = sources.list_unread_fields(source, field=field)
-    encoded = examples.encode_examples(
-        records,
-        source=source,
-        data=data,
-        tokenizer=tokenizer,
-        field=field,
-        num_records=num_records,
-    )
-    name = f"{field} = {source.source}"
-    for number, example in enumerate(encoded):
-        if not number and unread:
-            names = f"{name}: fields that nothing reads: {', '.join(map(str, unread))}\n"
-            console.print(names, highlight=False, soft_wrap=True)
-        is_chat = formats.FORMATS[source.format].is_chat
-        max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
-        _print_example(example, name, tokenizer, console, max_tokens=max_tokens)
 
 
 def _print_example(
@@ -113,7 +88,10 @@ def _print_example(
     text = rich.text.Text(f"{title}\n{len(tokens):,} tokens, ")
     text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
     half = max_tokens // 2
-    for start, stop in _choose_spans(len(tokens), half=half):
+    spans = [(0, len(tokens))]
+    if len(tokens) > 2 * half:
+        spans = [(0, half), (len(tokens) - half, len(tokens))]
+    for start, stop in spans:
         if start:
             text.append(f"\n\n... {start - half:,} tokens ...\n\n")
         changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
@@ -121,13 +99,6 @@ def _print_example(
             part = errors.escape(_decode(tokens[first:last], tokenizer), keep="\n\t")
             text.append(_highlight(part, console) if has_loss[first] else part)
     console.print(text.append("\n"), highlight=False, soft_wrap=True)
-
-
-def _choose_spans(num_tokens: int, *, half: int) -> list[tuple[int, int]]:
-    """First token and end of each part that is shown: all, or the first and the last `half`."""
-    if num_tokens <= 2 * half:
-        return [(0, num_tokens)]
-    return [(0, half), (num_tokens - half, num_tokens)]
 
 
 def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
@@ -143,5 +114,5 @@ def _highlight(part: str, console: rich.console.Console) -> rich.text.Text:
     """Text with a loss: in color, or in brackets. Line breaks are tokens too and made visible."""
     part = part.replace("\n", "\u21b5\n")
     if console.is_terminal and not console.no_color:
-        return rich.text.Text(part, style=_LOSS_STYLE)
-    return rich.text.Text(f"{_LOSS_OPEN}{part}{_LOSS_CLOSE}")
+        return rich.text.Text(part, style="black on green")
+    return rich.text.Text(f"\u27e6{part}\u27e7")

@@ -1,5 +1,6 @@
 """Resuming: which checkpoint a run continues from, and whether the config still fits it."""
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -49,7 +50,11 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
     )
-    first_resume = _read_first_resume(directory)
+    first_resume = None  # the checkpoint of another run that this one started from
+    with contextlib.suppress(UserError):  # there is no file, or another version wrote it
+        saved_resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
+        if saved_resume not in ("auto", "never"):
+            first_resume = saved_resume
     # the same command again resumes the run, also one that started from another run's checkpoint
     if run.resume in ("auto", first_resume):
         if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
@@ -111,15 +116,6 @@ def _find_own_checkpoint(
             f"run.resume={first_resume}."
         )
     return None
-
-
-def _read_first_resume(directory: pathlib.Path) -> str | None:
-    """Checkpoint of another run that the run in a directory started from; None if there is none."""
-    try:
-        resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
-    except UserError:  # there is no file, or another version wrote it
-        return None
-    return None if resume in ("auto", "never") else resume
 
 
 def check_same_checkpoint(
@@ -203,7 +199,11 @@ def make_start_point(
             f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
             f"{suggestion}"
         )
-    frozen, saved_frozen = (_list_frozen(each, model) for each in (config, saved))
+    params = jax.tree.leaves(decoder.param_table(model))
+    frozen, saved_frozen = (
+        {param.hf_name for param in params if param_groups.is_frozen(each.optimizer, param)}
+        for each in (config, saved)
+    )
     if changed := sorted(frozen ^ saved_frozen):
         state = "frozen" if changed[0] in saved_frozen else "trained"
         problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
@@ -211,7 +211,22 @@ def make_start_point(
     changes = config_changes.list_changes(saved, config)
     if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
         text = "; ".join(differences)
-        problems += _data_problems(text, meta, checkpoint, saved, config, changes)
+        has_same_length = saved.data.row_tokens == config.data.row_tokens
+        if config.run.on_data_change == "error":
+            fields = [x for x in changes if x.startswith(config_changes.TOKEN_FIELDS)]
+            reason = f" (changed: {', '.join(fields)})" if fields else ""
+            alternative = " or continue (skip as many new rows)" if has_same_length else ""
+            problems.append(
+                f"{text}{reason}: the rows are not those that {checkpoint} has consumed "
+                f"({meta.rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the "
+                "change, or set run.on_data_change=restart (start with the first of the new rows)"
+                f"{alternative}."
+            )
+        elif config.run.on_data_change == "continue" and not has_same_length:
+            problems.append(
+                f"{text}: run.on_data_change = continue: must have the same data.row_tokens as "
+                "before. Use restart."
+            )
         if config.run.on_data_change == "restart":
             rows_consumed = 0
             changes = (*changes, f"{text}: starts with the first of the new rows")
@@ -232,12 +247,6 @@ def make_start_point(
         early_stopping=meta.early_stopping,
         config_changes=changes,
     )
-
-
-def _list_frozen(config: Config, model: ModelConfig) -> set[str]:
-    """Names of the weights that the groups of a config freeze."""
-    params = jax.tree.leaves(decoder.param_table(model))
-    return {param.hf_name for param in params if param_groups.is_frozen(config.optimizer, param)}
 
 
 def _model_problems(
@@ -302,42 +311,11 @@ def _layer_differences(
             now, before = (rope and rope.description for rope in (now, before))
         if now == before:
             before = "a RoPE with other frequencies or another scale"
-        differences.append((f"{field} of {_name_layers(numbers, len(layers))}", now, before))
+        names = ", ".join(map(str, numbers[:3]))
+        names = f"layer {names}" if len(numbers) == 1 else f"layers {names}"
+        if len(numbers) > 3:
+            names += f" and {len(numbers) - 3} more"
+        if len(numbers) == len(layers):
+            names = "all layers"
+        differences.append((f"{field} of {names}", now, before))
     return differences
-
-
-def _name_layers(numbers: Sequence[int], num_layers: int) -> str:
-    """Names layers by their numbers: `all layers`, or `layers 0, 1, 2 and 9 more`."""
-    if len(numbers) == num_layers:
-        return "all layers"
-    text = ", ".join(map(str, numbers[:3]))
-    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-    return f"layer {text}" if len(numbers) == 1 else f"layers {text}{more}"
-
-
-def _data_problems(
-    differences: str,
-    meta: CheckpointMeta,
-    checkpoint: pathlib.Path,
-    saved: Config,
-    config: Config,
-    changes: Sequence[str],
-) -> list[str]:
-    """Problems of a run whose rows have changed; none if run.on_data_change allows it."""
-    has_same_length = saved.data.row_tokens == config.data.row_tokens
-    if config.run.on_data_change == "error":
-        fields = [change for change in changes if change.startswith(config_changes.TOKEN_FIELDS)]
-        reason = f" (changed: {', '.join(fields)})" if fields else ""
-        alternative = " or continue (skip as many new rows)" if has_same_length else ""
-        return [
-            f"{differences}{reason}: the rows are not those that {checkpoint} has consumed "
-            f"({meta.rows_consumed:,} rows of {saved.data.row_tokens:,} tokens). Undo the change, "
-            "or set run.on_data_change=restart (start with the first of the new rows)"
-            f"{alternative}."
-        ]
-    if config.run.on_data_change == "continue" and not has_same_length:
-        return [
-            f"{differences}: run.on_data_change = continue: must have the same data.row_tokens as "
-            "before. Use restart."
-        ]
-    return []

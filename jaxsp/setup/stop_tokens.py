@@ -62,8 +62,12 @@ class StopTokens:
 def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     """Finds the stop tokens of the training data; none without chats."""
     for field, source in opened.train.items():
-        record_format = formats.FORMATS[source.format]
-        if record_format.is_chat and _has_messages(opened.records[field]):
+        if not formats.FORMATS[source.format].is_chat:
+            continue
+        texts = (x["record"] for x in opened.records[field] if x["problem"] is None)
+        first = json.loads(next(texts, "{}"))
+        # otherwise a prompt and a completion of plain text
+        if not isinstance(first.get("prompt"), str):
             options = documents.resolve_options(source, data=config.data, tokenizer=tokenizer)
             break
     else:
@@ -109,13 +113,6 @@ def describe(eos_ids: Any, tokenizer: Any) -> str:
     if tokenizer is not None:
         text += f" ({', '.join(map(str, tokenizer.convert_ids_to_tokens(_list_ids(eos_ids))))})"
     return text
-
-
-def _has_messages(records: Any) -> bool:
-    """True unless the first record is a prompt and a completion of plain text."""
-    texts = (entry["record"] for entry in records if entry["problem"] is None)
-    first = json.loads(next(texts, "{}"))
-    return not isinstance(first.get("prompt"), str)
 
 
 def _list_ids(eos_ids: Any) -> list[int]:

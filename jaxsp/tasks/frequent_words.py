@@ -40,7 +40,6 @@ class FrequentWords(Task):
         max_tokens: int,
         depth: float | None,
     ) -> tuple[Ids, Ids]:
-        """Makes a prompt and its answer. Raises: TooShortError."""
         assert depth is None
         word_random, order_random = random.spawn(2)
         num_words = math.isqrt(max(max_tokens, _MIN_DOTS)) + 1

@@ -42,7 +42,6 @@ class HaystackTask(Task):
         max_tokens: int,
         depth: float | None,
     ) -> tuple[Ids, Ids]:
-        """Makes a prompt and its answer. Raises: TooShortError."""
         question = self.draw(random)
         first = parts.start(question.introduction)
         needles = [parts.after_line(needle) for needle in question.needles]

@@ -26,7 +26,6 @@ class Needle(HaystackTask):
     has_depth = True
 
     def draw(self, random: np.random.Generator) -> Question:
-        """Draws the texts of a sample."""
         (key,) = _draw_keys(random, 1)
         (value,) = _draw_values(random, 1)
         return _ask_for_one(key, value, needles=[_format_needle(key, value)])
@@ -36,7 +35,6 @@ class MultiKey(HaystackTask):
     """4 keys with one code each, of which one is asked for (`niah_multikey_1`)."""
 
     def draw(self, random: np.random.Generator) -> Question:
-        """Draws the texts of a sample."""
         keys = _draw_keys(random, _NUM_NEEDLES)
         values = _draw_values(random, _NUM_NEEDLES)
         asked = int(random.integers(_NUM_NEEDLES))
@@ -47,7 +45,6 @@ class MultiValue(HaystackTask):
     """One key with 4 codes, which are asked for in the order of the text (`niah_multivalue`)."""
 
     def draw(self, random: np.random.Generator) -> Question:
-        """Draws the texts of a sample."""
         (key,) = _draw_keys(random, 1)
         values = _draw_values(random, _NUM_NEEDLES)
         return Question(
@@ -63,7 +60,6 @@ class MultiQuery(HaystackTask):
     """4 keys with one code each, all asked for in an order of their own (`niah_multiquery`)."""
 
     def draw(self, random: np.random.Generator) -> Question:
-        """Draws the texts of a sample."""
         keys = _draw_keys(random, _NUM_NEEDLES)
         values = _draw_values(random, _NUM_NEEDLES)
         order = random.permutation(_NUM_NEEDLES)

@@ -7,12 +7,6 @@ from jaxtyping import Int32
 
 Ids = Int32[np.ndarray, "_"]
 
-_LINE = "Text.\n"
-"""Text before a part that begins a line."""
-
-_WORD = "Text"
-"""Text before a part that begins with a space or a line break, after a letter."""
-
 
 class PartTokenizer:
     """Tokenizes parts of a text, each once.
@@ -37,11 +31,11 @@ class PartTokenizer:
 
     def after_line(self, text: str) -> Ids:
         """Tokenizes a part that begins a line."""
-        return self._tokenize_after(_LINE, text)
+        return self._tokenize_after("Text.\n", text)
 
     def after_word(self, text: str) -> Ids:
         """Tokenizes a part that begins with a space or a line break, after a letter or a dot."""
-        return self._tokenize_after(_WORD, text)
+        return self._tokenize_after("Text", text)
 
     def split(
         self, tokenize_part: Callable[[str], Ids], question: str, answer: str

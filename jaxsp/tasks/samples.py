@@ -42,11 +42,16 @@ def make_samples(
     """
     assert TASKS[task].has_depth == (depths is not None)
     parts = PartTokenizer(tokenize)
+    task_key = zlib.crc32(task.encode())  # Python's hash differs between processes
     made = []
     min_length = 0
-    for depth in [None] if depths is None else list_depths(depths):
+    all_depths: list[float | None] = [None]
+    if depths is not None:
+        all_depths = [0.5] if depths == 1 else [index / (depths - 1) for index in range(depths)]
+    for depth in all_depths:
+        depth_key = 0 if depth is None else 1 + round(depth * 1e6)
         for index in range(samples):
-            random = _make_generator(task, seed, depth, index)
+            random = np.random.default_rng([seed, task_key, depth_key, index])
             try:
                 prompt_ids, answer_ids = TASKS[task].make_sample(
                     parts, random, max_tokens=length - reserved_tokens, depth=depth
@@ -63,16 +68,3 @@ def make_samples(
             f"prompts and answers of {task} with this tokenizer. Use {min_length} or more."
         )
     return made
-
-
-def list_depths(number: int) -> list[float]:
-    """Equally spaced depths from 0 to 1; the middle if there is one."""
-    if number == 1:
-        return [0.5]
-    return [index / (number - 1) for index in range(number)]
-
-
-def _make_generator(task: str, seed: int, depth: float | None, index: int) -> np.random.Generator:
-    """Generator of one sample. Python's hash differs between processes, CRC-32 does not."""
-    depth_key = 0 if depth is None else 1 + round(depth * 1e6)
-    return np.random.default_rng([seed, zlib.crc32(task.encode()), depth_key, index])

@@ -18,7 +18,6 @@ class VariableTracking(HaystackTask):
     """
 
     def draw(self, random: np.random.Generator) -> Question:
-        """Draws the texts of a sample."""
         names = [word.upper() for word in draw_words(random, _NUM_HOPS + 1, num_letters=5)]
         value = random.integers(10_000, 100_000)
         sources = [str(value), *(f"VAR {name}" for name in names[:-1])]

@@ -43,7 +43,8 @@ def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> s
     """Suggestion of a model.rope that reaches a number of positions."""
     if rope_forms.find_theta(fields) == rope_forms.NO_ROPE:
         return " The model has no RoPE to extend."
-    group = _find_group(fields)
+    group: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    group = group.get(FULL_ATTENTION) or group  # layers without a window determine the range
     name = rope_forms.normalize(group).get("rope_type", "default")
     if name == "longrope":
         return ""
@@ -55,10 +56,3 @@ def _suggest_extension(fields: dict[str, Any], needed: int, positions: int) -> s
         original = group.get(rope_fields.ORIGINAL, positions)
     factor = rope_types.format_factor(needed / original)
     return f" Extend the range with model.rope={{type: yarn, factor: {factor}}}."
-
-
-def _find_group(fields: dict[str, Any]) -> dict[str, Any]:
-    """Group of the layers that attend to whole documents."""
-    group: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    # layers without a window determine the range
-    return group.get(FULL_ATTENTION) or group

@@ -195,11 +195,11 @@ def find_group_problems(
             f"{where}.rope_type = {name_of_type}: needs the number of positions that the model was "
             "trained for. Set max_position_embeddings."
         )
-    return problems or _find_relation_problems(name_of_type, given, where, _find_head_dim(fields))
+    return problems or _find_relation_problems(name_of_type, given, where, fields)
 
 
 def _find_relation_problems(
-    name_of_type: str, given: dict[str, Any], where: str, head_dim: int | None
+    name_of_type: str, given: dict[str, Any], where: str, fields: dict[str, Any]
 ) -> list[str]:
     """Values of a group that do not fit together, or do not fit the head's size."""
     problems = []
@@ -210,8 +210,12 @@ def _find_relation_problems(
             problems.append(
                 f"{where}.{small} = {low}: must be below {large}, which is {high}. {example}"
             )
-    if head_dim is None:
-        return problems
+    sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
+    head_dim: Any = fields.get("head_dim")
+    if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
+        head_dim = sizes[0] // sizes[1]
+    if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
+        return problems  # the sizes are missing or wrong, which is another problem
     rotated = count_rotated(head_dim, given)
     if rotated % 2 or rotated == 0:
         problems.append(
@@ -225,13 +229,3 @@ def _find_relation_problems(
                 f"head are rotated in pairs. Give {rotated // 2} numbers."
             )
     return problems
-
-
-def _find_head_dim(fields: dict[str, Any]) -> int | None:
-    """Size of a head; None if the sizes are missing, wrong, or an odd head."""
-    sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
-    head_dim: Any = fields.get("head_dim")
-    if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
-        head_dim = sizes[0] // sizes[1]
-    is_valid = json_values.is_integer(head_dim) and head_dim > 0 and head_dim % 2 == 0
-    return head_dim if is_valid else None

@@ -1,19 +1,16 @@
 """Fields of `rope_parameters` and `rope_scaling`: types, ranges and examples."""
 
-from typing import Any
-
 from jaxsp.config import json_values
 from jaxsp.config.json_values import NOT_NEGATIVE, POSITIVE, SWITCH, Rule
 
 ORIGINAL = "original_max_position_embeddings"
 
 
-def _is_divisors(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(POSITIVE.is_valid, value))
-
-
 _THETA = Rule(lambda x: json_values.is_number(x) and x > 1, "a number above 1")
-_DIVISORS = Rule(_is_divisors, "a list of numbers above 0, one for each rotated pair")
+_DIVISORS = Rule(
+    lambda x: isinstance(x, list) and bool(x) and all(map(POSITIVE.is_valid, x)),
+    "a list of numbers above 0, one for each rotated pair",
+)
 
 RULES = {
     "rope_theta": _THETA,

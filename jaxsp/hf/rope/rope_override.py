@@ -6,7 +6,6 @@ transformers and vLLM read. Changing them again gives the same fields.
 
 from typing import Any
 
-from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf.rope import rope_checks, rope_forms
@@ -42,7 +41,14 @@ def apply(
     own = groups[FULL_ATTENTION] if is_nested else groups
     own = {name: value for name, value in own.items() if value is not None}
     own_positions = resolved["max_position_embeddings"]
-    original = _find_original(model.rope, own, own_positions)
+    original = own_positions  # before the extension
+    if model.rope.original_max_position_embeddings is not None:
+        original = model.rope.original_max_position_embeddings
+    elif model.rope.type in (None, own["rope_type"]):
+        if ORIGINAL in own:
+            original = own[ORIGINAL]
+        elif own["rope_type"] == "linear":
+            original = round(own_positions / own["factor"])
     group = _make_group(model, own, original=original, support=support)
     changed = {name: value for name, value in fields.items() if name not in rope_forms.FIELDS}
     changed["rope_parameters"] = {**groups, FULL_ATTENTION: group} if is_nested else group
@@ -58,18 +64,6 @@ def apply(
         if is_extended and TYPES[group["rope_type"]].extends_range and "factor" in group:
             positions = round(group["factor"] * original)
     return changed | {"max_position_embeddings": positions}
-
-
-def _find_original(rope: RopeConfig, own: dict[str, Any], own_positions: int) -> int:
-    """Number of positions before the extension."""
-    if rope.original_max_position_embeddings is not None:
-        return rope.original_max_position_embeddings
-    if rope.type in (None, own["rope_type"]):
-        if ORIGINAL in own:
-            return own[ORIGINAL]
-        if own["rope_type"] == "linear":
-            return round(own_positions / own["factor"])
-    return own_positions
 
 
 def _make_group(

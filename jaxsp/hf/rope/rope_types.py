@@ -93,10 +93,6 @@ def _base_frequencies(inputs: RopeInputs) -> np.ndarray:
     return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
-def _default(inputs: RopeInputs) -> _Result:
-    return _base_frequencies(inputs), 1.0, ""
-
-
 def _linear(inputs: RopeInputs) -> _Result:
     """Positions are divided by the factor."""
     return _base_frequencies(inputs) / inputs.factor, 1.0, f"factor {inputs.factor:g}"
@@ -227,7 +223,7 @@ class RopeType:
 
 
 TYPES = {
-    "default": RopeType(compute=_default),
+    "default": RopeType(compute=lambda inputs: (_base_frequencies(inputs), 1.0, "")),
     "linear": RopeType(compute=_linear, required=("factor",), extends_range=True),
     "dynamic": RopeType(compute=_dynamic, required=("factor",), needs_range=True),
     "llama3": RopeType(
