@@ -46,17 +46,38 @@ def main(arguments: list[str]) -> None:
             "too."
         )
     given = given_model.find(args.what)
-    _check_head(given)
+    if given.meta is None:
+        fields = folder.find(given.name, field="WHAT").config_fields
+        is_reward_model = model_config.is_reward_model(fields)
+    else:
+        is_reward_model = config_file.parse(given.meta.config).objective.type == "reward"
+    if is_reward_model:
+        raise UserError(
+            f"{given.name}: is a reward model, which scores texts and generates none. Use the "
+            "model that it was made from, or one that was trained with another objective."
+        )
     config = _load_config(given, args.changes)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     given.fetch()
-    tokenizer = _load_tokenizer(given, config)
+    model_dir = given.find_model_dir(config)
+    source = None
+    if model_dir is None and config.model.source is not None:
+        source = folder.find(config.model.source)
+    tokenizer = model_files.load_tokenizer(config, source, model_dir)
     prompt = _encode(args, config, tokenizer)
-    if given.meta is None and not _sets_row_tokens(args.changes):
-        config = _set_row_tokens(config, len(prompt) + args.max_new_tokens)
+    if given.meta is None and not any(
+        change.startswith("data.row_tokens") for change in args.changes
+    ):
+        seq = config.mesh.seq
+        degree = seq if isinstance(seq, int) else 1
+        row_tokens = degree
+        while row_tokens < max(len(prompt) + args.max_new_tokens, _MIN_ROW_TOKENS):
+            row_tokens *= 2
+        data = config.data.model_copy(update={"row_tokens": row_tokens})
+        config = config.model_copy(update={"data": data})
     resolved = given.resolve(config)
     spec = resolved.spec
     generator = Generator(spec)
@@ -127,20 +148,6 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_head(given: GivenModel) -> None:
-    """Raises: UserError for a reward model."""
-    if given.meta is None:
-        fields = folder.find(given.name, field="WHAT").config_fields
-        is_reward_model = model_config.is_reward_model(fields)
-    else:
-        is_reward_model = config_file.parse(given.meta.config).objective.type == "reward"
-    if is_reward_model:
-        raise UserError(
-            f"{given.name}: is a reward model, which scores texts and generates none. Use the "
-            "model that it was made from, or one that was trained with another objective."
-        )
-
-
 def _load_config(given: GivenModel, changes: list[str]) -> Config:
     """Loads the config of a run, or placeholders for a model, without data. Raises: UserError."""
     fields = given.fields
@@ -160,29 +167,6 @@ def _load_config(given: GivenModel, changes: list[str]) -> Config:
     config = config_file.parse(given.add_model(fields | {"data": data}), changes)
     given.check_config(config)
     return config
-
-
-def _sets_row_tokens(changes: list[str]) -> bool:
-    return any(change.startswith("data.row_tokens") for change in changes)
-
-
-def _set_row_tokens(config: Config, num_tokens: int) -> Config:
-    """The config with rows that hold as many tokens, a power of two for each device of a group."""
-    seq = config.mesh.seq
-    degree = seq if isinstance(seq, int) else 1
-    row_tokens = degree
-    while row_tokens < max(num_tokens, _MIN_ROW_TOKENS):
-        row_tokens *= 2
-    data = config.data.model_copy(update={"row_tokens": row_tokens})
-    return config.model_copy(update={"data": data})
-
-
-def _load_tokenizer(given: GivenModel, config: Config) -> Any:
-    model_dir = given.find_model_dir(config)
-    source = None
-    if model_dir is None and config.model.source is not None:
-        source = folder.find(config.model.source)
-    return model_files.load_tokenizer(config, source, model_dir)
 
 
 def _find_model_folder(given: GivenModel, config: Config) -> pathlib.Path | None:

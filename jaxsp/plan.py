@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Sequence
 
 import jax
 import rich.console
@@ -69,7 +68,12 @@ def main(arguments: list[str]) -> None:
     sizes = dataclasses.replace(sizes, model=adapter.model)
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
-    _check_degree_known(given, config)
+    if given.longest and config.mesh.seq == "auto":
+        degree = given.devices or memory_limits.DEVICES_PER_NODE
+        raise UserError(
+            "mesh.seq = auto: must be a number with --longest, because it follows from the row "
+            f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
+        )
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -137,25 +141,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="plans every mesh of these devices, and ranks them",
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the plan as JSON")
-    given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
-    _check_arguments(given)
-    return given
-
-
-def _repeat_device_flag(arguments: Sequence[str]) -> list[str]:
-    """Rewrites `--device a100 h100` to `--device a100 --device h100`.
-
-    The config and changes may follow."""
+    # Rewrites `--device a100 h100` to `--device a100 --device h100`
     words: list[str] = []
     for word in arguments:
         if words[-2:-1] == ["--device"] and _DEVICE_TYPE.fullmatch(word):
             words.append("--device")
         words.append(word)
-    return words
-
-
-def _check_arguments(given: argparse.Namespace) -> None:
-    """Checks flags. Raises: UserError for invalid numbers and conflicting flags."""
+    given = parser.parse_intermixed_args(words)
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(given).items()}
     problems = ProblemCollector(
         f"{flag} = {values[flag]}: must be greater than 0 and finite. Use 1 or more."
@@ -177,16 +169,7 @@ def _check_arguments(given: argparse.Namespace) -> None:
         with problems.collect():
             cli.check_file(given.json, flag="--json")
     problems.raise_if_any()
-
-
-def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
-    """Checks that a search for the longest row has a mesh. Raises: UserError if not."""
-    if given.longest and config.mesh.seq == "auto":
-        degree = given.devices or memory_limits.DEVICES_PER_NODE
-        raise UserError(
-            "mesh.seq = auto: must be a number with --longest, because it follows from the row "
-            f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
-        )
+    return given
 
 
 def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:

@@ -17,7 +17,21 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
     if is_device_short:
-        memory_changes = _device_memory_changes(spec)
+        policy = spec.remat_policy
+        memory_changes: list[dict[str, Any]] = []
+        is_fixed = spec.config.memory.remat != "auto"
+        if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
+            memory_changes.append({"remat": "auto"})
+        if policy.can_split_layers and spec.config.memory.offload_during_attention == "never":
+            memory_changes.append({"offload_during_attention": "auto"})
+        if not policy.is_input_offloaded:
+            memory_changes += _adjacent_levels(spec, "offload_activations", offset=1)
+        memory_changes += _adjacent_levels(spec, "offload_optimizer", offset=1)
+        automatic = memory_fit.replace_memory(spec, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+        if min(automatic.mlp_tiles) < min(spec.mlp_tiles):
+            memory_changes.append({"mlp_tile_tokens": "auto"})
+        if min(automatic.loss_tiles) < min(spec.loss_tiles):
+            memory_changes.append({"loss_tile_tokens": "auto"})
     else:
         memory_changes = [
             change
@@ -38,7 +52,18 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
         ):  # a limit is known only for GPUs
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:
-        suggestions += _batch_changes(spec)
+        config = spec.config
+        changes = []
+        if config.batch.microbatch_rows > 1:
+            changes.append("batch.rows_per_microbatch=1")
+        if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
+            changes.append(
+                f"batch.rows_per_step={config.batch.rows_per_step // spec.num_microbatches}"
+            )
+        if config.data.max_segments_per_row > 1:
+            segments = 1 if config.data.max_segments_per_row <= 8 else 8
+            changes.append(f"data.max_segments_per_row={segments}")
+        suggestions += changes
     seq = 2 * spec.mesh.shape[axes.SEQ]
     if _can_split_rows(spec, seq):
         suggestions.append(f"mesh.seq={seq} on twice the devices")
@@ -71,40 +96,6 @@ def _host_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
     if memory.remat not in ("auto", "full"):
         change["remat"] = "full"
     return [change]
-
-
-def _device_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
-    """Changes of memory options that reduce device memory, each by one level."""
-    policy = spec.remat_policy
-    changes: list[dict[str, Any]] = []
-    is_fixed = spec.config.memory.remat != "auto"
-    if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
-        changes.append({"remat": "auto"})
-    if policy.can_split_layers and spec.config.memory.offload_during_attention == "never":
-        changes.append({"offload_during_attention": "auto"})
-    if not policy.is_input_offloaded:
-        changes += _adjacent_levels(spec, "offload_activations", offset=1)
-    changes += _adjacent_levels(spec, "offload_optimizer", offset=1)
-    automatic = memory_fit.replace_memory(spec, mlp_tile_tokens="auto", loss_tile_tokens="auto")
-    if min(automatic.mlp_tiles) < min(spec.mlp_tiles):
-        changes.append({"mlp_tile_tokens": "auto"})
-    if min(automatic.loss_tiles) < min(spec.loss_tiles):
-        changes.append({"loss_tile_tokens": "auto"})
-    return changes
-
-
-def _batch_changes(spec: StepSpec) -> list[str]:
-    """Changes of rows and segments that reduce device memory."""
-    config = spec.config
-    changes = []
-    if config.batch.microbatch_rows > 1:
-        changes.append("batch.rows_per_microbatch=1")
-    if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
-        changes.append(f"batch.rows_per_step={config.batch.rows_per_step // spec.num_microbatches}")
-    if config.data.max_segments_per_row > 1:
-        segments = 1 if config.data.max_segments_per_row <= 8 else 8
-        changes.append(f"data.max_segments_per_row={segments}")
-    return changes
 
 
 def _can_split_rows(spec: StepSpec, seq: int) -> bool:

@@ -163,7 +163,13 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     ]
     is_short = (plan.step_s_estimate or 0) < _SHORT_STEP_S
     if tokens is not None and plan.tokens_per_s_estimate is not None and not is_short:
-        lines.append(("cost", format_cost(plan, tokens)))
+        low, high = (
+            factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE
+        )
+        hours = [tables.format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
+        days = [tables.format_amount(seconds / 86400) for seconds in (low, high)]
+        text = f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, "
+        lines.append(("cost", f"{text}{days[0]} to {days[1]} days"))
     return lines
 
 
@@ -210,17 +216,6 @@ def format_time(plan: Plan) -> str:
         f"limited by {plan.time_bottleneck}: an ESTIMATE from published rates "
         "(planner/compile/gpus.py); scripts/bench/published_runs.py compares such estimates with "
         "published runs"
-    )
-
-
-def format_cost(plan: Plan, tokens: float) -> str:
-    """Formats the GPU-hours and days to train on `tokens` tokens."""
-    assert plan.tokens_per_s_estimate is not None, "callers check for an estimate"
-    low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE)
-    hours = [tables.format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
-    days = [tables.format_amount(seconds / 86400) for seconds in (low, high)]
-    return (
-        f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
     )
 
 

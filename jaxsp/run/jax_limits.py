@@ -96,14 +96,13 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
     nccl_bytes = [0.0]
     for candidate in configs:
         with contextlib.suppress(UserError):  # reported later, with all others
-            layout = _make_layout(candidate, model, num_devices)
+            sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
+            if model is None:
+                layout = GroupLayout(
+                    sizes, attention.combine(candidate.mesh.degree), has_permutes=False
+                )
+            else:
+                strategy = attention.choose_strategy(candidate, model)
+                layout = available_memory.make_layout(candidate, model, sizes, strategy)
             nccl_bytes.append(available_memory.nccl_bytes(layout))
     return available_memory.CUDA_BYTES + max(nccl_bytes)
-
-
-def _make_layout(config: Config, model: ModelConfig | None, num_devices: int) -> GroupLayout:
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
-    if model is None:
-        return GroupLayout(sizes, attention.combine(config.mesh.degree), has_permutes=False)
-    strategy = attention.choose_strategy(config, model)
-    return available_memory.make_layout(config, model, sizes, strategy)

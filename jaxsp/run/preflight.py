@@ -134,26 +134,6 @@ def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Conso
         output.print_line(console, line)
 
 
-def _make_candidate_printer(
-    console: rich.console.Console, status: rich.status.Status
-) -> Callable[[StepSpec], None]:
-    """Returns a function that prints each candidate of memory options that are `auto`, before it
-    is compiled. On a GPU, XLA times kernels meanwhile, which may take minutes."""
-    numbers = itertools.count(1)
-
-    def print_candidate(candidate: StepSpec) -> None:
-        text = f"compiling the step: remat {candidate.remat_policy.remat}"
-        number = next(numbers)
-        if number > 1:
-            text += f", candidate {number}"
-        if console.is_terminal:
-            status.update(text)
-        else:
-            output.print_line(console, text)
-
-    return print_candidate
-
-
 def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
     """Compiles the step and reserves the host memory for offloaded arrays.
 
@@ -161,9 +141,19 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
     """
     began = time.perf_counter()
     with console.status("compiling the step") as status:
-        step = memory_compile.compile_fitting_step(
-            spec, on_candidate=_make_candidate_printer(console, status)
-        )
+        numbers = itertools.count(1)
+
+        def print_candidate(candidate: StepSpec) -> None:
+            text = f"compiling the step: remat {candidate.remat_policy.remat}"
+            number = next(numbers)
+            if number > 1:
+                text += f", candidate {number}"
+            if console.is_terminal:
+                status.update(text)
+            else:
+                output.print_line(console, text)
+
+        step = memory_compile.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
     output.print_line(
         console,

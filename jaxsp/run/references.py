@@ -65,14 +65,25 @@ def prepare(
         num_documents = len(data.documents.lengths)
         name = _make_name(spec, data, weights_identity)
         paths = [folder / name for folder in (*folders, _find_cache())]
-        references = _read_on_first(paths, num_documents)
+        references = None
+        if jax.process_index() == 0:
+            for path in paths:
+                references = _read(path, num_documents) if references is None else references
+        is_known = references is not None
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(is_known)):
+            sent = np.zeros(num_documents, np.float32) if references is None else references
+            references = np.asarray(multihost_utils.broadcast_one_to_all(sent))
         if references is None:
             print_line(
                 f"computing the log-probabilities of {format_count(num_documents, 'document')} of "
                 f"{data.name} by the reference model"
             )
             weights = make_weights() if weights is None else weights
-            references = _compute(spec, data, weights, on_batch)
+            rows = dataset.pack_documents(
+                data.name, data.documents, spec.config, digests=data.digests
+            )
+            sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
+            references = -sums.losses_D.astype(np.float32)
         if jax.process_index() == 0 and _is_writable(paths[-1].parent):
             _write(paths[-1], references)
         data.documents.references = references
@@ -119,15 +130,6 @@ def read_identity(folder: pathlib.Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _compute(
-    spec: StepSpec, data: PackedDataset, weights: layers.Weights, on_batch: Callable[[], None]
-) -> np.ndarray:
-    """Log-probability of each document, in rows as in an evaluation."""
-    rows = dataset.pack_documents(data.name, data.documents, spec.config, digests=data.digests)
-    sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
-    return -sums.losses_D.astype(np.float32)
-
-
 def _find_cache() -> pathlib.Path:
     """Folder in the cache of `datasets`."""
     import datasets
@@ -150,20 +152,6 @@ def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> st
         config.adapter.quantization,
     )
     return f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.npy"
-
-
-def _read_on_first(paths: Sequence[pathlib.Path], num_documents: int) -> np.ndarray | None:
-    """Numbers of the first file that is intact, in all processes; None without one."""
-    values = None
-    if jax.process_index() == 0:
-        for path in paths:
-            values = _read(path, num_documents) if values is None else values
-    if jax.process_count() == 1:
-        return values
-    if not multihost_utils.broadcast_one_to_all(np.int32(values is not None)):
-        return None
-    sent = np.zeros(num_documents, np.float32) if values is None else values
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent))
 
 
 def _read(path: pathlib.Path, num_documents: int) -> np.ndarray | None:

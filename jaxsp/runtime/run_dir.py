@@ -190,7 +190,12 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             f"{describe_holder(holder)}",
             flush=True,
         )
-        if _is_alive(folder / HEARTBEAT_FILE):
+        heartbeat = folder / HEARTBEAT_FILE
+        before = files.read_json(heartbeat)
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
+        while time.monotonic() < deadline and files.read_json(heartbeat) == before:
+            time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
+        if files.read_json(heartbeat) != before:
             raise _in_use_error(name, holder)
     print(
         f"{name}: the run of {describe_holder(holder)} was killed; this run takes over",
@@ -213,15 +218,6 @@ def describe_holder(holder: dict[str, Any]) -> str:
     details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
     details += [holder["config"]] if holder.get("config") else []
     return f"{text} ({', '.join(details)})" if details else text
-
-
-def _is_alive(heartbeat: pathlib.Path) -> bool:
-    """True if the heartbeat file changes within HEARTBEAT_TIMEOUT_S."""
-    before = files.read_json(heartbeat)
-    deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < deadline and files.read_json(heartbeat) == before:
-        time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
-    return files.read_json(heartbeat) != before
 
 
 def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
