@@ -7,7 +7,6 @@ or to the file of --out.
 import argparse
 import functools
 import importlib.util
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -68,7 +67,24 @@ def main(arguments: list[str]) -> None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
-    _prepare_references(resolved, checkpoint, config.adapter.source, print_line)
+    if missing := references.list_missing(spec, resolved.evals):
+        if checkpoint is None:
+            raise UserError(
+                f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
+                "the model before training. Evaluate the run, or data with ref_chosen_logps and "
+                "ref_rejected_logps."
+            )
+        reference = initial_weights.Reference(spec, config.adapter.source)
+        folders = [] if run is None else [run / references.FOLDER]
+        known = references.read_identity(folders[0]) if folders else None
+        references.prepare(
+            spec,
+            missing,
+            folders=folders,
+            weights_identity=known or reference.identify(),
+            make_weights=reference.make,
+            print_line=print_line,
+        )
     master = given.load_weights(resolved)
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
@@ -205,41 +221,6 @@ def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
         limit=args.limit,
         num_fewshot=args.num_fewshot,
         apply_chat_template=args.apply_chat_template is not None,
-    )
-
-
-def _prepare_references(
-    resolved: build.ResolvedConfig,
-    checkpoint: pathlib.Path | None,
-    adapter_source: str | None,
-    print_line: Callable[[str], None],
-) -> None:
-    """Computes or reads log-probabilities of the reference model, if the objective needs them.
-
-    Args: adapter_source: adapter that training started from.
-    Raises: UserError if there is no reference model.
-    """
-    spec = resolved.spec
-    missing = references.list_missing(spec, resolved.evals)
-    if not missing:
-        return
-    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
-    if checkpoint is None:
-        raise UserError(
-            f"objective.type = {spec.config.objective.type}: needs a reference model, which is the "
-            "model before training. Evaluate the run, or data with ref_chosen_logps and "
-            "ref_rejected_logps."
-        )
-    reference = initial_weights.Reference(spec, adapter_source)
-    folders = [] if run is None else [run / references.FOLDER]
-    known = references.read_identity(folders[0]) if folders else None
-    references.prepare(
-        spec,
-        missing,
-        folders=folders,
-        weights_identity=known or reference.identify(),
-        make_weights=reference.make,
-        print_line=print_line,
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import pathlib
 import time
 from typing import Any
 
@@ -91,14 +90,15 @@ def main(arguments: list[str]) -> None:
     if text := context_range.describe_excess(resolved.hf_config, row_tokens=num_tokens):
         output.print_line(console, f"note: {text}")
     master = given.load_weights(resolved)
+    stop_folder = model_dir
+    if given.meta is None:
+        stop_folder = folder.find(given.name, field="WHAT").path
     answer = _Answer(TextStream(tokenizer), is_printed=jax.process_index() == 0)
     generator.generate(
         master,
         [prompt],
         max_new_tokens=args.max_new_tokens,
-        stop_ids=stop_tokens.list_stop_ids(
-            resolved.hf_config, _find_model_folder(given, config), tokenizer
-        ),
+        stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, stop_folder, tokenizer),
         sampling=sampling,
         on_token=answer.add,
     )
@@ -169,21 +169,17 @@ def _load_config(given: GivenModel, changes: list[str]) -> Config:
     return config
 
 
-def _find_model_folder(given: GivenModel, config: Config) -> pathlib.Path | None:
-    """Folder with the model's generation config; None if there is none."""
-    model_dir = given.find_model_dir(config)
-    if given.meta is None:
-        return folder.find(given.name, field="WHAT").path
-    return model_dir
-
-
 def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[int]:
     """Tokens of the prompt. Raises: UserError if there are none."""
     if args.chat is not None:
         messages = [{"role": "user", "content": args.chat}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
-        text = _render_chat(messages, config, tokenizer)
+        renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
+        try:
+            text = renderer(messages, prompt=True)[0]
+        except RecordError as problem:
+            raise UserError(f"--chat: {problem}.") from None
     elif args.prompt_file is not None:
         try:
             text = files.read_text(args.prompt_file)
@@ -198,15 +194,6 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
     if not ids:
         raise UserError("--prompt: has no tokens. Use a text with at least one character.")
     return ids
-
-
-def _render_chat(messages: list[dict[str, str]], config: Config, tokenizer: Any) -> str:
-    """Text of a chat, up to the answer. Raises: UserError without a template."""
-    renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
-    try:
-        return renderer(messages, prompt=True)[0]
-    except RecordError as problem:
-        raise UserError(f"--chat: {problem}.") from None
 
 
 def escape(text: str) -> str:

@@ -27,7 +27,7 @@ Example:
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -54,9 +54,6 @@ from jaxsp.setup import build, initial_weights, merging
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.specs import StepSpec
-
-if TYPE_CHECKING:
-    pass
 
 NumberLists = Iterable[Any]
 """One list or array of numbers per document."""

@@ -20,7 +20,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder, peft, published
 from jaxsp.hf.rope import context_range
-from jaxsp.planner import report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.runtime import memory_limits
@@ -96,7 +95,11 @@ def main(arguments: list[str]) -> None:
         json_file=given.json,
     )
     if given.host_gib is None or given.node_devices is None:
-        console.print(f"assumed: {report.format_assumptions(clusters[0])}")
+        cluster = clusters[0]
+        console.print(
+            f"assumed: nodes of {cluster.node_devices} GPUs with {cluster.node_host_gib:,.0f} GiB "
+            "of memory (--node-devices, --host-gib)"
+        )
     if given.meshes:
         plan_modes.plan_meshes(request)
     elif given.longest:
@@ -104,7 +107,9 @@ def main(arguments: list[str]) -> None:
     elif len(clusters) > 1:
         plan_modes.plan_several(request, clusters)
     else:
-        plan_modes.plan_one(request)
+        plan = request.plan(request.resolve_config(clusters[0]), clusters[0])
+        request.print_plan(plan)
+        request.write_json(dataclasses.asdict(plan))
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

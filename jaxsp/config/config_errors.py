@@ -53,11 +53,6 @@ def describe_fields(sections: Iterable[str] = tuple(SECTIONS)) -> str:
     return "\n".join(lines)
 
 
-def describe_sections() -> str:
-    """Describes every section in a line, for the --help of commands that need few fields."""
-    return "\n".join(f"  {name}: {section.__doc__}" for name, section in SECTIONS.items())
-
-
 def _describe_section(section: Section, prefix: str, described: set[Section]) -> list[str]:
     """Args: described: classes of list entries that need no second description."""
     lines = []

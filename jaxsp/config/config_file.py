@@ -158,15 +158,10 @@ def _explain_problems(
     examples = ", ".join(list(options)[:3])
     return [
         f"{name}: has {len(options)} options of another system ({examples}, ...). "
-        f"{_suggest_converter(name)} A jaxsp config has the sections "
+        f"Convert it: jaxsp convert {name} --gpus 8 > my.yaml. A jaxsp config has the sections "
         f"{', '.join(config_errors.SECTIONS)}.",
         *config_errors.explain_errors(own_findings),
     ]
-
-
-def _suggest_converter(path: str | pathlib.Path) -> str:
-    """Sentence with the command that converts a file of another system."""
-    return f"Convert it: jaxsp convert {path} --gpus 8 > my.yaml."
 
 
 def _suggest_start() -> list[str]:

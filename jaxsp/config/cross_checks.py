@@ -120,11 +120,11 @@ def _check_data(sections: Sections, sources: list[dict[str, Any]]) -> Iterator[s
             "loss. Use data.train_on=assistant."
         )
     default = DataConfig.model_fields["max_segments_per_row"].default
-    max_segments = data.get("max_segments_per_row")
-    row_tokens = data.get("row_tokens")
-    is_checked = isinstance(max_segments, int) and isinstance(row_tokens, int)
+    max_segments: Any = data.get("max_segments_per_row")
+    row_tokens: Any = data.get("row_tokens")
+    is_known = isinstance(row_tokens, int) and isinstance(max_segments, int)
     # A run saves its config with all defaults, so this default must be valid for short rows too
-    if is_checked and max_segments != default and max_segments > row_tokens > 0:
+    if is_known and default != max_segments > row_tokens > 0:
         yield (
             f"data.max_segments_per_row = {max_segments}: must be at most {row_tokens}, the tokens "
             f"of a row. Use {min(default, row_tokens)}, or the number your documents need."
@@ -199,7 +199,6 @@ def _check_nul(value: Any, name: str) -> Iterator[str]:
 
 
 def _list_eval_names(sections: Sections) -> list[Any]:
-    """Names of the eval sets."""
     sources = _list_sources(sections, "eval")
     names = [source.get("name") or source.get("source") for source in sources]
     if sections["data"].get("eval_fraction") is not None:

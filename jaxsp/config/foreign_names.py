@@ -104,7 +104,7 @@ def _read_table() -> tuple[dict[str, Counterpart], dict[tuple[str, str], str]]:
     of another system."""
     text = pathlib.Path(__file__).with_name("counterparts.yaml").read_text(encoding="utf-8")
     content = yaml_io.load(text)
-    by_name = {}
+    by_name: dict[str, Counterpart] = {}
     for entry in content["options"]:
         field, names = next(iter(entry.items()))
         note = entry.get("note", "")

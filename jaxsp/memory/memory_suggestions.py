@@ -1,5 +1,6 @@
 """Suggestions for a step that does not fit into memory: changes of the config that need less."""
 
+import contextlib
 import dataclasses
 from typing import Any, get_args
 
@@ -65,8 +66,15 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
             changes.append(f"data.max_segments_per_row={segments}")
         suggestions += changes
     seq = 2 * spec.mesh.shape[axes.SEQ]
-    if _can_split_rows(spec, seq):
-        suggestions.append(f"mesh.seq={seq} on twice the devices")
+    split = spec.config.with_degree(seq)
+    with contextlib.suppress(UserError):
+        if not device_mesh.find_division_problems(
+            split,
+            dict(spec.mesh.shape) | {axes.SEQ: seq},
+            layout=attention.choose_strategy(split, spec.model).layout,
+            with_training=False,
+        ):
+            suggestions.append(f"mesh.seq={seq} on twice the devices")
     return [*suggestions, "shorter rows"]
 
 
@@ -96,16 +104,3 @@ def _host_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
     if memory.remat not in ("auto", "full"):
         change["remat"] = "full"
     return [change]
-
-
-def _can_split_rows(spec: StepSpec, seq: int) -> bool:
-    """True if the config's attention can shard rows over `seq` devices."""
-    config = spec.config.with_degree(seq)
-    try:
-        strategy = attention.choose_strategy(config, spec.model)
-    except UserError:
-        return False
-    sizes = dict(spec.mesh.shape) | {axes.SEQ: seq}
-    return not device_mesh.find_division_problems(
-        config, sizes, layout=strategy.layout, with_training=False
-    )

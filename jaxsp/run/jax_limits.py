@@ -31,7 +31,14 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
     outside_bytes = 0.0
     if num_gpus:
         num_devices = process.num_processes * max(1, num_gpus // num_local)
-        model = _read_model(config)
+        model = None
+        # A resumed run reads the model from its checkpoint; errors are reported later, with others
+        with contextlib.suppress(UserError):
+            fields, field = model_config.read_fields(config.model)
+            model = model_config.parse_model_config(
+                fields, field=field, row_tokens=config.data.row_tokens
+            )
+            model = peft.resolve(config.adapter, model).model
         pool_bytes = estimate_pool_bytes(config, model, num_devices)
         outside_bytes = estimate_outside_bytes(config, model, num_devices)
     jax_platform.choose_platform(
@@ -48,22 +55,6 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
         )
         for warning in filter(None, warnings):
             distributed.log(warning)
-
-
-def _read_model(config: Config) -> ModelConfig | None:
-    """Reads the model's sizes; None if that fails.
-
-    A resumed run reads them from its checkpoint. Otherwise the error is reported later, with all
-    others.
-    """
-    try:
-        fields, field = model_config.read_fields(config.model)
-        model = model_config.parse_model_config(
-            fields, field=field, row_tokens=config.data.row_tokens
-        )
-        return peft.resolve(config.adapter, model).model
-    except UserError:
-        return None
 
 
 def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> int | None:

@@ -59,12 +59,15 @@ def prepare(
         weights_identity: fingerprint of the reference model's weights.
         make_weights: makes these weights, sharded as the step's.
     """
+    import datasets
+
     missing = list_missing(spec, data_sets)
     weights = None
     for data in missing:
         num_documents = len(data.documents.lengths)
         name = _make_name(spec, data, weights_identity)
-        paths = [folder / name for folder in (*folders, _find_cache())]
+        cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
+        paths = [folder / name for folder in (*folders, cache)]
         references = None
         if jax.process_index() == 0:
             for path in paths:
@@ -84,8 +87,10 @@ def prepare(
             )
             sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
             references = -sums.losses_D.astype(np.float32)
-        if jax.process_index() == 0 and _is_writable(paths[-1].parent):
-            _write(paths[-1], references)
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
+        # a cache may be read-only
+        if jax.process_index() == 0 and os.access(existing, os.W_OK):
+            _write(cache / name, references)
         data.documents.references = references
 
 
@@ -130,13 +135,6 @@ def read_identity(folder: pathlib.Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _find_cache() -> pathlib.Path:
-    """Folder in the cache of `datasets`."""
-    import datasets
-
-    return pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
-
-
 def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> str:
     """Name of the file for a data set and a model.
 
@@ -160,12 +158,6 @@ def _read(path: pathlib.Path, num_documents: int) -> np.ndarray | None:
         return None
     values = np.load(path)
     return values if values.shape == (num_documents,) else None
-
-
-def _is_writable(folder: pathlib.Path) -> bool:
-    """True unless a cache is read-only, which is allowed."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return os.access(existing, os.W_OK)
 
 
 def _write(path: pathlib.Path, values: np.ndarray) -> None:

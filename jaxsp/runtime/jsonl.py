@@ -154,8 +154,9 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
     damaged: list[bytes] = []
     places: list[str] = []
     for line in lines:
-        line_step = _read_step(line)
-        if line_step is None:
+        fields = files.parse_json(line) if line.endswith(b"\n") else None
+        line_step = (fields or {}).get("step")
+        if not isinstance(line_step, int):
             # the last line of a killed run may be incomplete
             match = re.match(rb'{"step": (\d+),', line)
             if line.endswith(b"\n") or (float(match[1]) if match else math.inf) <= step:
@@ -181,9 +182,3 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
         distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")
     if kept != lines:
         files.write_atomic(path, b"".join(kept))
-
-
-def _read_step(line: bytes) -> int | None:
-    """Step of a line; None if it is damaged or incomplete."""
-    step = (files.parse_json(line) or {}).get("step") if line.endswith(b"\n") else None
-    return step if isinstance(step, int) else None

@@ -120,7 +120,17 @@ def create(
                 config_file.save(config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
-        _wait_until_visible(directory)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("run directory created")
+            for _ in range(30):  # files written on another node may become visible seconds later
+                if (directory / CONFIG_FILE).is_file():
+                    break
+                time.sleep(1)
+            else:
+                raise UserError(
+                    f"run.directory = {directory}: was created by process 0, but process "
+                    f"{jax.process_index()} does not see it. Use a folder that all nodes share."
+                )
         return stack.pop_all()
 
 
@@ -245,21 +255,6 @@ def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
             break  # nor are the folders above it empty
         else:
             path.rmdir()
-
-
-def _wait_until_visible(directory: pathlib.Path) -> None:
-    """Raises: UserError if this process does not see the directory that process 0 has created."""
-    if jax.process_count() == 1:
-        return
-    multihost_utils.sync_global_devices("run directory created")
-    for _ in range(30):  # files written on another node may become visible seconds later
-        if (directory / CONFIG_FILE).is_file():
-            return
-        time.sleep(1)
-    raise UserError(
-        f"run.directory = {directory}: was created by process 0, but process "
-        f"{jax.process_index()} does not see it. Use a folder that all nodes share."
-    )
 
 
 def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[str, str]:

@@ -160,7 +160,12 @@ def compile_step(spec: StepSpec) -> PlannedStep:
         _mark_host_arguments(lowered, spec)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
         folder = pathlib.Path(name)
-        _write_stub_ptxas(folder)
+        # A stub of CUDA's assembler where XLA looks first skips the machine code of hundreds of
+        # kernels
+        (folder / "bin").mkdir()
+        assembler = folder / "bin" / "ptxas"
+        assembler.write_text(_STUB_PTXAS, encoding="utf-8")
+        assembler.chmod(0o755)
         options = (
             _FAST_COMPILE_OPTIONS
             | spec.compile_options.options
@@ -201,15 +206,6 @@ while [ $# -gt 0 ]; do
     shift
 done
 """
-
-
-def _write_stub_ptxas(folder: pathlib.Path) -> None:
-    """Writes a stub of CUDA's assembler where XLA looks first, to skip the machine code of hundreds
-    of kernels."""
-    (folder / "bin").mkdir()
-    assembler = folder / "bin" / "ptxas"
-    assembler.write_text(_STUB_PTXAS, encoding="utf-8")
-    assembler.chmod(0o755)
 
 
 def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:

@@ -99,13 +99,8 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     return [
         reader.read_cost(computations[line.line_number], line, num_runs=num_runs)
         for line, num_runs in runs
-        if line.opcode != "custom-call" or _is_product(line)
+        if line.opcode != "custom-call" or _CUBLAS_PREFIX in line.attributes or _is_mosaic(line)
     ]
-
-
-def _is_product(line: Instruction) -> bool:
-    """True for a call of a library or a kernel that multiplies matrices."""
-    return _CUBLAS_PREFIX in line.attributes or _is_mosaic(line)
 
 
 def _is_mosaic(line: Instruction) -> bool:
@@ -151,9 +146,10 @@ class _CostReader:
         """Reads the cost of an instruction of a computation."""
         lines = self._instructions[computation]
         start = lines[line.operand_names[-1]] if line.opcode.endswith("-done") else line
+        names = start.operand_names
         reads = [
-            (lines[name].shape, self._read_bytes(start, number, lines[name]))
-            for name, number in _number_operands(start).items()
+            (lines[name].shape, self._read_bytes(start, names.index(name), lines[name]))
+            for name in dict.fromkeys(names)
             if name in lines
         ]
         writes = list(self._written_bytes(start, line, lines))
@@ -256,9 +252,3 @@ class _CostReader:
         (_, result), *_ = comms.parse_shape(line.shape)
         contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", dims))
         return 2.0 * math.prod(result) * contracted
-
-
-def _number_operands(line: Instruction) -> dict[str, int]:
-    """Numbers of an instruction's operands by name; the first number if it is named twice."""
-    names = line.operand_names
-    return {name: names.index(name) for name in names}
