@@ -63,11 +63,8 @@ def main(arguments: list[str]) -> None:
             reason = "has all weights of the export in its checkpoint"
         if reason:
             raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
-        if is_random:
-            config = config
-        else:
-            source_model = config.model.model_copy(update={"source": args.source})
-            config = config.model_copy(update={"model": source_model})
+        if not is_random:  # a run from random weights keeps them
+            config = config.with_fields(model={"source": args.source})
     console = rich.console.Console(markup=False)
     export = _export_adapter if is_adapter else _export_model
     for line in export(args, checkpoint, meta, config, model):

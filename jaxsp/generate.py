@@ -75,8 +75,7 @@ def main(arguments: list[str]) -> None:
         row_tokens = degree
         while row_tokens < max(len(prompt) + args.max_new_tokens, _MIN_ROW_TOKENS):
             row_tokens *= 2
-        data = config.data.model_copy(update={"row_tokens": row_tokens})
-        config = config.model_copy(update={"data": data})
+        config = config.with_fields(data={"row_tokens": row_tokens})
     resolved = given.resolve(config)
     spec = resolved.spec
     generator = Generator(spec)

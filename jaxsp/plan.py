@@ -179,11 +179,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:
     """Prints rows and steps of the training data, and returns the steps. Raises: UserError."""
-    data = config.data.model_copy(update={"eval": ()})
-    config = config.model_copy(update={"data": data})
+    config = config.with_fields(data={"eval": ()})
     files = ModelFiles(config=model)
     # The sizes may be published ones, without the model's folder
-    needs_tokenizer = any(source.format != "tokens" for source in data.train)
+    needs_tokenizer = any(source.format != "tokens" for source in config.data.train)
     if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
         source = folder.find(config.model.source)
         files = ModelFiles(config=model, folder=source, hf_config=source.config_fields)

@@ -195,7 +195,6 @@ def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
 
 
 def _loss_bytes(spec: StepSpec) -> int:
-    """Bytes of the loss and its gradients."""
     model = spec.model
     tokens = spec.tokens_per_device
     tile = min(spec.loss_tile, tokens)

@@ -34,12 +34,9 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
         if min(automatic.loss_tiles) < min(spec.loss_tiles):
             memory_changes.append({"loss_tile_tokens": "auto"})
     else:
-        memory_changes = [
-            change
-            for field in _OFFLOAD_FIELDS
-            for change in _adjacent_levels(spec, field, offset=-1)
-        ]
-        memory_changes = _host_memory_changes(spec) + memory_changes
+        memory_changes = _host_memory_changes(spec)
+        for field in ("offload_activations", "offload_optimizer"):
+            memory_changes += _adjacent_levels(spec, field, offset=-1)
         if not memory_changes:
             return [
                 "nodes with more memory: a checkpoint's copy of the weights and the optimizer "
@@ -48,23 +45,19 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     suggestions = []
     for change in memory_changes:
         config = memory_fit.replace_memory(spec, **change).config
-        if not memory_problems.find_problems(
-            config, platform="gpu", model=spec.model
-        ):  # a limit is known only for GPUs
+        # a limit is known only for GPUs
+        if not memory_problems.find_problems(config, platform="gpu", model=spec.model):
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:
         config = spec.config
-        changes = []
         if config.batch.microbatch_rows > 1:
-            changes.append("batch.rows_per_microbatch=1")
+            suggestions.append("batch.rows_per_microbatch=1")
         if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
-            changes.append(
-                f"batch.rows_per_step={config.batch.rows_per_step // spec.num_microbatches}"
-            )
+            number = config.batch.rows_per_step // spec.num_microbatches
+            suggestions.append(f"batch.rows_per_step={number}")
         if config.data.max_segments_per_row > 1:
             segments = 1 if config.data.max_segments_per_row <= 8 else 8
-            changes.append(f"data.max_segments_per_row={segments}")
-        suggestions += changes
+            suggestions.append(f"data.max_segments_per_row={segments}")
     seq = 2 * spec.mesh.shape[axes.SEQ]
     split = spec.config.with_degree(seq)
     with contextlib.suppress(UserError):
@@ -78,12 +71,8 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     return [*suggestions, "shorter rows"]
 
 
-_OFFLOAD_FIELDS = ("offload_activations", "offload_optimizer")
-"""Fields of MemoryConfig whose values are levels of offloading."""
-
-
 def _adjacent_levels(spec: StepSpec, field: str, *, offset: int) -> list[dict[str, str]]:
-    """Change of a field of _OFFLOAD_FIELDS to the level at this offset; empty if there is none."""
+    """Change of a field to the level of offloading at this offset; empty if there is none."""
     levels = get_args(MemoryConfig.model_fields[field].annotation)
     index = levels.index(getattr(spec.config.memory, field)) + offset
     return [{field: levels[index]}] if 0 <= index < len(levels) else []

@@ -35,7 +35,6 @@ def make_step_spec(
             raise UserError(
                 f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
             )
-        model = model
     else:
         kernel = kernels.choose(
             requested,

@@ -239,9 +239,8 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
     if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
-    batch = spec.config.batch
-    changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.microbatch_rows})
-    larger = dataclasses.replace(spec, config=spec.config.model_copy(update={"batch": changed}))
+    config = spec.config.with_rows_per_microbatch(2 * spec.config.batch.microbatch_rows)
+    larger = dataclasses.replace(spec, config=config)
     larger = memory_fit.replace_memory(larger, mlp_tile_tokens="auto", loss_tile_tokens="auto")
     first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
     error = fitted.memory_use.device_total / memory_formula.predict_bytes(spec)

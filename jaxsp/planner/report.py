@@ -59,8 +59,7 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         ("attention", _format_attention(plan)),
         ("options", f"remat {plan.remat}: {plan.options}"),
         ("fits", format_fit(plan)),
-        *_memory_lines(plan),
-        *_traffic_lines(plan),
+        *_memory_and_traffic_lines(plan),
         *_time_lines(plan, tokens),
     ]
     return "\n".join(_wrap(label, text) for label, text in lines)
@@ -84,8 +83,8 @@ def _format_attention(plan: Plan) -> str:
     return f"{plan.strategy}, {kernel}; {sends}"
 
 
-def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Memory by cause, largest first."""
+def _memory_and_traffic_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Memory by cause, largest first; bytes sent and copied, and their time not overlapped."""
     sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1]))
     lines = [("memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}")]
     lines += [
@@ -98,12 +97,6 @@ def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
         lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
         lines += [("", f"{size:8.2f}  {name}") for name, size in sizes if size >= 0.005]
-    return lines
-
-
-def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Bytes sent by collectives and host copies, and their time that nothing overlaps."""
-    lines = []
     if plan.collectives:
         lines.append(
             (

@@ -81,8 +81,7 @@ def find_longest_row(
     config = config.with_one_row_for_auto()
     if config.memory.remat == config.memory.kept_mlp_layers == "auto":
         # They would fill the memory of shorter rows, which tells how much longer ones need
-        memory = config.memory.model_copy(update={"kept_mlp_layers": 0})
-        config = config.model_copy(update={"memory": memory})
+        config = config.with_fields(memory={"kept_mlp_layers": 0})
     cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
@@ -91,7 +90,7 @@ def find_longest_row(
         first_plan = next((length.plan for length in tried.values() if length.plan), None)
         plan = None
         try:
-            changed = with_row_tokens(config, row_tokens)
+            changed = config.with_fields(data={"row_tokens": row_tokens})
             plan = planning.plan_step(changed, model=model, cluster=cluster)
         except UserError as error:
             if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
@@ -140,7 +139,8 @@ def _find_next_split(
 
     def split(row_tokens: int) -> tuple[int, int] | None:
         try:
-            choice = attention.choose(with_row_tokens(config, row_tokens), model, devices=devices)
+            changed = config.with_fields(data={"row_tokens": row_tokens})
+            choice = attention.choose(changed, model, devices=devices)
         except UserError:
             return None
         # more chunks, or slots with less room
@@ -160,13 +160,6 @@ def _find_next_split(
         else:
             high = middle
     return high * unit
-
-
-def with_row_tokens(config: Config, row_tokens: int) -> Config:
-    """Returns the config with rows of another length."""
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"row_tokens": row_tokens})}
-    )
 
 
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:

@@ -62,14 +62,12 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
         directory = str(pathlib.Path(folder) / "run")
         run = {"directory": directory, "steps": 1 + num_steps, "epochs": None, "resume": "never"}
-        changes: dict[str, dict[str, Any]] = {
-            "run": run,
-            **{"data": {"eval": ()}, "eval": {"tasks": ()}},
-            "checkpoint": {"keep_best": 0, "best_eval": None},
-            "logging": {"profile_steps": None},
-        }
-        run_config = config.model_copy(
-            update={name: getattr(config, name).model_copy(update=x) for name, x in changes.items()}
+        run_config = config.with_fields(
+            run=run,
+            data={"eval": ()},
+            eval={"tasks": ()},
+            checkpoint={"keep_best": 0, "best_eval": None},
+            logging={"profile_steps": None},
         )
         spec, inputs = build.build_training(run_config, devices=jax.devices())
     step = memory_compile.compile_fitting_step(spec)

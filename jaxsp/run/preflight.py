@@ -13,19 +13,21 @@ import rich.status
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import disk_space, files, reader
+from jaxsp.config.schema import Config
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.evaluation import evaluator
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
+from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.run import selfcheck
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import resume
 from jaxsp.training import train_state
 from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.inputs import RunInputs
+from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
@@ -112,6 +114,24 @@ def describe_completion(
             "Raise run.early_stopping_patience, or set it to null, to train longer."
         )
     return None
+
+
+def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | None) -> None:
+    """Deletes superseded checkpoints of a run that has done all its steps.
+
+    It does nothing for a run that was to resume from a checkpoint of another run.
+
+    Args: eval_set: name and digest of the eval set that ranks checkpoints.
+    """
+    directory = run_paths.local_dir(config.run)
+    if start.is_resume_in(directory) and run_dir.is_writer(directory):
+        checkpoints = directory / run_paths.CHECKPOINTS_DIR
+        try:
+            files.remove_leftovers(checkpoints)
+            files.delete_superseded(checkpoints, config.checkpoint, eval_set)
+        except OSError as error:
+            reason = reader.describe_error(error)
+            distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
 
 
 def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Console) -> None:

@@ -137,6 +137,7 @@ class Session:
         """
         is_last = step == self.spec.num_steps
         run = self.spec.config.run
+        # All processes must do this once per step: the schedule communicates
         is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
             self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
         )
@@ -298,7 +299,6 @@ def open_session(
                 compute=inputs.reference_identity,
             ),
         )
-        directory = run_paths.local_dir(config.run)
         is_resume = inputs.start.is_resume_in(directory)
         eval_set = preflight.ranking_eval_set(spec, inputs)
         # A new run also drops lines of an evaluation before its first step, and repeats it
@@ -327,7 +327,6 @@ def open_session(
             progress=stack.enter_context(progress),
             trace=stack.enter_context(trace),
         )
-        trackers, files = trackers, files
         session = Session(
             spec=spec,
             inputs=inputs,

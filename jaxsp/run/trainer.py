@@ -9,7 +9,7 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
-from jaxsp.run import finished_run, preflight, references
+from jaxsp.run import preflight, references
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime import run_paths
@@ -47,7 +47,7 @@ def train(
     early_stopping = preflight.make_early_stopping(spec, inputs)
     if message := preflight.describe_completion(spec, inputs, early_stopping):
         eval_set = preflight.ranking_eval_set(spec, inputs)
-        finished_run.finish_run(spec.config, inputs.start, eval_set=eval_set)
+        preflight.finish_run(spec.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
     entries = banner.describe_run(spec, inputs)

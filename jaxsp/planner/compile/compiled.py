@@ -178,7 +178,8 @@ def compile_step(spec: StepSpec) -> PlannedStep:
             ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
-        text, buffers, lives = (_read_dump(folder, end) for end in ends)
+        files = [next(folder.glob(f"*jit_step*{end}")) for end in ends]
+        text, buffers, lives = (file.read_text(encoding="utf-8") for file in files)
     return PlannedStep(
         spec=spec,
         executable=executable,
@@ -239,9 +240,3 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
             if is_on_host:
                 argument["mhlo.memory_kind"] = ir.StringAttr.get(host_memory.MEMORY_KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
-
-
-def _read_dump(folder: pathlib.Path, end: str) -> str:
-    """Reads the dumped file of the step whose name has this end."""
-    (file,) = folder.glob(f"*jit_step*{end}")
-    return file.read_text(encoding="utf-8")
