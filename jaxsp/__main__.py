@@ -18,11 +18,15 @@ _COMMANDS = {
 """Description of each command; its module has its name."""
 
 
+_HELP = "jaxsp COMMAND --help documents a command, jaxsp train --help data a section of the config."
+
+
 def main() -> None:
     """Runs the command line of this process; without a command, lists them all."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(_describe(), flush=True)
+        lines = [f"  {command_name:<11}{text}" for command_name, text in _COMMANDS.items()]
+        print("usage: jaxsp COMMAND ...", "", *lines, "", _HELP, sep="\n", flush=True)
     elif name in _COMMANDS:
         from jaxsp import cli
 
@@ -33,20 +37,6 @@ def main() -> None:
         suggestion = errors.format_choices([nearest] if nearest else _COMMANDS)
         print(errors.escape(f"jaxsp {name}: no such command. Use {suggestion}."), file=sys.stderr)
         sys.exit(2)
-
-
-def _describe() -> str:
-    lines = [f"  {name:<11}{text}" for name, text in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: jaxsp COMMAND ...",
-            "",
-            *lines,
-            "",
-            "jaxsp COMMAND --help documents a command, jaxsp train --help data a section of the "
-            "config.",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def make_parser(
     if config_help == "fields":
         epilog = f"fields of CONFIG.yaml:\n\n{config_errors.describe_fields()}"
     elif config_help == "sections":
-        epilog = f"sections of the config:\n{config_errors.describe_sections()}"
+        sections = config_errors.SECTIONS.items()
+        lines = [f"  {name}: {section.__doc__}" for name, section in sections]
+        epilog = "\n".join(["sections of the config:", *lines])
     parser = _Parser(
         prog=f"jaxsp {command}",
         description=description,
@@ -93,11 +95,7 @@ def make_parser(
             metavar="SECTION",
             help="prints this text, or the fields of a section, such as optimizer",
         )
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help=verbose_help,
-    )
+    parser.add_argument("--verbose", action="store_true", help=verbose_help)
     if is_multi_process:
         group = parser.add_argument_group(
             "several processes",

@@ -7,7 +7,6 @@ or to the file of --out.
 import argparse
 import functools
 import importlib.util
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,6 @@ from jaxsp.hf.rope import context_range
 from jaxsp.processes import distributed
 from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
-from jaxsp.reporting.eval_files import EvalFiles
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, run_paths
 from jaxsp.setup import build, given_model, initial_weights, model_files, stop_tokens
@@ -51,7 +49,12 @@ def main(arguments: list[str]) -> None:
     run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
     out = eval_files.choose(args.out, None if urls.is_url(args.what) else run)
     if args.baseline is not None and out is not None:
-        _check_baseline(args.baseline, out)
+        written = {path.resolve() for path in (out.evals, out.tasks, out.harness)}
+        if written & {path.resolve() for path in comparison.list_files(args.baseline)}:
+            raise UserError(
+                f"--baseline = {args.baseline}: the results would be added to it. Use --out FILE "
+                "with another file."
+            )
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
@@ -64,13 +67,41 @@ def main(arguments: list[str]) -> None:
         generator.check_head(spec)
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     print_line = functools.partial(output.print_line, console)
-    _prepare_references(resolved, checkpoint, config.adapter.source, print_line)
+    if missing := references.list_missing(spec, resolved.evals):
+        if checkpoint is None:
+            raise UserError(
+                f"objective.type = {spec.config.objective.type}: needs a reference model, which is "
+                "the model before training. Evaluate the run, or data with ref_chosen_logps and "
+                "ref_rejected_logps."
+            )
+        reference = initial_weights.Reference(spec, config.adapter.source)
+        folders = [] if run is None else [run / references.FOLDER]
+        known = references.read_identity(folders[0]) if folders else None
+        references.prepare(
+            spec,
+            missing,
+            folders=folders,
+            weights_identity=known or reference.identify(),
+            make_weights=reference.make,
+            print_line=print_line,
+        )
     master = given.load_weights(resolved)
     mesh = " x ".join(f"{axis} {size}" for axis, size in spec.mesh.shape.items())
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
-    for text in _list_excesses(resolved):
+    row_tokens = resolved.spec.config.data.row_tokens
+    documents = [int(data.documents.lengths.max()) for data in resolved.evals]
+    samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
+    excesses = [
+        # samples are not cut into rows
+        context_range.describe_excess(
+            resolved.hf_config, row_tokens=max(row_tokens, least), longest_document=max(lengths)
+        )
+        for lengths, least in ((documents, 0), (samples, max(samples, default=0)))
+        if lengths
+    ]
+    for text in filter(None, dict.fromkeys(excesses)):
         print_line(f"note: {text}")
     for data in resolved.evals:
         print_line(f"{data.name}: {summary.describe_documents(data)}")
@@ -83,22 +114,6 @@ def main(arguments: list[str]) -> None:
         print_line(f"-> {out.draw(lines)}")
     if baseline is not None:
         comparison.print_table(console, baseline, lines)
-
-
-def _list_excesses(resolved: build.ResolvedConfig) -> list[str]:
-    """Describes documents and samples that are longer than the model's range."""
-    row_tokens = resolved.spec.config.data.row_tokens
-    documents = [int(data.documents.lengths.max()) for data in resolved.evals]
-    samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
-    texts = [
-        # samples are not cut into rows
-        context_range.describe_excess(
-            resolved.hf_config, row_tokens=max(row_tokens, least), longest_document=max(lengths)
-        )
-        for lengths, least in ((documents, 0), (samples, max(samples, default=0)))
-        if lengths
-    ]
-    return list(filter(None, dict.fromkeys(texts)))
 
 
 def _evaluate(
@@ -183,16 +198,6 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_baseline(baseline: str, out: EvalFiles) -> None:
-    """Raises: UserError if results would be added to those that they are compared with."""
-    written = {path.resolve() for path in (out.evals, out.tasks, out.harness)}
-    if written & {path.resolve() for path in comparison.list_files(baseline)}:
-        raise UserError(
-            f"--baseline = {baseline}: the results would be added to it. Use --out FILE with "
-            "another file."
-        )
-
-
 def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
     """Finds the tasks of the harness before the model is read. Raises: UserError."""
     if args.lm_eval is None:
@@ -216,41 +221,6 @@ def _find_harness_tasks(args: argparse.Namespace) -> "HarnessTasks | None":
         limit=args.limit,
         num_fewshot=args.num_fewshot,
         apply_chat_template=args.apply_chat_template is not None,
-    )
-
-
-def _prepare_references(
-    resolved: build.ResolvedConfig,
-    checkpoint: pathlib.Path | None,
-    adapter_source: str | None,
-    print_line: Callable[[str], None],
-) -> None:
-    """Computes or reads log-probabilities of the reference model, if the objective needs them.
-
-    Args: adapter_source: adapter that training started from.
-    Raises: UserError if there is no reference model.
-    """
-    spec = resolved.spec
-    missing = references.list_missing(spec, resolved.evals)
-    if not missing:
-        return
-    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
-    if checkpoint is None:
-        raise UserError(
-            f"objective.type = {spec.config.objective.type}: needs a reference model, which is the "
-            "model before training. Evaluate the run, or data with ref_chosen_logps and "
-            "ref_rejected_logps."
-        )
-    reference = initial_weights.Reference(spec, adapter_source)
-    folders = [] if run is None else [run / references.FOLDER]
-    known = references.read_identity(folders[0]) if folders else None
-    references.prepare(
-        spec,
-        missing,
-        folders=folders,
-        weights_identity=known or reference.identify(),
-        make_weights=reference.make,
-        print_line=print_line,
     )
 
 

@@ -17,7 +17,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
-from jaxsp.hf.other_parts import OtherParts
 from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
@@ -56,33 +55,20 @@ def main(arguments: list[str]) -> None:
     is_adapter = model.lora is not None and not args.merge
     if args.source is not None:
         has_other_parts = not is_adapter and other_parts.are_exported(meta.model)
-        config = _replace_source(config, args, has_other_parts=has_other_parts)
+        is_random = config.model.source is None
+        reason = ""
+        if not has_other_parts and is_random:
+            reason = "started from random weights (model.config), not from a checkpoint"
+        elif not has_other_parts and not config.has_frozen_weights:
+            reason = "has all weights of the export in its checkpoint"
+        if reason:
+            raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
+        if not is_random:  # a run from random weights keeps them
+            config = config.with_fields(model={"source": args.source})
     console = rich.console.Console(markup=False)
     export = _export_adapter if is_adapter else _export_model
     for line in export(args, checkpoint, meta, config, model):
         output.print_line(console, line)
-
-
-def _replace_source(config: Config, args: argparse.Namespace, *, has_other_parts: bool) -> Config:
-    """The run's config with the model of --source.
-
-    A run from random weights keeps them: only other parts can be read from --source.
-
-    Args: has_other_parts: True if the export has parts that are read from --source.
-    Raises: UserError if nothing is read from there.
-    """
-    is_random = config.model.source is None
-    reason = ""
-    if not has_other_parts and is_random:
-        reason = "started from random weights (model.config), not from a checkpoint"
-    elif not has_other_parts and not config.has_frozen_weights:
-        reason = "has all weights of the export in its checkpoint"
-    if reason:
-        raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
-    if is_random:
-        return config
-    model = config.model.model_copy(update={"source": args.source})
-    return config.model_copy(update={"model": model})
 
 
 def _export_adapter(
@@ -146,7 +132,22 @@ def _export_model(
     Weights are written in the run's compute dtype by default, as used for its losses.
     """
     out = pathlib.Path(args.out)
-    parts = _open_other_parts(args, meta, config, model)
+    parts = None
+    has_other_parts = other_parts.are_exported(meta.model)
+    if has_other_parts and args.source is not None:
+        parts = other_parts.open_folder(folder.find(args.source, field="--source"), model)
+    elif has_other_parts:
+        suggestion = (
+            f"The export of {meta.model['model_type']} copies the other parts of a multimodal "
+            "checkpoint: name its folder with --source."
+        )
+        if config.model.source is None:
+            raise UserError(f"{args.run}: started from random weights (model.config). {suggestion}")
+        try:
+            source = folder.find(config.model.source)
+        except UserError as error:
+            raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
+        parts = other_parts.open_folder(source, model)
     table = trainable.build_table(model, config)
     weights = reader.read_weights(checkpoint, table)
     if config.has_frozen_weights:
@@ -157,7 +158,12 @@ def _export_model(
     if model_dir is not None and (model_dir / "config.json").is_file():
         small_files = model_dir  # everything that model.source had besides its weights
     else:
-        tokenizer = _load_tokenizer(config, model_dir)
+        name = config.model.tokenizer
+        if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
+            has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
+            tokenizer = tokenizers.load(str(model_dir)) if has_tokenizer else None
+        else:
+            tokenizer = None if name is None else tokenizers.load(name)
     dtype = args.dtype or config.model.compute_dtype
     writer.export_model(
         weights,
@@ -184,30 +190,6 @@ def _export_model(
         f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"
     )
     return lines
-
-
-def _open_other_parts(
-    args: argparse.Namespace, meta: CheckpointMeta, config: Config, model: ModelConfig
-) -> OtherParts | None:
-    """Opens the parts that are exported beside the text model; None if exports have only that.
-
-    Raises: UserError if the checkpoint that has them is not there.
-    """
-    if not other_parts.are_exported(meta.model):
-        return None
-    if args.source is not None:
-        return other_parts.open_folder(folder.find(args.source, field="--source"), model)
-    suggestion = (
-        f"The export of {meta.model['model_type']} copies the other parts of a multimodal "
-        "checkpoint: name its folder with --source."
-    )
-    if config.model.source is None:
-        raise UserError(f"{args.run}: started from random weights (model.config). {suggestion}")
-    try:
-        source = folder.find(config.model.source)
-    except UserError as error:
-        raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
-    return other_parts.open_folder(source, model)
 
 
 def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
@@ -262,17 +244,6 @@ def _make_parser() -> argparse.ArgumentParser:
         help="dtype of a model's weights; default: the run's compute_dtype",
     )
     return parser
-
-
-def _load_tokenizer(
-    config: Config, model_dir: pathlib.Path | None
-) -> "transformers.PreTrainedTokenizerBase | None":
-    """Loads the run's tokenizer from its model folder, else by name; None if it read token ids."""
-    name = config.model.tokenizer
-    if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
-        has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
-        return tokenizers.load(str(model_dir)) if has_tokenizer else None
-    return None if name is None else tokenizers.load(name)
 
 
 if __name__ == "__main__":

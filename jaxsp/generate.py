@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import pathlib
 import time
 from typing import Any
 
@@ -46,17 +45,37 @@ def main(arguments: list[str]) -> None:
             "too."
         )
     given = given_model.find(args.what)
-    _check_head(given)
+    if given.meta is None:
+        fields = folder.find(given.name, field="WHAT").config_fields
+        is_reward_model = model_config.is_reward_model(fields)
+    else:
+        is_reward_model = config_file.parse(given.meta.config).objective.type == "reward"
+    if is_reward_model:
+        raise UserError(
+            f"{given.name}: is a reward model, which scores texts and generates none. Use the "
+            "model that it was made from, or one that was trained with another objective."
+        )
     config = _load_config(given, args.changes)
     process = cli.detect_process(args)
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
     given.fetch()
-    tokenizer = _load_tokenizer(given, config)
+    model_dir = given.find_model_dir(config)
+    source = None
+    if model_dir is None and config.model.source is not None:
+        source = folder.find(config.model.source)
+    tokenizer = model_files.load_tokenizer(config, source, model_dir)
     prompt = _encode(args, config, tokenizer)
-    if given.meta is None and not _sets_row_tokens(args.changes):
-        config = _set_row_tokens(config, len(prompt) + args.max_new_tokens)
+    if given.meta is None and not any(
+        change.startswith("data.row_tokens") for change in args.changes
+    ):
+        seq = config.mesh.seq
+        degree = seq if isinstance(seq, int) else 1
+        row_tokens = degree
+        while row_tokens < max(len(prompt) + args.max_new_tokens, _MIN_ROW_TOKENS):
+            row_tokens *= 2
+        config = config.with_fields(data={"row_tokens": row_tokens})
     resolved = given.resolve(config)
     spec = resolved.spec
     generator = Generator(spec)
@@ -70,14 +89,15 @@ def main(arguments: list[str]) -> None:
     if text := context_range.describe_excess(resolved.hf_config, row_tokens=num_tokens):
         output.print_line(console, f"note: {text}")
     master = given.load_weights(resolved)
+    stop_folder = model_dir
+    if given.meta is None:
+        stop_folder = folder.find(given.name, field="WHAT").path
     answer = _Answer(TextStream(tokenizer), is_printed=jax.process_index() == 0)
     generator.generate(
         master,
         [prompt],
         max_new_tokens=args.max_new_tokens,
-        stop_ids=stop_tokens.list_stop_ids(
-            resolved.hf_config, _find_model_folder(given, config), tokenizer
-        ),
+        stop_ids=stop_tokens.list_stop_ids(resolved.hf_config, stop_folder, tokenizer),
         sampling=sampling,
         on_token=answer.add,
     )
@@ -127,20 +147,6 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_head(given: GivenModel) -> None:
-    """Raises: UserError for a reward model."""
-    if given.meta is None:
-        fields = folder.find(given.name, field="WHAT").config_fields
-        is_reward_model = model_config.is_reward_model(fields)
-    else:
-        is_reward_model = config_file.parse(given.meta.config).objective.type == "reward"
-    if is_reward_model:
-        raise UserError(
-            f"{given.name}: is a reward model, which scores texts and generates none. Use the "
-            "model that it was made from, or one that was trained with another objective."
-        )
-
-
 def _load_config(given: GivenModel, changes: list[str]) -> Config:
     """Loads the config of a run, or placeholders for a model, without data. Raises: UserError."""
     fields = given.fields
@@ -162,44 +168,17 @@ def _load_config(given: GivenModel, changes: list[str]) -> Config:
     return config
 
 
-def _sets_row_tokens(changes: list[str]) -> bool:
-    return any(change.startswith("data.row_tokens") for change in changes)
-
-
-def _set_row_tokens(config: Config, num_tokens: int) -> Config:
-    """The config with rows that hold as many tokens, a power of two for each device of a group."""
-    seq = config.mesh.seq
-    degree = seq if isinstance(seq, int) else 1
-    row_tokens = degree
-    while row_tokens < max(num_tokens, _MIN_ROW_TOKENS):
-        row_tokens *= 2
-    data = config.data.model_copy(update={"row_tokens": row_tokens})
-    return config.model_copy(update={"data": data})
-
-
-def _load_tokenizer(given: GivenModel, config: Config) -> Any:
-    model_dir = given.find_model_dir(config)
-    source = None
-    if model_dir is None and config.model.source is not None:
-        source = folder.find(config.model.source)
-    return model_files.load_tokenizer(config, source, model_dir)
-
-
-def _find_model_folder(given: GivenModel, config: Config) -> pathlib.Path | None:
-    """Folder with the model's generation config; None if there is none."""
-    model_dir = given.find_model_dir(config)
-    if given.meta is None:
-        return folder.find(given.name, field="WHAT").path
-    return model_dir
-
-
 def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[int]:
     """Tokens of the prompt. Raises: UserError if there are none."""
     if args.chat is not None:
         messages = [{"role": "user", "content": args.chat}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
-        text = _render_chat(messages, config, tokenizer)
+        renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
+        try:
+            text = renderer(messages, prompt=True)[0]
+        except RecordError as problem:
+            raise UserError(f"--chat: {problem}.") from None
     elif args.prompt_file is not None:
         try:
             text = files.read_text(args.prompt_file)
@@ -214,15 +193,6 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
     if not ids:
         raise UserError("--prompt: has no tokens. Use a text with at least one character.")
     return ids
-
-
-def _render_chat(messages: list[dict[str, str]], config: Config, tokenizer: Any) -> str:
-    """Text of a chat, up to the answer. Raises: UserError without a template."""
-    renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
-    try:
-        return renderer(messages, prompt=True)[0]
-    except RecordError as problem:
-        raise UserError(f"--chat: {problem}.") from None
 
 
 def escape(text: str) -> str:

@@ -27,7 +27,7 @@ Example:
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -54,9 +54,6 @@ from jaxsp.setup import build, initial_weights, merging
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.specs import StepSpec
-
-if TYPE_CHECKING:
-    import datasets
 
 NumberLists = Iterable[Any]
 """One list or array of numbers per document."""
@@ -188,8 +185,35 @@ def _pack_documents(
 ) -> PackedDataset:
     """Checks documents and plans their rows. Args: name: of the data set, in results of evals."""
     data = config.data
+    import datasets
+
+    arrays = _convert_arrays("documents", documents)
+    lengths = list(map(len, arrays))
+    if not lengths:
+        raise UserError("documents: must not be empty. Give documents of at least two tokens.")
+
+    def is_id(values: np.ndarray) -> np.ndarray:
+        return (values >= 0) & (values < model.vocab_size) & (values == np.floor(values))
+
+    def is_label(values: np.ndarray) -> np.ndarray:
+        return is_id(values) | (values == NO_LABEL)
+
+    def is_weight(values: np.ndarray) -> np.ndarray:
+        return np.isfinite(values) & (values >= 0)
+
+    ids = f"an id from 0 to {model.vocab_size - 1}, the model's vocabulary"
+    columns = {"tokens": _make_column("documents", arrays, lengths, np.int32, is_id, ids)}
+    if labels is not None:
+        arrays = _convert_arrays("labels", labels)
+        rule = f"{ids}, or {NO_LABEL}"
+        columns["labels"] = _make_column("labels", arrays, lengths, np.int32, is_label, rule)
+    if loss_weights is not None:
+        arrays = _convert_arrays("weights", loss_weights)
+        rule = "finite and at least 0"
+        columns["weights"] = _make_column("weights", arrays, lengths, np.float32, is_weight, rule)
+    columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     packed = Documents(
-        [_make_dataset(documents, labels, loss_weights, vocab_size=model.vocab_size)],
+        [datasets.Dataset(pa.table(columns))],
         source_names=["documents"],
         row_tokens=data.row_tokens,
         long_documents=data.long_documents,
@@ -350,44 +374,6 @@ _INSTEAD = {
     "objective.type": "Train on preferences with `jaxsp train`.",
 }
 """Alternatives to fields, and to whole sections, that `load_model` would ignore and so refuses."""
-
-
-def _make_dataset(
-    documents: NumberLists,
-    labels: NumberLists | None,
-    loss_weights: NumberLists | None,
-    *,
-    vocab_size: int,
-) -> "datasets.Dataset":
-    """Makes a table in memory like the one that files are read into. Raises: UserError."""
-    import datasets
-
-    arrays = _convert_arrays("documents", documents)
-    lengths = list(map(len, arrays))
-    if not lengths:
-        raise UserError("documents: must not be empty. Give documents of at least two tokens.")
-
-    def is_id(values: np.ndarray) -> np.ndarray:
-        return (values >= 0) & (values < vocab_size) & (values == np.floor(values))
-
-    def is_label(values: np.ndarray) -> np.ndarray:
-        return is_id(values) | (values == NO_LABEL)
-
-    def is_weight(values: np.ndarray) -> np.ndarray:
-        return np.isfinite(values) & (values >= 0)
-
-    ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
-    columns = {"tokens": _make_column("documents", arrays, lengths, np.int32, is_id, ids)}
-    if labels is not None:
-        arrays = _convert_arrays("labels", labels)
-        rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _make_column("labels", arrays, lengths, np.int32, is_label, rule)
-    if loss_weights is not None:
-        arrays = _convert_arrays("weights", loss_weights)
-        rule = "finite and at least 0"
-        columns["weights"] = _make_column("weights", arrays, lengths, np.float32, is_weight, rule)
-    columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
-    return datasets.Dataset(pa.table(columns))
 
 
 def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:

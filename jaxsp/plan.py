@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Sequence
 
 import jax
 import rich.console
@@ -21,7 +20,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder, peft, published
 from jaxsp.hf.rope import context_range
-from jaxsp.planner import report
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.runtime import memory_limits
@@ -69,7 +67,12 @@ def main(arguments: list[str]) -> None:
     sizes = dataclasses.replace(sizes, model=adapter.model)
     for note in filter(None, (sizes.note, excess)):
         console.print(note)
-    _check_degree_known(given, config)
+    if given.longest and config.mesh.seq == "auto":
+        degree = given.devices or memory_limits.DEVICES_PER_NODE
+        raise UserError(
+            "mesh.seq = auto: must be a number with --longest, because it follows from the row "
+            f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
+        )
     # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -92,7 +95,11 @@ def main(arguments: list[str]) -> None:
         json_file=given.json,
     )
     if given.host_gib is None or given.node_devices is None:
-        console.print(f"assumed: {report.format_assumptions(clusters[0])}")
+        cluster = clusters[0]
+        console.print(
+            f"assumed: nodes of {cluster.node_devices} GPUs with {cluster.node_host_gib:,.0f} GiB "
+            "of memory (--node-devices, --host-gib)"
+        )
     if given.meshes:
         plan_modes.plan_meshes(request)
     elif given.longest:
@@ -100,7 +107,9 @@ def main(arguments: list[str]) -> None:
     elif len(clusters) > 1:
         plan_modes.plan_several(request, clusters)
     else:
-        plan_modes.plan_one(request)
+        plan = request.plan(request.resolve_config(clusters[0]), clusters[0])
+        request.print_plan(plan)
+        request.write_json(dataclasses.asdict(plan))
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -137,25 +146,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="plans every mesh of these devices, and ranks them",
     )
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the plan as JSON")
-    given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
-    _check_arguments(given)
-    return given
-
-
-def _repeat_device_flag(arguments: Sequence[str]) -> list[str]:
-    """Rewrites `--device a100 h100` to `--device a100 --device h100`.
-
-    The config and changes may follow."""
+    # Rewrites `--device a100 h100` to `--device a100 --device h100`
     words: list[str] = []
     for word in arguments:
         if words[-2:-1] == ["--device"] and _DEVICE_TYPE.fullmatch(word):
             words.append("--device")
         words.append(word)
-    return words
-
-
-def _check_arguments(given: argparse.Namespace) -> None:
-    """Checks flags. Raises: UserError for invalid numbers and conflicting flags."""
+    given = parser.parse_intermixed_args(words)
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(given).items()}
     problems = ProblemCollector(
         f"{flag} = {values[flag]}: must be greater than 0 and finite. Use 1 or more."
@@ -177,25 +174,15 @@ def _check_arguments(given: argparse.Namespace) -> None:
         with problems.collect():
             cli.check_file(given.json, flag="--json")
     problems.raise_if_any()
-
-
-def _check_degree_known(given: argparse.Namespace, config: Config) -> None:
-    """Checks that a search for the longest row has a mesh. Raises: UserError if not."""
-    if given.longest and config.mesh.seq == "auto":
-        degree = given.devices or memory_limits.DEVICES_PER_NODE
-        raise UserError(
-            "mesh.seq = auto: must be a number with --longest, because it follows from the row "
-            f"length. Use mesh.seq={degree // config.mesh.replica or 1}."
-        )
+    return given
 
 
 def _print_data(config: Config, model: ModelConfig, console: rich.console.Console) -> int:
     """Prints rows and steps of the training data, and returns the steps. Raises: UserError."""
-    data = config.data.model_copy(update={"eval": ()})
-    config = config.model_copy(update={"data": data})
+    config = config.with_fields(data={"eval": ()})
     files = ModelFiles(config=model)
     # The sizes may be published ones, without the model's folder
-    needs_tokenizer = any(source.format != "tokens" for source in data.train)
+    needs_tokenizer = any(source.format != "tokens" for source in config.data.train)
     if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
         source = folder.find(config.model.source)
         files = ModelFiles(config=model, folder=source, hf_config=source.config_fields)

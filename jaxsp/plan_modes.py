@@ -17,7 +17,6 @@ from jaxsp.planner import mesh_sweep, planning, report, search, tables
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
-from jaxsp.planner.search import TriedLength
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +78,6 @@ class PlanRequest:
             self.console.print(f"written: {self.json_file}")
 
 
-def plan_one(request: PlanRequest) -> None:
-    """Plans the config's step."""
-    plan = request.plan(request.resolve_config(request.cluster), request.cluster)
-    request.print_plan(plan)
-    request.write_json(dataclasses.asdict(plan))
-
-
 def plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's step on each kind of GPU."""
     plans = []
@@ -115,12 +107,11 @@ def find_longest(request: PlanRequest) -> None:
     cluster = request.cluster
     began = time.perf_counter()
     console.print(f"the longest row on {cluster.num_devices} x {cluster.device_type}:")
-
-    def print_length(length: TriedLength) -> None:
-        console.print(report.format_length(length))
-
     longest = search.find_longest_row(
-        request.config, model=request.sizes.model, cluster=cluster, on_result=print_length
+        request.config,
+        model=request.sizes.model,
+        cluster=cluster,
+        on_result=lambda length: console.print(report.format_length(length)),
     )
     console.print(report.format_longest(longest, seconds=time.perf_counter() - began))
     plan = longest.plan or longest.shortest_failing.plan

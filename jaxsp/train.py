@@ -24,7 +24,13 @@ from jaxsp.storage import copies, run_storage
 
 def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError with all problems found before the first step."""
-    args = _make_parser().parse_intermixed_args(_join_preview(arguments))
+    joined: list[str] = []
+    for argument, before in zip(arguments, ["", *arguments], strict=False):
+        if before == "--preview" and argument.isdecimal():
+            joined[-1] = f"--preview={argument}"
+        else:
+            joined.append("--preview=0" if argument == "--preview" else argument)
+    args = _make_parser().parse_intermixed_args(joined)
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
     if process.index == 0:
@@ -100,17 +106,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "or GPUs; a run then finds the tokens in the cache",
     )
     return parser
-
-
-def _join_preview(arguments: list[str]) -> list[str]:
-    """Joins --preview and its number; without one it is 0, also before key.path=value."""
-    joined: list[str] = []
-    for argument, before in zip(arguments, ["", *arguments], strict=False):
-        if before == "--preview" and argument.isdecimal():
-            joined[-1] = f"--preview={argument}"
-        else:
-            joined.append("--preview=0" if argument == "--preview" else argument)
-    return joined
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Help and error messages about config fields: meaning, rule, and a value that works."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -53,11 +53,6 @@ def describe_fields(sections: Iterable[str] = tuple(SECTIONS)) -> str:
     return "\n".join(lines)
 
 
-def describe_sections() -> str:
-    """Describes every section in a line, for the --help of commands that need few fields."""
-    return "\n".join(f"  {name}: {section.__doc__}" for name, section in SECTIONS.items())
-
-
 def _describe_section(section: Section, prefix: str, described: set[Section]) -> list[str]:
     """Args: described: classes of list entries that need no second description."""
     lines = []
@@ -66,10 +61,10 @@ def _describe_section(section: Section, prefix: str, described: set[Section]) ->
         if not field.is_required():
             default = f"default {yaml_io.format_value(field.get_default())}"
         lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})")
-        lines.append(f"      {_join_lines(field.description)}")
+        lines.append(f"      {' '.join((field.description or '').split())}")
         for entry in set(_inner_sections(field.annotation)) - described:
             described.add(entry)
-            suffix = "[]" if _is_list(field.annotation) else ""
+            suffix = "[]" if get_origin(field.annotation) is tuple else ""
             lines += _describe_section(entry, f"{prefix}{name}{suffix}.", described)
     return lines
 
@@ -95,29 +90,37 @@ def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
     listed_sections: set[str] = set()
     for finding in findings:
         path = [str(part) for part in finding["loc"]]
-        if finding["type"] != "extra_forbidden":
-            yield _explain_error(path, finding)
-            continue
+        name = ".".join(path)
         value = finding["input"]
+        if finding["type"] == "missing":
+            yield f"{name}: missing.{_describe_meaning(path)}"
+            continue
+        known = foreign_names.find(name)
+        if finding["type"] != "extra_forbidden":
+            rule = finding["msg"].replace("Input should be", "must be")
+            if finding["type"] in _RULES:
+                rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
+            if rule == _MAPPING_RULE and known is not None:
+                rule += f"; {value} is a value of {known.field_name}"
+            yield f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"
+            continue
         near = find_near_section(path, value)
         if near is not None:
-            yield f"{_format_setting(path[0], value)}: unknown. Did you mean {near}?"
+            yield f"{_format_setting(name, value)}: unknown. Did you mean {near}?"
             continue
         section_name = ".".join(path[:-1])
         section = _find_section(path)
-        name = ".".join(path)
-        known = foreign_names.find(name)
         is_section = isinstance(value, dict) and (known is None or known.field is not None)
         options = foreign_names.flatten(name, value) if is_section else [(name, value)]
         for name, inner_value in options:
-            line = explain_unknown(name, inner_value)
-            if line is None:
-                line = f"{_format_setting(name, inner_value)}: unknown."
+            answer = _explain_unknown(name, inner_value)
+            if answer is None:
+                answer = "unknown."
                 if section is not None and section_name not in listed_sections:
                     listed_sections.add(section_name)
                     title = f"Fields of {section_name}" if section_name else "Sections"
-                    line += f" {title}: {', '.join(section.model_fields)}."
-            yield line
+                    answer += f" {title}: {', '.join(section.model_fields)}."
+            yield f"{_format_setting(name, inner_value)}: {answer}"
 
 
 def find_near_section(path: list[str], value: Any) -> str | None:
@@ -127,11 +130,17 @@ def find_near_section(path: list[str], value: Any) -> str | None:
     return errors.find_nearest(path[0], SECTIONS)
 
 
-def explain_unknown(name: str, value: Any) -> str | None:
+def _explain_unknown(name: str, value: Any) -> str | None:
     """Returns the problem of a field that does not exist; None if there is no suggestion."""
     counterpart = find_counterpart(name)
     if counterpart is not None:
-        return f"{_format_setting(name, value)}: {_explain_counterpart(counterpart, value)}."
+        if counterpart.field is None:
+            return f"{counterpart.note}."
+        note = f" ({counterpart.note})" if counterpart.note else ""
+        # the value of a table would turn on what is off here
+        is_off = foreign_names.is_off(value)
+        field = counterpart.field_name if is_off else counterpart.field
+        return f"unknown. Use {field}{note}."
     section_name, _, last = name.rpartition(".")
     names = _find_fields(foreign_names.normalize(last))
     section = _find_section(name.split("."))
@@ -139,9 +148,7 @@ def explain_unknown(name: str, value: Any) -> str | None:
         near = errors.find_nearest(last, section.model_fields)
         if near is not None:
             names = [f"{section_name}.{near}" if section_name else near]
-    if not names:
-        return None
-    return f"{_format_setting(name, value)}: unknown. Did you mean {errors.format_choices(names)}?"
+    return f"unknown. Did you mean {errors.format_choices(names)}?" if names else None
 
 
 def find_counterpart(name: str) -> Counterpart | None:
@@ -173,47 +180,17 @@ def coerce_value(field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
     *_, name = path = field.split(".")
     section = _find_section(path)
+    if section is None:
+        return None
     is_whole = isinstance(value, float) and value.is_integer()
     for candidate in (value, int(value)) if is_whole else (value,):
         try:
-            if section is not None:
-                section.model_validate({name: candidate})
+            section.model_validate({name: candidate})
         except pydantic.ValidationError as error:
             if any(finding["loc"][0] == name for finding in error.errors()):
                 continue
-        return candidate if section is not None else None
+        return candidate
     return None
-
-
-def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
-    """Suggestion for another system's option."""
-    field = counterpart.field_name
-    if field is None:
-        return counterpart.note
-    note = f" ({counterpart.note})" if counterpart.note else ""
-    # the value of a table would turn on what is off here
-    return f"unknown. Use {field if foreign_names.is_off(value) else counterpart.field}{note}"
-
-
-def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
-    """One line for a finding about a field that exists."""
-    name = ".".join(path)
-    if finding["type"] == "missing":
-        return f"{name}: missing.{_describe_meaning(path)}"
-    value = finding["input"]
-    rule = _find_rule(name, finding)
-    return f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"
-
-
-def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
-    """Returns the rule that the invalid value breaks."""
-    if finding["type"] not in _RULES:
-        return finding["msg"].replace("Input should be", "must be")
-    rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
-    counterpart = foreign_names.find(name)
-    if rule == _MAPPING_RULE and counterpart is not None:
-        rule += f"; {finding['input']} is a value of {counterpart.field_name}"
-    return rule
 
 
 def _format_setting(name: str, value: Any) -> str:
@@ -224,10 +201,6 @@ def _inner_sections(annotation: Any) -> list[Section]:
     """Sections in a field's type: the section itself, or the entries of a list."""
     types = (annotation, *get_args(annotation))
     return [kind for kind in types if isinstance(kind, type) and issubclass(kind, ConfigSection)]
-
-
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple
 
 
 def _find_section(path: list[str]) -> Section | None:
@@ -257,8 +230,9 @@ def _find_fields(name: str) -> list[str]:
         if section is EvalConfig:
             continue
         for field_name, field in section.model_fields.items():
-            entries = _inner_sections(field.annotation) if _is_list(field.annotation) else []
-            if any(name in entry.model_fields for entry in entries):
+            entries = _inner_sections(field.annotation)
+            is_list = get_origin(field.annotation) is tuple
+            if is_list and any(name in entry.model_fields for entry in entries):
                 found.append(f"{section_name}.{field_name}.0.{name}")
                 break  # data.eval has the fields of data.train
     return found
@@ -269,7 +243,7 @@ def _describe_meaning(path: list[str], value: Any = None) -> str:
     section = _find_section(path)
     field = section.model_fields.get(path[-1]) if section is not None else None
     if field is not None and field.description:
-        first_sentence = re.split(r"(?<=\.)\s", _join_lines(field.description))[0]
+        first_sentence = re.split(r"(?<=\.)\s", " ".join(field.description.split()))[0]
         return f" {first_sentence} For example {format_example('.'.join(path), value)}."
     inner = _find_section([*path, ""])
     if inner is None:
@@ -292,7 +266,3 @@ def format_example(name: str, value: Any = None) -> str | None:
     example = next((candidate for candidate in candidates if candidate is not None), None)
     text = example if isinstance(example, str) else yaml_io.format_value(example)
     return f"{name}={text}"
-
-
-def _join_lines(text: str | None) -> str:
-    return " ".join((text or "").split())

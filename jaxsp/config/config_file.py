@@ -136,7 +136,17 @@ def _explain_problems(
         # pydantic counts a list whose only entry is invalid as empty
         if finding["type"] != "too_short" or not finding["input"]
     ]
-    options = _find_foreign_options(fields)
+    # names at the top of the config that are in no section of jaxsp
+    options = [
+        str(name)
+        for name, value in fields.items()
+        if config_errors.find_near_section([str(name)], value) is None
+        and (
+            name not in config_errors.SECTIONS
+            # optimizer: adamw is another system's
+            or (not isinstance(value, dict | None) and foreign_names.find(name) is not None)
+        )
+    ]
     if len(options) < _MIN_FOREIGN_OPTIONS:
         return list(config_errors.explain_errors(findings))
     own_findings = [
@@ -148,29 +158,10 @@ def _explain_problems(
     examples = ", ".join(list(options)[:3])
     return [
         f"{name}: has {len(options)} options of another system ({examples}, ...). "
-        f"{_suggest_converter(name)} A jaxsp config has the sections "
+        f"Convert it: jaxsp convert {name} --gpus 8 > my.yaml. A jaxsp config has the sections "
         f"{', '.join(config_errors.SECTIONS)}.",
         *config_errors.explain_errors(own_findings),
     ]
-
-
-def _find_foreign_options(fields: dict[str, Any]) -> list[str]:
-    """Returns the names at the top of a config that are in no section of jaxsp."""
-    return [
-        str(name)
-        for name, value in fields.items()
-        if config_errors.find_near_section([str(name)], value) is None
-        and (
-            name not in config_errors.SECTIONS
-            # optimizer: adamw is another system's
-            or (not isinstance(value, dict | None) and foreign_names.find(name) is not None)
-        )
-    ]
-
-
-def _suggest_converter(path: str | pathlib.Path) -> str:
-    """Sentence with the command that converts a file of another system."""
-    return f"Convert it: jaxsp convert {path} --gpus 8 > my.yaml."
 
 
 def _suggest_start() -> list[str]:
@@ -181,14 +172,9 @@ def _suggest_start() -> list[str]:
         if path.is_file():
             return [f"Try {path}."]
     first = "Write a config such as this one (python -m jaxsp.train --help lists all fields):"
-    return [first, *_render_starter()]
-
-
-def _render_starter() -> list[str]:
-    """Returns the lines of a small config."""
     lines = []
     for section, names in _STARTER.items():
         examples = [config_errors.format_example(f"{section}.{name}") or "" for name in names]
         fields = [example.partition(".")[2].replace("=", ": ", 1) for example in examples]
         lines.append(f"{section}: {{{', '.join(fields)}}}")
-    return lines
+    return [first, *lines]

@@ -26,6 +26,11 @@ def check(fields: dict[str, Any]) -> list[str]:
     """Returns a message for each rule that the nested fields of a config break."""
     sections: Sections = {name: {} for name in Config.model_fields}
     sections |= {name: value for name, value in fields.items() if isinstance(value, dict)}
+    sources = {
+        f"data.{name}.{number}": source
+        for name in ("train", "eval")
+        for number, source in enumerate(_list_sources(sections, name))
+    }
     return [
         *_check_exactly_one(
             fields, "run.steps", "run.epochs", "the length of training, for example run.epochs=1"
@@ -36,20 +41,17 @@ def check(fields: dict[str, Any]) -> list[str]:
             "model.config",
             "the model, for example model.source=Qwen/Qwen3-0.6B",
         ),
-        *_check_weights(sections),
-        *_check_chat_template(sections),
-        *_check_train_on(sections),
+        *_check_data(sections, [*sources.values()]),
         *_check_adapter(sections),
-        *_check_degree(sections),
         *_check_memory(sections),
-        *_check_max_segments(sections),
         *_check_nul(fields, ""),
         *_check_best(sections),
         *optimizer_checks.check(sections["optimizer"]),
-        *_check_objective(sections),
+        *objective_checks.check(
+            sections["objective"], sections["data"], sources, sections["adapter"]
+        ),
         *_check_eval_sets(sections),
         *eval_checks.check(sections["eval"]),
-        *_check_end_of_epoch(sections),
         *_check_early_stopping(sections),
     ]
 
@@ -78,8 +80,8 @@ def _list_sources(sections: Sections, name: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def _check_weights(sections: Sections) -> Iterator[str]:
-    """Checks that all training sources have a weight or none, and that weights are allowed."""
+def _check_data(sections: Sections, sources: list[dict[str, Any]]) -> Iterator[str]:
+    """Checks weights, chat templates, labels and segments. Args: sources: for training and eval."""
     has_weight, has_eval_weight = (
         [source.get("weight") is not None for source in _list_sources(sections, name)]
         for name in ("train", "eval")
@@ -89,54 +91,43 @@ def _check_weights(sections: Sections) -> Iterator[str]:
             f"data.eval.{has_eval_weight.index(True)}.weight: must not be set, because each eval "
             "set is evaluated separately, as a whole. Leave it out."
         )
-    if not any(has_weight):
-        return
-    if not all(has_weight):
+    if any(has_weight) and not all(has_weight):
         index = has_weight.index(False)
         yield (
             f"data.train.{index}.weight: missing. Set it for all sources or for none: "
             f"data.train.{index}.weight=1."
         )
-    if sections["run"].get("epochs") is not None:
+    if any(has_weight) and sections["run"].get("epochs") is not None:
         yield (
             "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
             "different times and are repeated. Set run.steps, or leave the weights out."
         )
 
-
-def _check_objective(sections: Sections) -> Iterator[str]:
-    """Checks the objective, and that the sources fit it."""
-    sources = {
-        f"data.{name}.{number}": source
-        for name in ("train", "eval")
-        for number, source in enumerate(_list_sources(sections, name))
-    }
-    yield from objective_checks.check(
-        sections["objective"], sections["data"], sources, sections["adapter"]
-    )
-
-
-def _check_chat_template(sections: Sections) -> Iterator[str]:
-    """Checks that a chat template and its variables are set only if some source has messages."""
-    sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
+    data = sections["data"]
     has_messages = any(source.get("format") not in ("text", "tokens") for source in sources)
     for name in ("chat_template", "chat_template_kwargs"):
-        value = sections["data"].get(name)
+        value = data.get(name)
         if value and not has_messages:
             yield (
                 f"data.{name} = {yaml_io.format_value(value)}: has no effect, because all "
                 "sources have the format text or tokens. Leave it out."
             )
 
-
-def _check_train_on(sections: Sections) -> Iterator[str]:
-    """Checks that only completions have a loss if some source has two for each prompt."""
-    sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
     formats = [source.get("format") for source in sources if source.get("format") in PAIR_FORMATS]
-    if sections["data"].get("train_on") == "all" and formats:
+    if data.get("train_on") == "all" and formats:
         yield (
             f"data.train_on = all: only completions of records with format: {formats[0]} have a "
             "loss. Use data.train_on=assistant."
+        )
+    default = DataConfig.model_fields["max_segments_per_row"].default
+    max_segments: Any = data.get("max_segments_per_row")
+    row_tokens: Any = data.get("row_tokens")
+    is_known = isinstance(row_tokens, int) and isinstance(max_segments, int)
+    # A run saves its config with all defaults, so this default must be valid for short rows too
+    if is_known and default != max_segments > row_tokens > 0:
+        yield (
+            f"data.max_segments_per_row = {max_segments}: must be at most {row_tokens}, the tokens "
+            f"of a row. Use {min(default, row_tokens)}, or the number your documents need."
         )
 
 
@@ -160,14 +151,11 @@ def _check_adapter(sections: Sections) -> Iterator[str]:
             )
 
 
-def _check_degree(sections: Sections) -> Iterator[str]:
-    """Checks that mesh.data follows from mesh.seq if that is `auto`."""
+def _check_memory(sections: Sections) -> Iterator[str]:
+    """Checks the mesh, and that memory.remat agrees with what is to be offloaded."""
     if sections["mesh"].get("seq") == "auto" and sections["mesh"].get("data", -1) != -1:
         yield "mesh.seq = auto: needs a mesh.data that follows from it. Use mesh.data=-1."
 
-
-def _check_memory(sections: Sections) -> Iterator[str]:
-    """Checks that memory.remat agrees with the activations that are to be offloaded."""
     offloaded = sections["memory"].get("offload_activations")
     is_full = sections["memory"].get("remat") == "full"
     if is_full and offloaded == "layer_inputs_and_attention":
@@ -196,21 +184,6 @@ def _check_memory(sections: Sections) -> Iterator[str]:
             )
 
 
-def _check_max_segments(sections: Sections) -> Iterator[str]:
-    """Checks that a row can have max_segments_per_row: unused ones take memory too."""
-    default = DataConfig.model_fields["max_segments_per_row"].default
-    max_segments = sections["data"].get("max_segments_per_row")
-    # A run saves its config with all defaults, so this default must be valid for short rows too
-    if not isinstance(max_segments, int) or max_segments == default:
-        return
-    row_tokens = sections["data"].get("row_tokens")
-    if isinstance(row_tokens, int) and max_segments > row_tokens > 0:
-        yield (
-            f"data.max_segments_per_row = {max_segments}: must be at most {row_tokens}, the tokens "
-            f"of a row. Use {min(default, row_tokens)}, or the number your documents need."
-        )
-
-
 def _check_nul(value: Any, name: str) -> Iterator[str]:
     """Checks that no text contains NUL, which file names cannot contain."""
     if isinstance(value, str) and "\0" in value:
@@ -226,7 +199,6 @@ def _check_nul(value: Any, name: str) -> Iterator[str]:
 
 
 def _list_eval_names(sections: Sections) -> list[Any]:
-    """Names of the eval sets."""
     sources = _list_sources(sections, "eval")
     names = [source.get("name") or source.get("source") for source in sources]
     if sections["data"].get("eval_fraction") is not None:
@@ -291,21 +263,15 @@ def _check_eval_sets(sections: Sections) -> Iterator[str]:
         )
 
 
-def _check_end_of_epoch(sections: Sections) -> Iterator[str]:
-    """Checks that save_every and eval_every are `epoch` only if run.epochs is set."""
-    if sections["run"].get("epochs") is not None:
-        return
+def _check_early_stopping(sections: Sections) -> Iterator[str]:
+    """Checks that a run with early stopping evaluates before its last step, and `epoch`."""
+    run = sections["run"]
     for name in ("save_every", "eval_every"):
-        if sections["run"].get(name) == "epoch":
+        if run.get("epochs") is None and run.get(name) == "epoch":
             yield (
                 f"run.{name} = epoch: needs run.epochs. "
                 f"Use run.epochs=1 instead of run.steps, or run.{name}=100."
             )
-
-
-def _check_early_stopping(sections: Sections) -> Iterator[str]:
-    """Checks that a run with early stopping evaluates before its last step."""
-    run = sections["run"]
     patience = run.get("early_stopping_patience")
     if patience is None:
         for name, default in (("early_stopping_min_delta", 0), ("early_stopping_metric", "loss")):

@@ -4,15 +4,10 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from jaxsp.config import yaml_io
-
-_REASONS = ("not needed", "not offered")
-
-_MAX_WORDS = 4
-"""Largest number of words in a dotted name of the table."""
 
 _LIST_ENTRY = re.compile(r"^data\.(train|eval)\.\d+(?=\.|$)")
 """The entry of a list of data sets, at the start of a dotted name."""
@@ -44,14 +39,11 @@ def find(name: str) -> Counterpart | None:
     Ignores case and leading dashes, and reads `-` as `_`. The longest known end of a dotted name
     counts.
     """
-    table = _read_table().by_name
+    table, _ = _read_table()
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
-    ends = [".".join(words[start:]) for start in range(max(len(words) - _MAX_WORDS, 0), len(words))]
-    known = [
-        end
-        for end in ends
-        if end in table and (end == normalize(name) or end not in _TOP_LEVEL_ONLY)
-    ]
+    ends = [".".join(words[start:]) for start in range(len(words))]
+    known = [end for end in ends if end == normalize(name) or end not in _TOP_LEVEL_ONLY]
+    known = [end for end in known if end in table]
     known += [key for key in table if key.endswith("*") and words[-1].startswith(key[:-1])]
     if not known:
         return None
@@ -67,30 +59,17 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
     The mappings of a list are numbered. An empty section is one option.
     """
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        items = enumerate(value)
-    if not items or not value:
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = dict(enumerate(value)) or value
+    if not value or not isinstance(value, dict):
         yield name, value
         return
-    for inner, inner_value in items:
+    for inner, inner_value in value.items():
         yield from flatten(f"{name}.{inner}", inner_value)
 
 
-_TOP_LEVEL_ONLY = (
-    "model",
-    "data",
-    "attention",
-    "optimizer",
-    "scheduler",
-    "devices",
-    "trl",
-    "stage",
-    "tokens",
-    "system",
-)
+_TOP_LEVEL_ONLY = ["model", "data", "attention", "optimizer", "scheduler", "devices", "trl"]
+_TOP_LEVEL_ONLY += ["stage", "tokens", "system"]
 """Names that mean something else inside a section: MaxText's mesh.model is an axis."""
 
 _OFF_VALUES = (False, 0, "no", "none", "off", "false")
@@ -111,7 +90,7 @@ def translate_value(field: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     key = _LIST_ENTRY.sub("data.train.0", field)
-    return _read_table().values.get((key, normalize(value)), value)
+    return _read_table()[1].get((key, normalize(value)), value)
 
 
 def normalize(name: str) -> str:
@@ -119,41 +98,33 @@ def normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-class _Table(NamedTuple):
-    """Content of counterparts.yaml."""
-
-    by_name: dict[str, Counterpart]
-    values: dict[tuple[str, str], str]
-    """Values of jaxsp, by field and value of another system."""
-
-
 @functools.cache
-def _read_table() -> _Table:
+def _read_table() -> tuple[dict[str, Counterpart], dict[tuple[str, str], str]]:
+    """Content of counterparts.yaml: counterparts by name, and values of jaxsp by field and value
+    of another system."""
     text = pathlib.Path(__file__).with_name("counterparts.yaml").read_text(encoding="utf-8")
     content = yaml_io.load(text)
-    counterparts = map(_parse_entry, content["options"])
+    by_name: dict[str, Counterpart] = {}
+    for entry in content["options"]:
+        field, names = next(iter(entry.items()))
+        note = entry.get("note", "")
+        is_field = field not in ("not needed", "not offered")
+        counterpart = Counterpart(
+            names=tuple(names.split()),
+            field=field.removesuffix("=...") if is_field else None,
+            note=note if is_field else f"{field}: {note}",
+            takes_value=is_field and "=" not in field,
+        )
+        by_name |= dict.fromkeys(counterpart.names, counterpart)
     values = {
         (field, name): value
         for field, values in content["values"].items()
         for value, names in values.items()
         for name in (value, *names.split())
     }
-    return _Table({name: entry for entry in counterparts for name in entry.names}, values)
+    return by_name, values
 
 
 def list_counterparts() -> tuple[Counterpart, ...]:
     """Lists all counterparts, in the order of the config's sections."""
-    return tuple(dict.fromkeys(_read_table().by_name.values()))
-
-
-def _parse_entry(entry: dict[str, str]) -> Counterpart:
-    """Parses an entry of the file, whose first key is a field or a reason."""
-    field, names = next(iter(entry.items()))
-    note = entry.get("note", "")
-    is_field = field not in _REASONS
-    return Counterpart(
-        names=tuple(names.split()),
-        field=field.removesuffix("=...") if is_field else None,
-        note=note if is_field else f"{field}: {note}",
-        takes_value=is_field and "=" not in field,
-    )
+    return tuple(dict.fromkeys(_read_table()[0].values()))

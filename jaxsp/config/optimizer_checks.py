@@ -29,22 +29,7 @@ def check(fields: dict[str, Any]) -> Iterator[str]:
         )
     yield from _check_exclusive(fields, "warmup_steps", "warmup_fraction", unset="0")
     yield from _check_exclusive(fields, "decay_steps", "decay_fraction", unset="null")
-    yield from _check_groups(fields)
-
-
-def _check_exclusive(
-    fields: dict[str, Any], steps: str, fraction: str, *, unset: str
-) -> Iterator[str]:
-    """Checks that a number of steps is not also given as a fraction."""
-    if fields.get(steps) and fields.get(fraction) is not None:
-        yield (
-            f"{_format(fields, steps)}, {_format(fields, fraction)}: only one of them may be set. "
-            f"Use optimizer.{steps}={unset} or optimizer.{fraction}=null."
-        )
-
-
-def _check_groups(fields: dict[str, Any]) -> Iterator[str]:
-    """Checks that a frozen group has no other option."""
+    # Checks that a frozen group has no other option
     groups = fields.get("groups")
     for index, group in enumerate(groups if isinstance(groups, list | tuple) else ()):
         if not isinstance(group, dict):
@@ -62,3 +47,14 @@ def _check_groups(fields: dict[str, Any]) -> Iterator[str]:
                     f"{name}.{option} = {value}: has no effect, because the group is frozen. "
                     f"Leave it out, or set {name}.frozen=false."
                 )
+
+
+def _check_exclusive(
+    fields: dict[str, Any], steps: str, fraction: str, *, unset: str
+) -> Iterator[str]:
+    """Checks that a number of steps is not also given as a fraction."""
+    if fields.get(steps) and fields.get(fraction) is not None:
+        yield (
+            f"{_format(fields, steps)}, {_format(fields, fraction)}: only one of them may be set. "
+            f"Use optimizer.{steps}={unset} or optimizer.{fraction}=null."
+        )

@@ -163,6 +163,5 @@ class OptimizerConfig(ConfigSection):
 
 
 def _round_up(steps: float) -> int:
-    """Rounds up to a whole number of steps."""
     # 0.07 * 100 is 7.000000000000001 in floating point, and 7 steps are meant
     return math.ceil(round(steps, 6))

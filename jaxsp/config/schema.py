@@ -232,14 +232,22 @@ class Config(ConfigSection):
         has_frozen_group = any(group.frozen for group in self.optimizer.groups)
         return has_frozen_group or self.adapter.type != "none"
 
+    def with_fields(self, **sections: dict[str, Any]) -> "Config":
+        """Returns the config with other fields: `with_fields(data={"row_tokens": 1024})`."""
+        return self.model_copy(
+            update={
+                name: getattr(self, name).model_copy(update=changes)
+                for name, changes in sections.items()
+            }
+        )
+
     def with_degree(self, seq: int) -> "Config":
         """Returns the config with a number of devices that share each row."""
-        return self.model_copy(update={"mesh": self.mesh.model_copy(update={"seq": seq})})
+        return self.with_fields(mesh={"seq": seq})
 
     def with_rows_per_microbatch(self, number: int) -> "Config":
         """Returns the config with a number of rows per microbatch and group."""
-        batch = self.batch.model_copy(update={"rows_per_microbatch": number})
-        return self.model_copy(update={"batch": batch})
+        return self.with_fields(batch={"rows_per_microbatch": number})
 
     def with_one_row_for_auto(self) -> "Config":
         """Returns the config with 1 row per microbatch and group in place of `auto`."""

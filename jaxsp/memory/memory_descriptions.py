@@ -84,8 +84,6 @@ def _describe_kept_layers(spec: StepSpec) -> str:
 
 
 def _describe_tiles(spec: StepSpec) -> str:
-    """Describes the tile sizes of the layers and of the loss."""
-
     def describe_tile(tile: int) -> str:
         is_whole = tile >= spec.tokens_per_device
         return "all tokens at once" if is_whole else f"{tile:,} tokens at a time"

@@ -244,9 +244,7 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
 
 def replace_memory(spec: StepSpec, **memory: Any) -> StepSpec:
     """Copy of a step with other values in the config's section `memory`."""
-    config = spec.config
-    update = {"memory": config.memory.model_copy(update=memory)}
-    return dataclasses.replace(spec, config=config.model_copy(update=update))
+    return dataclasses.replace(spec, config=spec.config.with_fields(memory=memory))
 
 
 def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) -> MemoryUse:

@@ -88,7 +88,16 @@ def resident_bytes(spec: StepSpec) -> ResidentBytes:
         weights=weights,
         moments=_device_state_bytes(spec),
         gradients=gradients,
-        activations=sum(_saved_bytes(spec, kind, policy) for kind, policy in _list_layers(spec))
+        activations=sum(
+            _saved_bytes(spec, kind, policy)
+            for kind, policy in [
+                (kind, policy)
+                for segment in spec.model.segments
+                for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers)
+                for _ in periods
+                for kind in segment.period
+            ]
+        )
         + _kept_embedding_bytes(spec),
     )
 
@@ -101,17 +110,6 @@ def _stream_bytes(spec: StepSpec) -> int:
 def _kept_embedding_bytes(spec: StepSpec) -> int:
     """Bytes of the tokens' embeddings, which are kept if they are the input of a norm."""
     return _stream_bytes(spec) if spec.model.has_embedding_norm else 0
-
-
-def _list_layers(spec: StepSpec) -> list[tuple[LayerKind, RematPolicy]]:
-    """Kind of each layer, and what it keeps."""
-    return [
-        (kind, policy)
-        for segment in spec.model.segments
-        for periods, policy in spec.remat_policy.divide(segment, spec.model.num_layers)
-        for _ in periods
-        for kind in segment.period
-    ]
 
 
 def list_kept_mlp_bytes(spec: StepSpec) -> list[int]:
@@ -141,17 +139,6 @@ def _saved_bytes(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = spec.model
     itemsize = spec.dtype.itemsize
-    per_token = itemsize * sum(_saved_product_widths(spec, kind, policy))
-    if not policy.is_input_offloaded:
-        per_token += model.hidden_size * itemsize
-    if policy.is_attention_saved and not policy.is_attention_offloaded:
-        per_token += registry.MIXERS[kind.mixer].output_bytes(model, itemsize)
-    return spec.tokens_per_device * per_token
-
-
-def _saved_product_widths(spec: StepSpec, kind: LayerKind, policy: RematPolicy) -> list[int]:
-    """Elements for each token of the matrix products, and the results of all-to-alls, that a layer
-    saves for the backward pass."""
     widths: list[int] = []
     # Activations of tiles are not saved
     has_tiles = spec.mlp_tile < spec.tokens_per_device
@@ -159,7 +146,12 @@ def _saved_product_widths(spec: StepSpec, kind: LayerKind, policy: RematPolicy) 
         widths += registry.FEED_FORWARDS[kind.feed_forward].saved_widths(spec.model)
     if policy.are_products_saved:
         widths += registry.MIXERS[kind.mixer].product_widths(spec.model, spec.workload)
-    return widths
+    per_token = itemsize * sum(widths)
+    if not policy.is_input_offloaded:
+        per_token += model.hidden_size * itemsize
+    if policy.is_attention_saved and not policy.is_attention_offloaded:
+        per_token += registry.MIXERS[kind.mixer].output_bytes(model, itemsize)
+    return spec.tokens_per_device * per_token
 
 
 def _feed_forward_bytes(spec: StepSpec, kind: LayerKind) -> int:
@@ -203,7 +195,6 @@ def _mixer_bytes(spec: StepSpec, kind: LayerKind) -> int:
 
 
 def _loss_bytes(spec: StepSpec) -> int:
-    """Bytes of the loss and its gradients."""
     model = spec.model
     tokens = spec.tokens_per_device
     tile = min(spec.loss_tile, tokens)

@@ -50,8 +50,26 @@ def find_problems(
                 "3.12), or use memory.offload_activations=none; on GPUs it works."
             )
     if release < host_offload.MIN_RELEASE:
-        problems += _find_host_problems(memory, version)
-    problems += _find_level_problems(memory, release)
+        for name, default in (
+            ("offload_optimizer", "none"),
+            ("offload_every", 1),
+            ("offload_during_attention", "auto"),
+        ):
+            value = getattr(memory, name)
+            if value not in (default, "never"):
+                problems.append(
+                    f"memory.{name} = {value}: jax {version} cannot keep arrays in host memory "
+                    "inside shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use "
+                    f"memory.{name}={default}."
+                )
+    level = jax.config.values["jax_optimization_level"]
+    is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
+    if is_offloaded and level in ("O1", "O2", "O3") and release < MIN_DOUBLE_BUFFER_RELEASE:
+        problems.append(
+            f"JAX_OPTIMIZATION_LEVEL = {level}: copies of offloaded arrays would have wrong "
+            "offsets in loops (openxla/xla PR 47218). Unset it, install jax 0.11.2 or later, or "
+            "use memory.offload_activations=none memory.offload_optimizer=none."
+        )
     if model is not None:
         problems += _find_period_problems(memory, model)
         if RematPolicy(remat=memory.remat).is_mlp_saved and not has_saved_products(model):
@@ -59,7 +77,8 @@ def find_problems(
                 f"memory.remat = {memory.remat}: all layers of this model have experts, which are "
                 "recomputed. Use memory.remat=save_attention."
             )
-    problems += _find_kept_problems(memory, model)
+    if problem := _find_kept_problem(memory, model):
+        problems.append(f"memory.kept_mlp_layers = {memory.kept_mlp_layers}: {problem}")
     tokens = config.data.row_tokens * config.batch.microbatch_rows
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
@@ -72,33 +91,27 @@ def find_problems(
     return problems
 
 
-def _find_kept_problems(memory: MemoryConfig, model: ModelConfig | None) -> list[str]:
-    """Reasons that a number of layers does not keep the MLP's products."""
+def _find_kept_problem(memory: MemoryConfig, model: ModelConfig | None) -> str | None:
+    """Reason that memory.kept_mlp_layers layers do not keep the MLP's products."""
     number = memory.kept_mlp_layers
     if isinstance(number, str) or number == 0:
-        return []
-    requested = f"memory.kept_mlp_layers = {number}"
+        return None
     if not RematPolicy(remat=memory.remat).is_mlp_saved:
-        return [
-            f"{requested}: needs memory.remat=save_attention_and_mlp. Use that, or leave it out."
-        ]
+        return "needs memory.remat=save_attention_and_mlp. Use that, or leave it out."
     if memory.offload_optimizer == "state_and_gradients":
-        return [
-            f"{requested}: with memory.offload_optimizer = state_and_gradients, layers cannot "
-            "differ. Use memory.offload_optimizer=state, or leave it out."
-        ]
-    if model is None:
-        return []
-    if number > model.num_layers:
-        return [f"{requested}: the model has {model.num_layers} layers. Use auto for all of them."]
-    widths = memory_formula.kept_mlp_widths(model)
-    equal = widths.index(widths[number])
-    if equal < number:
-        return [
-            f"{requested}: whole periods of layers with an MLP keep its products, here as many as "
-            f"with {equal}. Use {equal}."
-        ]
-    return []
+        return (
+            "with memory.offload_optimizer = state_and_gradients, layers cannot differ. Use "
+            "memory.offload_optimizer=state, or leave it out."
+        )
+    if model is not None and number > model.num_layers:
+        return f"the model has {model.num_layers} layers. Use auto for all of them."
+    widths = memory_formula.kept_mlp_widths(model) if model is not None else []
+    if widths and (equal := widths.index(widths[number])) < number:
+        return (
+            "whole periods of layers with an MLP keep its products, here as many as with "
+            f"{equal}. Use {equal}."
+        )
+    return None
 
 
 def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]:
@@ -127,34 +140,4 @@ def _find_period_problems(memory: MemoryConfig, model: ModelConfig) -> list[str]
         "memory.offload_optimizer = state_and_gradients: needs a whole period of layers in host "
         "memory, because the layers of this model differ. Use "
         f"{'' if is_divided else instead}memory.offload_optimizer=state."
-    ]
-
-
-def _find_level_problems(memory: MemoryConfig, release: tuple[int, ...]) -> list[str]:
-    """Reasons that offloading does not work at the optimization level that the user has set."""
-    level = jax.config.values["jax_optimization_level"]
-    is_offloaded = not memory.offload_activations == memory.offload_optimizer == "none"
-    if not is_offloaded or level not in ("O1", "O2", "O3") or release >= MIN_DOUBLE_BUFFER_RELEASE:
-        return []
-    return [
-        f"JAX_OPTIMIZATION_LEVEL = {level}: copies of offloaded arrays would have wrong offsets in "
-        "loops (openxla/xla PR 47218). Unset it, install jax 0.11.2 or later, or use "
-        "memory.offload_activations=none memory.offload_optimizer=none."
-    ]
-
-
-def _find_host_problems(memory: MemoryConfig, version: str) -> list[str]:
-    """Reasons that options do not work before host_offload.MIN_RELEASE."""
-    requested: list[tuple[str, str, str]] = []
-    if memory.offload_optimizer != "none":
-        requested.append(("offload_optimizer", memory.offload_optimizer, "none"))
-    if memory.offload_every > 1:
-        requested.append(("offload_every", str(memory.offload_every), "1"))
-    if memory.offload_during_attention == "always":
-        requested.append(("offload_during_attention", "always", "auto"))
-    return [
-        f"memory.{name} = {value}: jax {version} cannot keep arrays in host memory inside "
-        "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use "
-        f"memory.{name}={default}."
-        for name, value, default in requested
     ]

@@ -1,5 +1,6 @@
 """Suggestions for a step that does not fit into memory: changes of the config that need less."""
 
+import contextlib
 import dataclasses
 from typing import Any, get_args
 
@@ -17,14 +18,25 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
     if is_device_short:
-        memory_changes = _device_memory_changes(spec)
+        policy = spec.remat_policy
+        memory_changes: list[dict[str, Any]] = []
+        is_fixed = spec.config.memory.remat != "auto"
+        if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
+            memory_changes.append({"remat": "auto"})
+        if policy.can_split_layers and spec.config.memory.offload_during_attention == "never":
+            memory_changes.append({"offload_during_attention": "auto"})
+        if not policy.is_input_offloaded:
+            memory_changes += _adjacent_levels(spec, "offload_activations", offset=1)
+        memory_changes += _adjacent_levels(spec, "offload_optimizer", offset=1)
+        automatic = memory_fit.replace_memory(spec, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+        if min(automatic.mlp_tiles) < min(spec.mlp_tiles):
+            memory_changes.append({"mlp_tile_tokens": "auto"})
+        if min(automatic.loss_tiles) < min(spec.loss_tiles):
+            memory_changes.append({"loss_tile_tokens": "auto"})
     else:
-        memory_changes = [
-            change
-            for field in _OFFLOAD_FIELDS
-            for change in _adjacent_levels(spec, field, offset=-1)
-        ]
-        memory_changes = _host_memory_changes(spec) + memory_changes
+        memory_changes = _host_memory_changes(spec)
+        for field in ("offload_activations", "offload_optimizer"):
+            memory_changes += _adjacent_levels(spec, field, offset=-1)
         if not memory_changes:
             return [
                 "nodes with more memory: a checkpoint's copy of the weights and the optimizer "
@@ -33,24 +45,34 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
     suggestions = []
     for change in memory_changes:
         config = memory_fit.replace_memory(spec, **change).config
-        if not memory_problems.find_problems(
-            config, platform="gpu", model=spec.model
-        ):  # a limit is known only for GPUs
+        # a limit is known only for GPUs
+        if not memory_problems.find_problems(config, platform="gpu", model=spec.model):
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:
-        suggestions += _batch_changes(spec)
+        config = spec.config
+        if config.batch.microbatch_rows > 1:
+            suggestions.append("batch.rows_per_microbatch=1")
+        if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
+            number = config.batch.rows_per_step // spec.num_microbatches
+            suggestions.append(f"batch.rows_per_step={number}")
+        if config.data.max_segments_per_row > 1:
+            segments = 1 if config.data.max_segments_per_row <= 8 else 8
+            suggestions.append(f"data.max_segments_per_row={segments}")
     seq = 2 * spec.mesh.shape[axes.SEQ]
-    if _can_split_rows(spec, seq):
-        suggestions.append(f"mesh.seq={seq} on twice the devices")
+    split = spec.config.with_degree(seq)
+    with contextlib.suppress(UserError):
+        if not device_mesh.find_division_problems(
+            split,
+            dict(spec.mesh.shape) | {axes.SEQ: seq},
+            layout=attention.choose_strategy(split, spec.model).layout,
+            with_training=False,
+        ):
+            suggestions.append(f"mesh.seq={seq} on twice the devices")
     return [*suggestions, "shorter rows"]
 
 
-_OFFLOAD_FIELDS = ("offload_activations", "offload_optimizer")
-"""Fields of MemoryConfig whose values are levels of offloading."""
-
-
 def _adjacent_levels(spec: StepSpec, field: str, *, offset: int) -> list[dict[str, str]]:
-    """Change of a field of _OFFLOAD_FIELDS to the level at this offset; empty if there is none."""
+    """Change of a field to the level of offloading at this offset; empty if there is none."""
     levels = get_args(MemoryConfig.model_fields[field].annotation)
     index = levels.index(getattr(spec.config.memory, field)) + offset
     return [{field: levels[index]}] if 0 <= index < len(levels) else []
@@ -71,50 +93,3 @@ def _host_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
     if memory.remat not in ("auto", "full"):
         change["remat"] = "full"
     return [change]
-
-
-def _device_memory_changes(spec: StepSpec) -> list[dict[str, Any]]:
-    """Changes of memory options that reduce device memory, each by one level."""
-    policy = spec.remat_policy
-    changes: list[dict[str, Any]] = []
-    is_fixed = spec.config.memory.remat != "auto"
-    if is_fixed and policy.is_attention_saved and not policy.is_attention_offloaded:
-        changes.append({"remat": "auto"})
-    if policy.can_split_layers and spec.config.memory.offload_during_attention == "never":
-        changes.append({"offload_during_attention": "auto"})
-    if not policy.is_input_offloaded:
-        changes += _adjacent_levels(spec, "offload_activations", offset=1)
-    changes += _adjacent_levels(spec, "offload_optimizer", offset=1)
-    automatic = memory_fit.replace_memory(spec, mlp_tile_tokens="auto", loss_tile_tokens="auto")
-    if min(automatic.mlp_tiles) < min(spec.mlp_tiles):
-        changes.append({"mlp_tile_tokens": "auto"})
-    if min(automatic.loss_tiles) < min(spec.loss_tiles):
-        changes.append({"loss_tile_tokens": "auto"})
-    return changes
-
-
-def _batch_changes(spec: StepSpec) -> list[str]:
-    """Changes of rows and segments that reduce device memory."""
-    config = spec.config
-    changes = []
-    if config.batch.microbatch_rows > 1:
-        changes.append("batch.rows_per_microbatch=1")
-    if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
-        changes.append(f"batch.rows_per_step={config.batch.rows_per_step // spec.num_microbatches}")
-    if config.data.max_segments_per_row > 1:
-        segments = 1 if config.data.max_segments_per_row <= 8 else 8
-        changes.append(f"data.max_segments_per_row={segments}")
-    return changes
-
-
-def _can_split_rows(spec: StepSpec, seq: int) -> bool:
-    """True if the config's attention can shard rows over `seq` devices."""
-    config = spec.config.with_degree(seq)
-    try:
-        strategy = attention.choose_strategy(config, spec.model)
-    except UserError:
-        return False
-    sizes = dict(spec.mesh.shape) | {axes.SEQ: seq}
-    return not device_mesh.find_division_problems(
-        config, sizes, layout=strategy.layout, with_training=False
-    )

@@ -91,19 +91,15 @@ def _keeps_as_much(spec: StepSpec, reference: StepSpec, limits: MemoryLimit) -> 
     reference, and has no smaller tiles."""
     if spec.attention.kernel.name != reference.attention.kernel.name:
         return False
+    min_mlp_tile = reference.mlp_tile
+    if min_mlp_tile >= reference.tokens_per_device:  # no tiles
+        min_mlp_tile = spec.tokens_per_device
     usable = available_memory.subtract_reserves(spec, limits)
     return any(
         candidate.remat_policy == reference.remat_policy
-        and _is_tile_as_large(candidate, reference)
+        and candidate.mlp_tile >= min_mlp_tile
         and candidate.loss_tile >= reference.loss_tile
         and memory_formula.predict_bytes(candidate) <= MIN_PREDICTED_RATIO * usable.device
         and memory_formula.step_offloaded_bytes(candidate).total <= usable.pinned
         for candidate in memory_fit.list_candidates(spec, is_memory_known=True)
     )
-
-
-def _is_tile_as_large(spec: StepSpec, reference: StepSpec) -> bool:
-    """True if the MLP has no smaller tiles than in another step, and none if that has none."""
-    if reference.mlp_tile >= reference.tokens_per_device:
-        return spec.mlp_tile >= spec.tokens_per_device
-    return spec.mlp_tile >= reference.mlp_tile

@@ -29,7 +29,22 @@ def make_step_spec(
     Raises: UserError for attention, a mesh, or kernels that are not possible.
     """
     choice = attention.choose(config, model, devices=devices, device_bytes=device_bytes)
-    model = _choose_experts_kernel(config, model, devices)
+    requested = config.model.experts_kernel
+    if model.experts is None:
+        if requested != "auto":
+            raise UserError(
+                f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
+            )
+    else:
+        kernel = kernels.choose(
+            requested,
+            dims=(model.hidden_size, model.experts.size),
+            dtype=config.model.compute_dtype,
+            devices=devices,
+        )
+        model = dataclasses.replace(
+            model, experts=dataclasses.replace(model.experts, kernel=kernel)
+        )
     if (linear_dtype := config.model.linear_dtype) is not None:
         float8.check_devices(devices)
         float8.check_model(model.hidden_size)
@@ -42,26 +57,6 @@ def make_step_spec(
         attention=choice,
         num_steps=1,
     )
-
-
-def _choose_experts_kernel(
-    config: Config, model: ModelConfig, devices: Sequence[Any]
-) -> ModelConfig:
-    """The model with the kernel of its experts. Raises: UserError if it cannot run."""
-    requested = config.model.experts_kernel
-    if model.experts is None:
-        if requested != "auto":
-            raise UserError(
-                f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
-            )
-        return model
-    kernel = kernels.choose(
-        requested,
-        dims=(model.hidden_size, model.experts.size),
-        dtype=config.model.compute_dtype,
-        devices=devices,
-    )
-    return dataclasses.replace(model, experts=dataclasses.replace(model.experts, kernel=kernel))
 
 
 def resolve_degree(

@@ -39,17 +39,6 @@ def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
 
 
-def with_mesh(config: Config, mesh: dict[str, int], attention_fields: dict[str, Any]) -> Config:
-    """Returns the config with another mesh and other fields of attention."""
-    changes: dict[str, Any] = dict(mesh)
-    return config.model_copy(
-        update={
-            "mesh": config.mesh.model_copy(update=changes),
-            "attention": config.attention.model_copy(update=attention_fields),
-        }
-    )
-
-
 def plan_meshes(
     config: Config,
     *,
@@ -71,7 +60,7 @@ def plan_meshes(
         plan = None
         problem = ""
         try:
-            changed = with_mesh(config, mesh, option.config_fields)
+            changed = config.with_fields(mesh=mesh, attention=option.config_fields)
             plan = planning.plan_step(
                 planning.resolve_config(changed, model=model, cluster=cluster),
                 model=model,

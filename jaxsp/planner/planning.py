@@ -1,7 +1,6 @@
 """Plans: memory, communication and time of a config's training step on absent GPUs."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -25,19 +24,16 @@ from jaxsp.memory import (
     microbatch_rows,
     row_meshes,
 )
-from jaxsp.memory.available_memory import MemoryLimit
-from jaxsp.memory.memory_fit import CompiledStep, MemoryUse
+from jaxsp.memory.memory_fit import CompiledStep
 from jaxsp.model import decoder, flops
 from jaxsp.optimizers import param_groups
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster
-from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import trainable
-from jaxsp.training.specs import StepSpec
 
 RESERVED = "reserved"
 """Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
@@ -243,9 +239,8 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
     if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
-    batch = spec.config.batch
-    changed = batch.model_copy(update={"rows_per_microbatch": 2 * batch.microbatch_rows})
-    larger = dataclasses.replace(spec, config=spec.config.model_copy(update={"batch": changed}))
+    config = spec.config.with_rows_per_microbatch(2 * spec.config.batch.microbatch_rows)
+    larger = dataclasses.replace(spec, config=config)
     larger = memory_fit.replace_memory(larger, mlp_tile_tokens="auto", loss_tile_tokens="auto")
     first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
     error = fitted.memory_use.device_total / memory_formula.predict_bytes(spec)
@@ -284,41 +279,6 @@ def _find_problems(
     return problems
 
 
-def _start_plan(spec: StepSpec, cluster: Cluster, document_tokens: int) -> functools.partial[Plan]:
-    """Returns a plan's constructor with the options of a step."""
-    choice = spec.attention
-    batch = spec.config.batch
-    descriptions = (
-        memory_descriptions.describe(spec),
-        trainable.describe_products(spec.table, spec.model, spec.config),
-    )
-    return functools.partial(
-        Plan,
-        device_type=cluster.device_type,
-        num_devices=cluster.num_devices,
-        node_devices=cluster.node_devices,
-        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=spec.config.data.row_tokens,
-        rows_per_step=batch.rows_per_step,
-        rows_per_microbatch=batch.microbatch_rows,
-        max_segments_per_row=spec.config.data.max_segments_per_row,
-        document_tokens=document_tokens,
-        objective=spec.describe_objective(),
-        layers=spec.describe_layers(),
-        strategy=choice.strategy.description,
-        attention_bytes=choice.sent_bytes,
-        alternative_bytes=dict(choice.alternatives),
-        kernel=choice.kernel.name,
-        kernel_title=choice.kernel.title,
-        fallback_reason=choice.fallback_reason,
-        head_chunks=choice.settings.head_chunks,
-        remat=spec.remat_policy.remat,
-        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
-        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
-        options="; ".join(filter(None, descriptions)),
-    )
-
-
 def _describe_step(
     fitted: CompiledStep,
     cluster: Cluster,
@@ -348,16 +308,53 @@ def _describe_step(
         node_devices=cluster.nvlink_domain_size,
         segment_lengths=segment_lengths,
     )
-    plan = _start_plan(spec, cluster, document_tokens)(
+    use = fitted.memory_use
+    limit = fitted.memory_limit
+    pool_bytes = 0.0
+    if use.host:
+        largest = memory_formula.pool_bytes(memory_formula.step_offloaded_bytes(spec))
+        pool_size = memory_limits.pinned_pool_size(use.host, min(limit.host, largest))
+        pool_bytes = max(float(use.host), pool_size)
+    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
+    is_bottleneck = use.host <= limit.host and is_device_fuller
+    is_device = use.device_total > limit.device or is_bottleneck
+    choice = spec.attention
+    descriptions = (
+        memory_descriptions.describe(spec),
+        trainable.describe_products(spec.table, spec.model, spec.config),
+    )
+    plan = Plan(
+        device_type=cluster.device_type,
+        num_devices=cluster.num_devices,
+        node_devices=cluster.node_devices,
+        mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=row_tokens,
+        rows_per_step=batch.rows_per_step,
+        rows_per_microbatch=batch.microbatch_rows,
+        max_segments_per_row=spec.config.data.max_segments_per_row,
+        document_tokens=document_tokens,
+        objective=spec.describe_objective(),
+        layers=spec.describe_layers(),
+        strategy=choice.strategy.description,
+        attention_bytes=choice.sent_bytes,
+        alternative_bytes=dict(choice.alternatives),
+        kernel=choice.kernel.name,
+        kernel_title=choice.kernel.title,
+        fallback_reason=choice.fallback_reason,
+        head_chunks=choice.settings.head_chunks,
+        remat=spec.remat_policy.remat,
+        mlp_tile_tokens=min(spec.mlp_tile, spec.tokens_per_device),
+        loss_tile_tokens=min(spec.loss_tile, spec.tokens_per_device),
+        options="; ".join(filter(None, descriptions)),
         fits=not fitted.shortage,
-        memory_bottleneck=_find_bottleneck(fitted.memory_use, fitted.memory_limit),
+        memory_bottleneck="device" if is_device else "host",
         shortage=fitted.shortage,
         suggestions=suggestions,
-        device_gib=fitted.memory_use.device_total / GIB,
-        device_limit_gib=fitted.memory_limit.device / GIB,
-        host_gib=fitted.memory_use.host * node_gib,
-        host_limit_gib=fitted.memory_limit.host * node_gib,
-        host_pool_gib=_pinned_pool_bytes(fitted) * node_gib,
+        device_gib=use.device_total / GIB,
+        device_limit_gib=limit.device / GIB,
+        host_gib=use.host * node_gib,
+        host_limit_gib=limit.host * node_gib,
+        host_pool_gib=pool_bytes * node_gib,
         memory=device_memory,
         host_memory={name: size * node_gib for name, size in causes.host.items()},
         peak_phase=max(phases, key=lambda phase: phases[phase]),
@@ -377,13 +374,6 @@ def _describe_step(
     if estimate is None:
         return plan
     has_reference = spec.objective is not None and spec.objective.needs_reference
-    return _add_estimate(plan, estimate, cluster.gpu.ceilings, has_reference=has_reference)
-
-
-def _add_estimate(
-    plan: Plan, estimate: TimeEstimate, ceilings: Ceilings, *, has_reference: bool
-) -> Plan:
-    """Adds the fields of a time estimate. Args: has_reference: True if a reference pass is due."""
     step_s = estimate.step_s
     forward_fraction = plan.model_flops / 3 / estimate.hardware_flops
     return dataclasses.replace(
@@ -392,29 +382,11 @@ def _add_estimate(
         host_copy_bytes=estimate.host_copy_bytes,
         step_s_estimate=step_s,
         tokens_per_s_estimate=plan.rows_per_step * plan.row_tokens / step_s,
-        mfu_estimate=plan.model_flops / step_s / ceilings.peak_tflops / 1e12,
+        mfu_estimate=plan.model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
         reference_s_estimate=step_s * forward_fraction if has_reference else None,
         seconds_estimate=estimate.seconds,
         time_bottleneck=roofline.find_bottleneck(estimate.seconds),
     )
-
-
-def _find_bottleneck(use: MemoryUse, limit: MemoryLimit) -> str:
-    """The memory that runs out first: `device` or `host`."""
-    is_device_short = use.device_total > limit.device
-    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
-    is_device = is_device_short or (use.host <= limit.host and is_device_fuller)
-    return "device" if is_device else "host"
-
-
-def _pinned_pool_bytes(fitted: CompiledStep) -> float:
-    """Bytes of XLA's pool of pinned host memory for each device."""
-    host_bytes = fitted.memory_use.host
-    if not host_bytes:
-        return 0.0
-    offloaded = memory_formula.step_offloaded_bytes(fitted.spec)
-    limit = min(fitted.memory_limit.host, memory_formula.pool_bytes(offloaded))
-    return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
 
 
 def _compare_collectives(

@@ -7,10 +7,9 @@ from jaxsp.core import axes, durations, errors, units
 from jaxsp.memory import memory_causes
 from jaxsp.planner import search, tables
 from jaxsp.planner.compile import gpus
-from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
-from jaxsp.planner.planning import RESERVED, Plan, PlannedCollective
+from jaxsp.planner.planning import RESERVED, Plan
 from jaxsp.planner.search import LongestRow, TriedLength
 
 _MEMORY = dict(memory_causes.CAUSES) | {
@@ -35,6 +34,14 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
     if num_nodes > 1:
         devices += f" in {num_nodes} nodes"
     rows = "1 row" if plan.rows_per_step == 1 else f"{plan.rows_per_step} rows"
+    objective = plan.objective
+    seconds = plan.reference_s_estimate
+    if seconds is not None and plan.step_s_estimate is not None:
+        percent = 100 * seconds / plan.step_s_estimate
+        objective += (
+            "; before training, the reference model reads all documents once: about "
+            f"{format_step_time(seconds)} for the tokens of a step, {percent:.0f} % of its time"
+        )
     lines = [
         (
             "plan",
@@ -47,27 +54,15 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
             f"{plan.rows_per_microbatch} per microbatch, at most {plan.max_segments_per_row} "
             "documents per row",
         ),
-        *([("objective", _format_objective(plan))] if plan.objective else []),
+        *([("objective", objective)] if plan.objective else []),
         *([("layers", plan.layers)] if plan.layers else []),
         ("attention", _format_attention(plan)),
         ("options", f"remat {plan.remat}: {plan.options}"),
         ("fits", format_fit(plan)),
-        *_memory_lines(plan),
-        *_traffic_lines(plan),
+        *_memory_and_traffic_lines(plan),
         *_time_lines(plan, tokens),
     ]
     return "\n".join(_wrap(label, text) for label, text in lines)
-
-
-def _format_objective(plan: Plan) -> str:
-    seconds = plan.reference_s_estimate
-    if seconds is None or plan.step_s_estimate is None:
-        return plan.objective
-    percent = 100 * seconds / plan.step_s_estimate
-    return (
-        f"{plan.objective}; before training, the reference model reads all documents once: about "
-        f"{format_step_time(seconds)} for the tokens of a step, {percent:.0f} % of its time"
-    )
 
 
 def _format_attention(plan: Plan) -> str:
@@ -88,8 +83,8 @@ def _format_attention(plan: Plan) -> str:
     return f"{plan.strategy}, {kernel}; {sends}"
 
 
-def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Memory by cause, largest first."""
+def _memory_and_traffic_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Memory by cause, largest first; bytes sent and copied, and their time not overlapped."""
     sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == RESERVED, -pair[1]))
     lines = [("memory", f"GiB on each device at its peak, by cause; most in {plan.peak_phase}")]
     lines += [
@@ -102,12 +97,6 @@ def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
         lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
         lines += [("", f"{size:8.2f}  {name}") for name, size in sizes if size >= 0.005]
-    return lines
-
-
-def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Bytes sent by collectives and host copies, and their time that nothing overlaps."""
-    lines = []
     if plan.collectives:
         lines.append(
             (
@@ -116,29 +105,23 @@ def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
                 "not overlapped",
             )
         )
-        lines += [("", _format_collective(collective)) for collective in plan.collectives]
+    for collective in plan.collectives:
+        formula = collective.formula
+        ratio = f"{collective.bytes / formula:.2f}" if formula else "    "
+        seconds = tables.format_number(collective.seconds, "{:.3f}")
+        exposed = tables.format_number(collective.waited_s, "{:.3f}")
+        edge_text = ""
+        if collective.node_bytes:
+            edge_text = f"; {collective.node_bytes / 1e9:,.3f} GB leave each node"
+        columns = f"{collective.bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8}"
+        axes_text = " and ".join(collective.axes)
+        kind = f"{collective.kind} along {axes_text}{edge_text}"
+        lines.append(("", f"{columns} {exposed:>7}  {kind}"))
     if plan.host_copy_bytes is not None and max(plan.host_copy_bytes) > 0:
         from_host, to_host = plan.host_copy_bytes
         copies = f"{from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it"
         lines.append(("", f"each device copies {copies}"))
     return lines
-
-
-def _format_collective(collective: PlannedCollective) -> str:
-    """Bytes and seconds of an operation, in columns."""
-    num_bytes = collective.bytes
-    formula = collective.formula
-    ratio = f"{num_bytes / formula:.2f}" if formula else "    "
-    seconds = tables.format_number(collective.seconds, "{:.3f}")
-    exposed = tables.format_number(collective.waited_s, "{:.3f}")
-    axes_text = " and ".join(collective.axes)
-    edge_text = ""
-    if collective.node_bytes:
-        edge_text = f"; {collective.node_bytes / 1e9:,.3f} GB leave each node"
-    return (
-        f"{num_bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8} {exposed:>7}  "
-        f"{collective.kind} along {axes_text}{edge_text}"
-    )
 
 
 def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
@@ -163,7 +146,13 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     ]
     is_short = (plan.step_s_estimate or 0) < _SHORT_STEP_S
     if tokens is not None and plan.tokens_per_s_estimate is not None and not is_short:
-        lines.append(("cost", format_cost(plan, tokens)))
+        low, high = (
+            factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE
+        )
+        hours = [tables.format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
+        days = [tables.format_amount(seconds / 86400) for seconds in (low, high)]
+        text = f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, "
+        lines.append(("cost", f"{text}{days[0]} to {days[1]} days"))
     return lines
 
 
@@ -213,17 +202,6 @@ def format_time(plan: Plan) -> str:
     )
 
 
-def format_cost(plan: Plan, tokens: float) -> str:
-    """Formats the GPU-hours and days to train on `tokens` tokens."""
-    assert plan.tokens_per_s_estimate is not None, "callers check for an estimate"
-    low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE)
-    hours = [tables.format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
-    days = [tables.format_amount(seconds / 86400) for seconds in (low, high)]
-    return (
-        f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
-    )
-
-
 def format_length(length: TriedLength) -> str:
     """Formats a length that was tried, in a line."""
     plan = length.plan
@@ -253,7 +231,6 @@ def format_mesh_plan(mesh_plan: MeshPlan, *, count: str) -> str:
 
 
 def _format_memory(plan: Plan) -> str:
-    """Formats the memory of a plan."""
     host = ""
     if plan.host_gib >= 0.05:
         host = f", {plan.host_gib:8,.1f} of {plan.host_limit_gib:,.0f} of host"
@@ -295,25 +272,10 @@ def format_mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes.ALL)
 
 
-def format_assumptions(cluster: Cluster) -> str:
-    """Formats the assumptions about the nodes."""
-    return (
-        f"nodes of {cluster.node_devices} GPUs with {cluster.node_host_gib:,.0f} GiB of memory "
-        "(--node-devices, --host-gib)"
-    )
-
-
 def _wrap(label: str, text: str) -> str:
     """Wraps text to a column after its label. Without a label, numbers stay in their columns."""
-    indent = " " * _LABEL_WIDTH
-    if not label:
-        return textwrap.fill(
-            text,
-            130,
-            initial_indent=indent,
-            subsequent_indent=indent + " " * 10,
-            replace_whitespace=False,
-        )
+    begin = f"{label:<{_LABEL_WIDTH}}"
+    indent = " " * (_LABEL_WIDTH if label else _LABEL_WIDTH + 10)
     return textwrap.fill(
-        text, 130, initial_indent=f"{label:<{_LABEL_WIDTH}}", subsequent_indent=indent
+        text, 130, initial_indent=begin, subsequent_indent=indent, replace_whitespace=bool(label)
     )

@@ -81,19 +81,31 @@ def find_longest_row(
     config = config.with_one_row_for_auto()
     if config.memory.remat == config.memory.kept_mlp_layers == "auto":
         # They would fill the memory of shorter rows, which tells how much longer ones need
-        memory = config.memory.model_copy(update={"kept_mlp_layers": 0})
-        config = config.model_copy(update={"memory": memory})
+        config = config.with_fields(memory={"kept_mlp_layers": 0})
     cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
     row_tokens = max(unit, config.data.row_tokens // unit * unit)
     while True:
         first_plan = next((length.plan for length in tried.values() if length.plan), None)
-        tried[row_tokens] = _try_length(config, row_tokens, model, cluster, first_plan)
-        on_result(tried[row_tokens])
-        plan = tried[row_tokens].plan
+        plan = None
+        try:
+            changed = config.with_fields(data={"row_tokens": row_tokens})
+            plan = planning.plan_step(changed, model=model, cluster=cluster)
+        except UserError as error:
+            if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
+                raise
+            problem = str(error).splitlines()[0]
+        if plan is not None:
+            problem = plan.shortage
+            # too long if it falls back to another kernel although the first length did not
+            if first_plan is not None and plan.fallback_reason and not first_plan.fallback_reason:
+                problem = plan.fallback_reason
+        length = TriedLength(row_tokens=row_tokens, plan=plan, problem=problem)
+        tried[row_tokens] = length
+        on_result(length)
         if plan is not None and plan.host_limit_gib < 0:  # for rows of any length
-            return LongestRow(tried=[tried[row_tokens]])
+            return LongestRow(tried=[length])
         below = max((tokens for tokens, length in tried.items() if not length.problem), default=0)
         above = min(
             (tokens for tokens, length in tried.items() if length.problem and tokens > below),
@@ -115,30 +127,6 @@ def find_longest_row(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _try_length(
-    config: Config,
-    row_tokens: int,
-    model: ModelConfig,
-    cluster: Cluster,
-    first_plan: Plan | None,
-) -> TriedLength:
-    """Plans rows of a length.
-
-    Args: first_plan: of the first length that was planned. A row that falls back to another kernel
-        although the first one did not is too long.
-    """
-    try:
-        plan = planning.plan_step(with_row_tokens(config, row_tokens), model=model, cluster=cluster)
-    except UserError as error:
-        if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
-            raise
-        return TriedLength(row_tokens=row_tokens, plan=None, problem=str(error).splitlines()[0])
-    problem = plan.shortage
-    if first_plan is not None and plan.fallback_reason and not first_plan.fallback_reason:
-        problem = plan.fallback_reason
-    return TriedLength(row_tokens=row_tokens, plan=plan, problem=problem)
-
-
 def _find_next_split(
     config: Config, model: ModelConfig, cluster: Cluster, *, beyond: int, unit: int
 ) -> int | None:
@@ -151,7 +139,8 @@ def _find_next_split(
 
     def split(row_tokens: int) -> tuple[int, int] | None:
         try:
-            choice = attention.choose(with_row_tokens(config, row_tokens), model, devices=devices)
+            changed = config.with_fields(data={"row_tokens": row_tokens})
+            choice = attention.choose(changed, model, devices=devices)
         except UserError:
             return None
         # more chunks, or slots with less room
@@ -171,13 +160,6 @@ def _find_next_split(
         else:
             high = middle
     return high * unit
-
-
-def with_row_tokens(config: Config, row_tokens: int) -> Config:
-    """Returns the config with rows of another length."""
-    return config.model_copy(
-        update={"data": config.data.model_copy(update={"row_tokens": row_tokens})}
-    )
 
 
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:

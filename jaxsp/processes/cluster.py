@@ -220,23 +220,18 @@ def _detect_slurm(variables: Mapping[str, str]) -> Process:
     local_index = None
     if "SLURM_GPUS_PER_TASK" not in variables:  # otherwise each task sees only its own GPUs
         local_index = _parse_int(variables, "SLURM_LOCALID")
+    node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
+    tasks_per_node: list[int] = []  # from a list such as 4(x2),1
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks_per_node += [int(tasks)] * int(num_nodes or 1)
     return Process(
         index=index,
         num_processes=count,
         coordinator=coordinator,
         local_index=local_index,
-        num_local_processes=_count_slurm_tasks_on_node(variables),
+        num_local_processes=tasks_per_node[node] if node < len(tasks_per_node) else None,
     )
-
-
-def _count_slurm_tasks_on_node(variables: Mapping[str, str]) -> int | None:
-    """Number of the step's tasks on this node, from a list such as 4(x2),1; None if unknown."""
-    node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
-    tasks_per_node: list[int] = []
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    for tasks, num_nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks_per_node += [int(tasks)] * int(num_nodes or 1)
-    return tasks_per_node[node] if node < len(tasks_per_node) else None
 
 
 def _require_all(variables: Mapping[str, str], names: Sequence[str], suggestion: str) -> None:

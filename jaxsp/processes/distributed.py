@@ -117,7 +117,14 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
             "Use a host name of process 0 and a free port."
         ) from None
-    _kv_client = _get_kv_client()
+    from jax._src import distributed
+
+    _kv_client = getattr(getattr(distributed, "global_state", None), "client", None)
+    if not all(hasattr(_kv_client, name) for name in ("key_value_set", "key_value_dir_get")):
+        raise UserError(
+            f"jax = {jax.__version__}: must have the key-value store of versions "
+            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
+        )
     _disconnected.clear()
     threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
@@ -303,17 +310,3 @@ def _watch_peers() -> None:
         if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
         exit_now(code)
-
-
-def _get_kv_client() -> Any:
-    """JAX's key-value store. Raises: UserError if this version of JAX has no known one."""
-    import jax
-    from jax._src import distributed
-
-    client = getattr(getattr(distributed, "global_state", None), "client", None)
-    if not all(hasattr(client, name) for name in ("key_value_set", "key_value_dir_get")):
-        raise UserError(
-            f"jax = {jax.__version__}: must have the key-value store of versions "
-            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
-        )
-    return client

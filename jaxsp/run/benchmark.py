@@ -60,7 +60,15 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     Raises: UserError for a config that cannot train here, and for a loss that is not finite.
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
-        run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
+        directory = str(pathlib.Path(folder) / "run")
+        run = {"directory": directory, "steps": 1 + num_steps, "epochs": None, "resume": "never"}
+        run_config = config.with_fields(
+            run=run,
+            data={"eval": ()},
+            eval={"tasks": ()},
+            checkpoint={"keep_best": 0, "best_eval": None},
+            logging={"profile_steps": None},
+        )
         spec, inputs = build.build_training(run_config, devices=jax.devices())
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
@@ -89,20 +97,6 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         device_gib=step.memory_use.device_total / units.GIB,
         remat=step.spec.remat_policy.remat,
         step_s_estimate=_estimate_step_s(step, segment_lengths),
-    )
-
-
-def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int) -> Config:
-    """Config of a run of 1 + num_steps steps, without evaluation and profiling."""
-    run = {"directory": str(directory), "steps": 1 + num_steps, "epochs": None, "resume": "never"}
-    changes: dict[str, dict[str, Any]] = {
-        "run": run,
-        **{"data": {"eval": ()}, "eval": {"tasks": ()}},
-        "checkpoint": {"keep_best": 0, "best_eval": None},
-        "logging": {"profile_steps": None},
-    }
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=x) for name, x in changes.items()}
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 
@@ -85,19 +85,15 @@ class Evaluations:
             self._metrics.write(metrics.TASKS_FILE, line)
             self._print_line(console.format_task(line))
         self._generate_samples(master, step)
-        self._draw(task_lines)
+        if jax.process_index() == 0:
+            plot = self._directory / metrics.NEEDLE_PLOT
+            try:
+                task_plots.draw_if_possible(plot, task_lines)
+            except OSError as error:
+                reason = error.strerror
+                distributed.log(f"{plot}: could not be written: {reason}. The run continues")
         self._status.evaluation_s = time.perf_counter() - began
         return lines
-
-    def _draw(self, task_lines: Sequence[Line]) -> None:
-        """Draws the needles of an evaluation. A failure does not end the run."""
-        if jax.process_index() > 0:
-            return
-        path = self._directory / metrics.NEEDLE_PLOT
-        try:
-            task_plots.draw_if_possible(path, task_lines)
-        except OSError as error:
-            distributed.log(f"{path}: could not be written: {error.strerror}. The run continues")
 
     def _generate_samples(self, master: layers.Weights, step: int) -> None:
         """Answers documents of the eval sets; the first time, that includes compilation."""

@@ -31,7 +31,14 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
     outside_bytes = 0.0
     if num_gpus:
         num_devices = process.num_processes * max(1, num_gpus // num_local)
-        model = _read_model(config)
+        model = None
+        # A resumed run reads the model from its checkpoint; errors are reported later, with others
+        with contextlib.suppress(UserError):
+            fields, field = model_config.read_fields(config.model)
+            model = model_config.parse_model_config(
+                fields, field=field, row_tokens=config.data.row_tokens
+            )
+            model = peft.resolve(config.adapter, model).model
         pool_bytes = estimate_pool_bytes(config, model, num_devices)
         outside_bytes = estimate_outside_bytes(config, model, num_devices)
     jax_platform.choose_platform(
@@ -48,22 +55,6 @@ def choose_platform(config: Config, process: Process = ONE_PROCESS) -> None:
         )
         for warning in filter(None, warnings):
             distributed.log(warning)
-
-
-def _read_model(config: Config) -> ModelConfig | None:
-    """Reads the model's sizes; None if that fails.
-
-    A resumed run reads them from its checkpoint. Otherwise the error is reported later, with all
-    others.
-    """
-    try:
-        fields, field = model_config.read_fields(config.model)
-        model = model_config.parse_model_config(
-            fields, field=field, row_tokens=config.data.row_tokens
-        )
-        return peft.resolve(config.adapter, model).model
-    except UserError:
-        return None
 
 
 def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: int) -> int | None:
@@ -96,14 +87,13 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
     nccl_bytes = [0.0]
     for candidate in configs:
         with contextlib.suppress(UserError):  # reported later, with all others
-            layout = _make_layout(candidate, model, num_devices)
+            sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
+            if model is None:
+                layout = GroupLayout(
+                    sizes, attention.combine(candidate.mesh.degree), has_permutes=False
+                )
+            else:
+                strategy = attention.choose_strategy(candidate, model)
+                layout = available_memory.make_layout(candidate, model, sizes, strategy)
             nccl_bytes.append(available_memory.nccl_bytes(layout))
     return available_memory.CUDA_BYTES + max(nccl_bytes)
-
-
-def _make_layout(config: Config, model: ModelConfig | None, num_devices: int) -> GroupLayout:
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
-    if model is None:
-        return GroupLayout(sizes, attention.combine(config.mesh.degree), has_permutes=False)
-    strategy = attention.choose_strategy(config, model)
-    return available_memory.make_layout(config, model, sizes, strategy)

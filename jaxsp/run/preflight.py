@@ -13,19 +13,21 @@ import rich.status
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import disk_space, files, reader
+from jaxsp.config.schema import Config
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.evaluation import evaluator
 from jaxsp.memory import memory_causes, memory_compile, memory_descriptions
 from jaxsp.memory.memory_causes import StepMemory
+from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.run import selfcheck
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import resume
 from jaxsp.training import train_state
 from jaxsp.training.early_stopping import EarlyStopping
-from jaxsp.training.inputs import RunInputs
+from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.specs import StepSpec
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepResults
@@ -114,6 +116,24 @@ def describe_completion(
     return None
 
 
+def finish_run(config: Config, start: StartPoint, *, eval_set: dict[str, str] | None) -> None:
+    """Deletes superseded checkpoints of a run that has done all its steps.
+
+    It does nothing for a run that was to resume from a checkpoint of another run.
+
+    Args: eval_set: name and digest of the eval set that ranks checkpoints.
+    """
+    directory = run_paths.local_dir(config.run)
+    if start.is_resume_in(directory) and run_dir.is_writer(directory):
+        checkpoints = directory / run_paths.CHECKPOINTS_DIR
+        try:
+            files.remove_leftovers(checkpoints)
+            files.delete_superseded(checkpoints, config.checkpoint, eval_set)
+        except OSError as error:
+            reason = reader.describe_error(error)
+            distributed.log(f"{checkpoints}: an old checkpoint could not be deleted: {reason}")
+
+
 def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Console) -> None:
     """Runs the self-checks and the disk check, and prints a line for each result.
 
@@ -134,26 +154,6 @@ def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Conso
         output.print_line(console, line)
 
 
-def _make_candidate_printer(
-    console: rich.console.Console, status: rich.status.Status
-) -> Callable[[StepSpec], None]:
-    """Returns a function that prints each candidate of memory options that are `auto`, before it
-    is compiled. On a GPU, XLA times kernels meanwhile, which may take minutes."""
-    numbers = itertools.count(1)
-
-    def print_candidate(candidate: StepSpec) -> None:
-        text = f"compiling the step: remat {candidate.remat_policy.remat}"
-        number = next(numbers)
-        if number > 1:
-            text += f", candidate {number}"
-        if console.is_terminal:
-            status.update(text)
-        else:
-            output.print_line(console, text)
-
-    return print_candidate
-
-
 def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
     """Compiles the step and reserves the host memory for offloaded arrays.
 
@@ -161,9 +161,19 @@ def compile_step(spec: StepSpec, console: rich.console.Console) -> RunStep:
     """
     began = time.perf_counter()
     with console.status("compiling the step") as status:
-        step = memory_compile.compile_fitting_step(
-            spec, on_candidate=_make_candidate_printer(console, status)
-        )
+        numbers = itertools.count(1)
+
+        def print_candidate(candidate: StepSpec) -> None:
+            text = f"compiling the step: remat {candidate.remat_policy.remat}"
+            number = next(numbers)
+            if number > 1:
+                text += f", candidate {number}"
+            if console.is_terminal:
+                status.update(text)
+            else:
+                output.print_line(console, text)
+
+        step = memory_compile.compile_fitting_step(spec, on_candidate=print_candidate)
     seconds = time.perf_counter() - began
     output.print_line(
         console,

@@ -59,22 +59,38 @@ def prepare(
         weights_identity: fingerprint of the reference model's weights.
         make_weights: makes these weights, sharded as the step's.
     """
+    import datasets
+
     missing = list_missing(spec, data_sets)
     weights = None
     for data in missing:
         num_documents = len(data.documents.lengths)
         name = _make_name(spec, data, weights_identity)
-        paths = [folder / name for folder in (*folders, _find_cache())]
-        references = _read_on_first(paths, num_documents)
+        cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
+        paths = [folder / name for folder in (*folders, cache)]
+        references = None
+        if jax.process_index() == 0:
+            for path in paths:
+                references = _read(path, num_documents) if references is None else references
+        is_known = references is not None
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(is_known)):
+            sent = np.zeros(num_documents, np.float32) if references is None else references
+            references = np.asarray(multihost_utils.broadcast_one_to_all(sent))
         if references is None:
             print_line(
                 f"computing the log-probabilities of {format_count(num_documents, 'document')} of "
                 f"{data.name} by the reference model"
             )
             weights = make_weights() if weights is None else weights
-            references = _compute(spec, data, weights, on_batch)
-        if jax.process_index() == 0 and _is_writable(paths[-1].parent):
-            _write(paths[-1], references)
+            rows = dataset.pack_documents(
+                data.name, data.documents, spec.config, digests=data.digests
+            )
+            sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
+            references = -sums.losses_D.astype(np.float32)
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
+        # a cache may be read-only
+        if jax.process_index() == 0 and os.access(existing, os.W_OK):
+            _write(cache / name, references)
         data.documents.references = references
 
 
@@ -119,22 +135,6 @@ def read_identity(folder: pathlib.Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _compute(
-    spec: StepSpec, data: PackedDataset, weights: layers.Weights, on_batch: Callable[[], None]
-) -> np.ndarray:
-    """Log-probability of each document, in rows as in an evaluation."""
-    rows = dataset.pack_documents(data.name, data.documents, spec.config, digests=data.digests)
-    sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
-    return -sums.losses_D.astype(np.float32)
-
-
-def _find_cache() -> pathlib.Path:
-    """Folder in the cache of `datasets`."""
-    import datasets
-
-    return pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / FOLDER
-
-
 def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> str:
     """Name of the file for a data set and a model.
 
@@ -152,32 +152,12 @@ def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> st
     return f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.npy"
 
 
-def _read_on_first(paths: Sequence[pathlib.Path], num_documents: int) -> np.ndarray | None:
-    """Numbers of the first file that is intact, in all processes; None without one."""
-    values = None
-    if jax.process_index() == 0:
-        for path in paths:
-            values = _read(path, num_documents) if values is None else values
-    if jax.process_count() == 1:
-        return values
-    if not multihost_utils.broadcast_one_to_all(np.int32(values is not None)):
-        return None
-    sent = np.zeros(num_documents, np.float32) if values is None else values
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent))
-
-
 def _read(path: pathlib.Path, num_documents: int) -> np.ndarray | None:
     """Reads a file; None if it is missing or damaged."""
     if not path.exists() or not files.is_intact(path):
         return None
     values = np.load(path)
     return values if values.shape == (num_documents,) else None
-
-
-def _is_writable(folder: pathlib.Path) -> bool:
-    """True unless a cache is read-only, which is allowed."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return os.access(existing, os.W_OK)
 
 
 def _write(path: pathlib.Path, values: np.ndarray) -> None:

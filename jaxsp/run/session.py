@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Iterator
 
 import rich.console
@@ -28,7 +27,6 @@ from jaxsp.run import preflight, references
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
-from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
@@ -138,7 +136,19 @@ class Session:
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
         is_last = step == self.spec.num_steps
-        should_save, should_evaluate = self._find_due(step, is_last=is_last)
+        run = self.spec.config.run
+        # All processes must do this once per step: the schedule communicates
+        is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
+            self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
+        )
+        is_save_epoch = is_epoch_end and run.save_every == "epoch"
+        should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
+        is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
+        should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
+        should_rank = should_save and self.spec.config.checkpoint.keep_best > 0
+        if should_evaluate or (should_rank and run.eval_every is None):
+            self.early_stopping.expect_evaluation()
+        should_evaluate |= should_rank
         should_stop_trace = self.files.trace.should_stop(step)
         if not (should_save or should_evaluate or should_stop_trace):
             return
@@ -158,7 +168,17 @@ class Session:
             self.has_pending_evaluation = False
             self.is_stopped_early = self.early_stopping.should_stop()
         if should_save or self.is_stopped_early:
-            self._save(step, state, loss, is_last=is_last)
+            self.preemption.status.begin(
+                f"the checkpoint of step {step}",
+                expected_s=self.preemption.status.step_s,
+                is_writing=True,
+            )
+            meta = dataclasses.replace(
+                self._build_meta(), eval_loss=loss, eval_set=self.files.eval_set
+            )
+            is_end = is_last or self.is_stopped_early or self.preemption.reason is not None
+            wait_s = self.checkpoints.save(state, meta, is_last=is_end)
+            self.log.record_checkpoint_wait(wait_s)
         self.log.restart_clock()
 
     def save_last(self, state: TrainState) -> None:
@@ -221,40 +241,6 @@ class Session:
         self.early_stopping.record(step, lines)
         return lines[self.files.eval_set["name"]]["loss"] if self.files.eval_set else None
 
-    def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
-        """Returns `(should_save, should_evaluate)` after a step.
-
-        All processes must call it once per step: the schedule communicates.
-        """
-        run = self.spec.config.run
-        is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
-            self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
-        )
-        is_save_epoch = is_epoch_end and run.save_every == "epoch"
-        should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
-        is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
-        should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
-        should_rank = should_save and self.spec.config.checkpoint.keep_best > 0
-        if should_evaluate or (should_rank and run.eval_every is None):
-            self.early_stopping.expect_evaluation()
-        return should_save, should_evaluate or should_rank
-
-    def _save(
-        self, step: int, state: TrainState, eval_loss: float | None, *, is_last: bool
-    ) -> None:
-        """Starts writing a checkpoint."""
-        self.preemption.status.begin(
-            f"the checkpoint of step {step}",
-            expected_s=self.preemption.status.step_s,
-            is_writing=True,
-        )
-        meta = dataclasses.replace(
-            self._build_meta(), eval_loss=eval_loss, eval_set=self.files.eval_set
-        )
-        is_end = is_last or self.is_stopped_early or self.preemption.reason is not None
-        wait_s = self.checkpoints.save(state, meta, is_last=is_end)
-        self.log.record_checkpoint_wait(wait_s)
-
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
         inputs = self.inputs
@@ -303,8 +289,44 @@ def open_session(
             )
         )
         starts.record_start(directory, start_line)
-        _keep_references(spec, inputs, directory)
-        trackers, files = _open_files(stack, spec, inputs, progress, status)
+        references.keep(
+            spec,
+            [inputs.train_set, *inputs.eval_sets],
+            directory / references.FOLDER,
+            find_identity=functools.partial(
+                references.choose_identity,
+                is_resume=inputs.start.is_resume_in(directory),
+                compute=inputs.reference_identity,
+            ),
+        )
+        is_resume = inputs.start.is_resume_in(directory)
+        eval_set = preflight.ranking_eval_set(spec, inputs)
+        # A new run also drops lines of an evaluation before its first step, and repeats it
+        from_step = inputs.start.step if is_resume else inputs.start.step - 1
+        trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
+        stack.enter_context(trackers)
+        metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
+        stack.enter_context(metrics)
+        checkpoints = CheckpointWriter(
+            directory / run_paths.CHECKPOINTS_DIR,
+            table=spec.table,
+            retention=config.checkpoint,
+            status=status,
+            # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
+            before_write=metrics.sync,
+            eval_set=eval_set,
+            has_separate_folders=run_dir.may_be_separate(config.run),
+        )
+        stack.enter_context(checkpoints)
+        trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)
+        files = RunFiles(
+            is_resume=is_resume,
+            eval_set=eval_set,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            progress=stack.enter_context(progress),
+            trace=stack.enter_context(trace),
+        )
         session = Session(
             spec=spec,
             inputs=inputs,
@@ -324,58 +346,3 @@ def open_session(
         yield session
         trackers.outcome = session.outcome
     session.print_outcome(console)
-
-
-def _keep_references(spec: StepSpec, inputs: RunInputs, directory: pathlib.Path) -> None:
-    """Writes what the objective needs of the reference model into the run's directory."""
-    references.keep(
-        spec,
-        [inputs.train_set, *inputs.eval_sets],
-        directory / references.FOLDER,
-        find_identity=functools.partial(
-            references.choose_identity,
-            is_resume=inputs.start.is_resume_in(directory),
-            compute=inputs.reference_identity,
-        ),
-    )
-
-
-def _open_files(
-    stack: contextlib.ExitStack,
-    spec: StepSpec,
-    inputs: RunInputs,
-    progress: Progress,
-    status: RunStatus,
-) -> tuple[Trackers, RunFiles]:
-    """Opens the files in a run directory, and the trackers; the stack closes them."""
-    config = spec.config
-    directory = run_paths.local_dir(config.run)
-    is_resume = inputs.start.is_resume_in(directory)
-    eval_set = preflight.ranking_eval_set(spec, inputs)
-    # A new run also drops lines of an evaluation before its first step, and repeats it
-    from_step = inputs.start.step if is_resume else inputs.start.step - 1
-    trackers = Trackers(config, from_step=from_step, is_resume=is_resume)
-    stack.enter_context(trackers)
-    metrics = MetricsWriter(directory, from_step=from_step, trackers=trackers)
-    stack.enter_context(metrics)
-    checkpoints = CheckpointWriter(
-        directory / run_paths.CHECKPOINTS_DIR,
-        table=spec.table,
-        retention=config.checkpoint,
-        status=status,
-        # Before a checkpoint is written, metrics.jsonl must have the lines of its steps
-        before_write=metrics.sync,
-        eval_set=eval_set,
-        has_separate_folders=run_dir.may_be_separate(config.run),
-    )
-    stack.enter_context(checkpoints)
-    trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)
-    files = RunFiles(
-        is_resume=is_resume,
-        eval_set=eval_set,
-        metrics=metrics,
-        checkpoints=checkpoints,
-        progress=stack.enter_context(progress),
-        trace=stack.enter_context(trace),
-    )
-    return trackers, files

@@ -9,7 +9,7 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.reporting import banner, starts
 from jaxsp.reporting import console as output
-from jaxsp.run import finished_run, preflight, references
+from jaxsp.run import preflight, references
 from jaxsp.run.preflight import StepFunction
 from jaxsp.run.session import Session, open_session
 from jaxsp.runtime import run_paths
@@ -47,7 +47,7 @@ def train(
     early_stopping = preflight.make_early_stopping(spec, inputs)
     if message := preflight.describe_completion(spec, inputs, early_stopping):
         eval_set = preflight.ranking_eval_set(spec, inputs)
-        finished_run.finish_run(spec.config, inputs.start, eval_set=eval_set)
+        preflight.finish_run(spec.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
     entries = banner.describe_run(spec, inputs)
@@ -58,7 +58,20 @@ def train(
     has_reference_state = inputs.start.checkpoint is None
     if not has_reference_state:
         _prepare_references(spec, inputs, inputs.make_reference_weights, console, preemption)
-    state, base_checksums = _make_state(spec, inputs)
+    checkpoint = inputs.start.checkpoint
+    if checkpoint is None:
+        state = train_state.init_state(spec, inputs.make_weights())
+        base_checksums = base.compute_checksums(spec.table, state.master)
+    else:
+        state = reader.restore(
+            checkpoint,
+            train_state.abstract_inputs(spec)[0],
+            table=spec.table,
+            num_steps=inputs.start.step,
+            frozen=inputs.make_frozen_weights(),
+        )
+        base_checksums = base.compute_checksums(spec.table, state.master)
+        base.check(checkpoint, base_checksums)
     if has_reference_state:
         _prepare_references(spec, inputs, lambda: state.master, console, preemption)
     with open_session(
@@ -118,25 +131,3 @@ def run_steps(session: Session, function: StepFunction, state: TrainState) -> Tr
         session.after_dispatch(results, counts)
         session.evaluate_and_save(step, state)
     return state
-
-
-def _make_state(spec: StepSpec, inputs: RunInputs) -> tuple[TrainState, dict[str, str]]:
-    """State before the first step, restored from a checkpoint or with initial weights; and the
-    checksums of the frozen weights.
-
-    Raises: UserError if the checkpoint was trained on other frozen weights.
-    """
-    checkpoint = inputs.start.checkpoint
-    if checkpoint is None:
-        state = train_state.init_state(spec, inputs.make_weights())
-        return state, base.compute_checksums(spec.table, state.master)
-    state = reader.restore(
-        checkpoint,
-        train_state.abstract_inputs(spec)[0],
-        table=spec.table,
-        num_steps=inputs.start.step,
-        frozen=inputs.make_frozen_weights(),
-    )
-    base_checksums = base.compute_checksums(spec.table, state.master)
-    base.check(checkpoint, base_checksums)
-    return state, base_checksums

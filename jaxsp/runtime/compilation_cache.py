@@ -34,7 +34,13 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if setting == AUTO:
-        if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not _is_automatic(num_processes):
+        has_gpu = hardware.count_gpus(os.environ) > 0
+        # Only process 0 writes programs. Without a shared home folder it would read a program that
+        # the others compile, while XLA expects all of them to divide the timing of kernels
+        is_own = has_gpu and jax_platform.has_own_autotuning(num_processes)
+        has_cache = has_gpu or jax.__version_info__ >= MIN_CPU_RELEASE
+        is_automatic = is_own or (num_processes == 1 and has_cache)
+        if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
         try:
             folder = urls.cache_dir() / "programs"
@@ -56,19 +62,6 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
-
-
-def _is_automatic(num_processes: int) -> bool:
-    """True if `auto` keeps programs.
-
-    Only process 0 writes them. Without a shared home folder it would read a program that the others
-    compile, while XLA expects all of them to divide the timing of kernels, up to
-    `MAX_SHARED_AUTOTUNING` processes.
-    """
-    has_gpu = hardware.count_gpus(os.environ) > 0
-    if has_gpu and jax_platform.has_own_autotuning(num_processes):
-        return True
-    return num_processes == 1 and (has_gpu or jax.__version_info__ >= MIN_CPU_RELEASE)
 
 
 def _prepare(folder: pathlib.Path) -> None:

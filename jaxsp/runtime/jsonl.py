@@ -68,7 +68,22 @@ class AppendFile:
             if self._file is None:
                 self._file = self._open()
             with _lock(self._file):
-                self._write_or_truncate(self._file)
+                end = self._file.seek(0, os.SEEK_END)
+                if self._partial_begin is not None:
+                    # unless another process has appended a line since
+                    if self._partial_begin < end <= self._partial_begin + len(self._pending):
+                        end = self._file.truncate(self._partial_begin)
+                    self._partial_begin = None
+                num_written = 0
+                try:
+                    while num_written < len(self._pending):
+                        num_written += self._file.write(self._pending[num_written:])
+                except OSError:
+                    self._partial_begin = end
+                    self._file.truncate(end)
+                    self._partial_begin = None
+                    raise
+                self._pending.clear()
         except OSError as error:
             if self._error is None:
                 distributed.log(
@@ -84,24 +99,6 @@ class AppendFile:
 
     def _open(self) -> IO[bytes]:
         return self._path.open("ab", buffering=0)
-
-    def _write_or_truncate(self, file: IO[bytes]) -> None:
-        end = file.seek(0, os.SEEK_END)
-        if self._partial_begin is not None:
-            # unless another process has appended a line since
-            if self._partial_begin < end <= self._partial_begin + len(self._pending):
-                end = file.truncate(self._partial_begin)
-            self._partial_begin = None
-        num_written = 0
-        try:
-            while num_written < len(self._pending):
-                num_written += file.write(self._pending[num_written:])
-        except OSError:
-            self._partial_begin = end
-            file.truncate(end)
-            self._partial_begin = None
-            raise
-        self._pending.clear()
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -157,10 +154,12 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
     damaged: list[bytes] = []
     places: list[str] = []
     for line in lines:
-        line_step = _read_step(line)
-        if line_step is None:
+        fields = files.parse_json(line) if line.endswith(b"\n") else None
+        line_step = (fields or {}).get("step")
+        if not isinstance(line_step, int):
             # the last line of a killed run may be incomplete
-            if line.endswith(b"\n") or _guess_step(line) <= step:
+            match = re.match(rb'{"step": (\d+),', line)
+            if line.endswith(b"\n") or (float(match[1]) if match else math.inf) <= step:
                 damaged.append(line)
                 places.append(str(steps[-1] if steps else 0))
         elif line_step <= step:
@@ -177,26 +176,9 @@ def truncate_after(path: pathlib.Path, step: int, *, has_regular_steps: bool = F
             f"{path}: {len(damaged)} of {len(lines)} lines are damaged, and now in {copy.name}. "
             f"They follow the lines of steps {', '.join(places[:_MAX_PLACES])}{more}"
         )
-    if has_regular_steps and _is_end_missing(steps, step):
+    latest = steps[-10:]
+    distances = [after - before for before, after in itertools.pairwise(latest)]
+    if has_regular_steps and latest and step - latest[-1] >= max(1, *distances, 0):
         distributed.log(f"{path}: ends at step {steps[-1]}, but the checkpoint is of step {step}")
     if kept != lines:
         files.write_atomic(path, b"".join(kept))
-
-
-def _is_end_missing(steps: list[int], last_step: int) -> bool:
-    """True if lines up to `last_step` are missing, by the distances of the last lines' steps."""
-    latest = steps[-10:]
-    distances = [after - before for before, after in itertools.pairwise(latest)]
-    return bool(latest) and last_step - latest[-1] >= max(1, *distances, 0)
-
-
-def _read_step(line: bytes) -> int | None:
-    """Step of a line; None if it is damaged or incomplete."""
-    step = (files.parse_json(line) or {}).get("step") if line.endswith(b"\n") else None
-    return step if isinstance(step, int) else None
-
-
-def _guess_step(line: bytes) -> float:
-    """Step of an incomplete line."""
-    match = re.match(rb'{"step": (\d+),', line)
-    return float(match[1]) if match else math.inf

@@ -160,7 +160,6 @@ class Preemption:
             self._request_stop(number.name)
 
     def _request_stop(self, reason: str) -> None:
-        """Starts a stop in all processes."""
         distributed.publish(distributed.STOP_KEY, reason)
         self._hold_dispatch(reason)
 

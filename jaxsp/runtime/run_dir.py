@@ -120,7 +120,17 @@ def create(
                 config_file.save(config, directory / CONFIG_FILE)
                 files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
-        _wait_until_visible(directory)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("run directory created")
+            for _ in range(30):  # files written on another node may become visible seconds later
+                if (directory / CONFIG_FILE).is_file():
+                    break
+                time.sleep(1)
+            else:
+                raise UserError(
+                    f"run.directory = {directory}: was created by process 0, but process "
+                    f"{jax.process_index()} does not see it. Use a folder that all nodes share."
+                )
         return stack.pop_all()
 
 
@@ -190,7 +200,12 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             f"{describe_holder(holder)}",
             flush=True,
         )
-        if _is_alive(folder / HEARTBEAT_FILE):
+        heartbeat = folder / HEARTBEAT_FILE
+        before = files.read_json(heartbeat)
+        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
+        while time.monotonic() < deadline and files.read_json(heartbeat) == before:
+            time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
+        if files.read_json(heartbeat) != before:
             raise _in_use_error(name, holder)
     print(
         f"{name}: the run of {describe_holder(holder)} was killed; this run takes over",
@@ -213,15 +228,6 @@ def describe_holder(holder: dict[str, Any]) -> str:
     details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
     details += [holder["config"]] if holder.get("config") else []
     return f"{text} ({', '.join(details)})" if details else text
-
-
-def _is_alive(heartbeat: pathlib.Path) -> bool:
-    """True if the heartbeat file changes within HEARTBEAT_TIMEOUT_S."""
-    before = files.read_json(heartbeat)
-    deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < deadline and files.read_json(heartbeat) == before:
-        time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
-    return files.read_json(heartbeat) != before
 
 
 def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -249,21 +255,6 @@ def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
             break  # nor are the folders above it empty
         else:
             path.rmdir()
-
-
-def _wait_until_visible(directory: pathlib.Path) -> None:
-    """Raises: UserError if this process does not see the directory that process 0 has created."""
-    if jax.process_count() == 1:
-        return
-    multihost_utils.sync_global_devices("run directory created")
-    for _ in range(30):  # files written on another node may become visible seconds later
-        if (directory / CONFIG_FILE).is_file():
-            return
-        time.sleep(1)
-    raise UserError(
-        f"run.directory = {directory}: was created by process 0, but process "
-        f"{jax.process_index()} does not see it. Use a folder that all nodes share."
-    )
 
 
 def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import pytest
 from jaxsp.checkpoint import files
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
-from jaxsp.run import finished_run
+from jaxsp.run import preflight
 from jaxsp.runtime import run_paths
 from jaxsp.setup import resume
 from jaxsp.training.inputs import StartPoint
@@ -31,7 +31,7 @@ def test_a_run_that_is_done_deletes_what_a_kill_has_left(tmp_path):
 
     def finish(checkpoint):
         start = StartPoint(checkpoint=checkpoint, step=11)
-        finished_run.finish_run(config, start, eval_set=None)
+        preflight.finish_run(config, start, eval_set=None)
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     assert finish(tmp_path.parent / "other/checkpoints/11") == ["10", "11", "8", "9.deleting"]

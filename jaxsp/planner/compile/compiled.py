@@ -160,7 +160,12 @@ def compile_step(spec: StepSpec) -> PlannedStep:
         _mark_host_arguments(lowered, spec)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
         folder = pathlib.Path(name)
-        _write_stub_ptxas(folder)
+        # A stub of CUDA's assembler where XLA looks first skips the machine code of hundreds of
+        # kernels
+        (folder / "bin").mkdir()
+        assembler = folder / "bin" / "ptxas"
+        assembler.write_text(_STUB_PTXAS, encoding="utf-8")
+        assembler.chmod(0o755)
         options = (
             _FAST_COMPILE_OPTIONS
             | spec.compile_options.options
@@ -173,7 +178,8 @@ def compile_step(spec: StepSpec) -> PlannedStep:
             ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
-        text, buffers, lives = (_read_dump(folder, end) for end in ends)
+        files = [next(folder.glob(f"*jit_step*{end}")) for end in ends]
+        text, buffers, lives = (file.read_text(encoding="utf-8") for file in files)
     return PlannedStep(
         spec=spec,
         executable=executable,
@@ -201,15 +207,6 @@ while [ $# -gt 0 ]; do
     shift
 done
 """
-
-
-def _write_stub_ptxas(folder: pathlib.Path) -> None:
-    """Writes a stub of CUDA's assembler where XLA looks first, to skip the machine code of hundreds
-    of kernels."""
-    (folder / "bin").mkdir()
-    assembler = folder / "bin" / "ptxas"
-    assembler.write_text(_STUB_PTXAS, encoding="utf-8")
-    assembler.chmod(0o755)
 
 
 def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
@@ -243,9 +240,3 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, spec: StepSpec) -> None:
             if is_on_host:
                 argument["mhlo.memory_kind"] = ir.StringAttr.get(host_memory.MEMORY_KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
-
-
-def _read_dump(folder: pathlib.Path, end: str) -> str:
-    """Reads the dumped file of the step whose name has this end."""
-    (file,) = folder.glob(f"*jit_step*{end}")
-    return file.read_text(encoding="utf-8")

@@ -78,7 +78,9 @@ def parse_module(text: str) -> HloModule:
             shapes = {}
             entry = header[2] if header[1] else entry
         elif (named := _INSTRUCTION.match(line)) is not None:
-            shape_end = _find_shape_end(line, named.end())
+            is_tuple = line[named.end()] == "("
+            end = _find_closing_paren(line, named.end()) if is_tuple else named.end()
+            shape_end = line.index(" ", end)
             opcode, _, _ = line[shape_end:].strip().partition("(")
             operands_begin = line.index("(", shape_end)
             operands_end = _find_closing_paren(line, operands_begin)
@@ -288,11 +290,6 @@ def _find_constant(name: str, lines: list[Instruction]) -> int | None:
     if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands):
         return int(line.operands)
     return None
-
-
-def _find_shape_end(line: str, begin: int) -> int:
-    """Finds the end of a shape: a tuple ends at its parenthesis, another shape at a space."""
-    return _find_closing_paren(line, begin) + 1 if line[begin] == "(" else line.index(" ", begin)
 
 
 def _find_closing_paren(line: str, begin: int) -> int:

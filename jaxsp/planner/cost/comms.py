@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxsp import attention
-from jaxsp.attention import LayerWorkload, Strategy
 from jaxsp.blocks import registry
 from jaxsp.core import axes, nodes
 from jaxsp.core.nodes import Groups, Load
@@ -162,8 +161,12 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
     num_passes = num_extra_passes + num_scoring_passes
     for layer, num_layers in layers.items():
         layer_bytes: dict[str, float] = dict(spec.attend.strategy.sent_bytes(layer))
-        for operation, size in _forward_bytes(spec.attend.strategy, layer).items():
-            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_passes * size
+        recomputed = dataclasses.replace(layer, remat="full", has_other_kinds=True)
+        with_recomputation = spec.attend.strategy.sent_bytes(recomputed)
+        without = spec.attend.strategy.sent_bytes(dataclasses.replace(recomputed, remat="none"))
+        for operation, size in with_recomputation.items():
+            forward = size - without.get(operation, 0)
+            layer_bytes[operation] = layer_bytes.get(operation, 0) + num_passes * forward
         totals.update(
             {
                 operation: num_microbatches * num_layers * size
@@ -179,17 +182,6 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
             }
         )
     return dict(totals)
-
-
-def _forward_bytes(strategy: Strategy, layer: LayerWorkload) -> dict[str, int]:
-    """Bytes that a device sends for attention in one forward pass of a layer, by operation."""
-    recomputed = dataclasses.replace(layer, remat="full", has_other_kinds=True)
-    with_recomputation = strategy.sent_bytes(recomputed)
-    without = strategy.sent_bytes(dataclasses.replace(recomputed, remat="none"))
-    return {
-        operation: size - without.get(operation, 0)
-        for operation, size in with_recomputation.items()
-    }
 
 
 def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

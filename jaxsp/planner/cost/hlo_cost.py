@@ -99,25 +99,12 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     return [
         reader.read_cost(computations[line.line_number], line, num_runs=num_runs)
         for line, num_runs in runs
-        if line.opcode != "custom-call" or _is_product(line)
+        if line.opcode != "custom-call" or _CUBLAS_PREFIX in line.attributes or _is_mosaic(line)
     ]
-
-
-def _is_product(line: Instruction) -> bool:
-    """True for a call of a library or a kernel that multiplies matrices."""
-    return _CUBLAS_PREFIX in line.attributes or _is_mosaic(line)
 
 
 def _is_mosaic(line: Instruction) -> bool:
     return line.opcode == "custom-call" and f'target="{_MOSAIC_PREFIX}' in line.attributes
-
-
-def _find_efficiency(line: Instruction) -> float:
-    """Rate of an instruction's products relative to that of large ones in bfloat16."""
-    if _is_mosaic(line):
-        return _MOSAIC_EFFICIENCY
-    is_float8 = line.opcode == "custom-call" and _FLOAT8_TARGET in line.attributes
-    return _FLOAT8_EFFICIENCY if is_float8 else 1.0
 
 
 def _find_kernel_computations(program: HloModule) -> list[str]:
@@ -151,9 +138,10 @@ class _CostReader:
         """Reads the cost of an instruction of a computation."""
         lines = self._instructions[computation]
         start = lines[line.operand_names[-1]] if line.opcode.endswith("-done") else line
+        names = start.operand_names
         reads = [
-            (lines[name].shape, self._read_bytes(start, number, lines[name]))
-            for name, number in _number_operands(start).items()
+            (lines[name].shape, self._read_bytes(start, names.index(name), lines[name]))
+            for name in dict.fromkeys(names)
             if name in lines
         ]
         writes = list(self._written_bytes(start, line, lines))
@@ -163,13 +151,16 @@ class _CostReader:
                 (size for shape, size in arrays if (_HOST_LAYOUT in shape) == on_host), start=0.0
             )
 
+        efficiency = _MOSAIC_EFFICIENCY if _is_mosaic(start) else 1.0
+        if start.opcode == "custom-call" and _FLOAT8_TARGET in start.attributes:
+            efficiency = _FLOAT8_EFFICIENCY
         op_name = re.search(r'op_name="([^"]*)"', start.attributes)
         begin, end = self._async_pairs.get(computation, (start.line_number, line.line_number))
         return KernelCost(
             line_number=line.line_number,
             op_name=op_name[1] if op_name else "",
             flops=self._matmul_flops(start, lines),
-            efficiency=_find_efficiency(start),
+            efficiency=efficiency,
             device_bytes=sum_bytes([*reads, *writes], on_host=False),
             bytes_from_host=sum_bytes(reads, on_host=True),
             bytes_to_host=sum_bytes(writes, on_host=True),
@@ -236,7 +227,6 @@ class _CostReader:
             yield result.shape, comms.compute_shape_bytes(written.shape)
 
     def _matmul_flops(self, line: Instruction, lines: dict[str, Instruction]) -> float:
-        """Operations of the matrix products of an instruction."""
         if line.opcode.startswith("fusion"):
             fused = self._instructions[line.find_computation("calls")]
             return sum((self._matmul_flops(inner, fused) for inner in fused.values()), start=0.0)
@@ -256,9 +246,3 @@ class _CostReader:
         (_, result), *_ = comms.parse_shape(line.shape)
         contracted = math.prod(left[int(dim)] for dim in re.findall(r"\d+", dims))
         return 2.0 * math.prod(result) * contracted
-
-
-def _number_operands(line: Instruction) -> dict[str, int]:
-    """Numbers of an instruction's operands by name; the first number if it is named twice."""
-    names = line.operand_names
-    return {name: names.index(name) for name in names}

@@ -26,7 +26,6 @@ from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
 from jaxsp.planner.cost.timeline import ScheduledTransfer, Timeline
-from jaxsp.training.specs import StepSpec
 
 MATMULS = "matrix products"
 MEMORY_BANDWIDTH = "memory bandwidth"
@@ -111,8 +110,22 @@ def estimate_step(
         if kernel.bytes_from_host or kernel.bytes_to_host
     }
     on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
-    kernel_s = {kernel.line_number: _estimate_kernel_s(kernel, ceilings) for kernel in on_device}
-    operations = _attention_flops(spec, flops.attention_flops(spec.model, segment_lengths))
+    kernel_s = {
+        kernel.line_number: max(
+            kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
+            kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
+        )
+        for kernel in on_device
+    }
+    forward_flops = flops.attention_flops(spec.model, segment_lengths)
+    forward = forward_flops / spec.mesh.size
+    # five products instead of two: the scores again, and both gradients of both products
+    backward = 2.5 * forward
+    if not spec.remat_policy.is_attention_saved:
+        forward *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
+    if spec.scores_pairs_first:
+        forward += forward_flops / spec.mesh.size
+    operations = forward, backward
     attention_s = _estimate_attention_s(module, prefix, operations, ceilings)
     simulated = timeline.simulate(module, kernel_s | attention_s, sends | copies)
     transfer_seconds = {
@@ -121,7 +134,10 @@ def estimate_step(
     }
     lines: dict[str, list[int]] = {MATMULS: [], MEMORY_BANDWIDTH: [], DELTA_NETS: []}
     for kernel in on_device:
-        lines[_find_cause(kernel)].append(kernel.line_number)
+        cause = MATMULS if kernel.flops else MEMORY_BANDWIDTH
+        if _IN_DELTA_NET.search(kernel.op_name):
+            cause = DELTA_NETS
+        lines[cause].append(kernel.line_number)
     collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
     copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
     return TimeEstimate(
@@ -143,18 +159,6 @@ def estimate_step(
     )
 
 
-def _attention_flops(spec: StepSpec, forward_flops: float) -> tuple[float, float]:
-    """Operations of attention on a device in a step, forward and backward."""
-    forward = forward_flops / spec.mesh.size
-    # five products instead of two: the scores again, and both gradients of both products
-    backward = 2.5 * forward
-    if not spec.remat_policy.is_attention_saved:
-        forward *= 2 + spec.remat_policy.num_extra_passes(spec.model.num_layers)
-    if spec.scores_pairs_first:
-        forward += forward_flops / spec.mesh.size
-    return forward, backward
-
-
 def find_bottleneck(seconds: Mapping[str, float]) -> str:
     """Finds the cause that takes most of a step's time."""
     return max(CAUSES, key=lambda cause: seconds.get(cause, 0.0))
@@ -170,29 +174,13 @@ def sum_transfers(
     )
 
 
-def _find_cause(kernel: KernelCost) -> str:
-    """Cause of the time of a kernel on the device."""
-    if _IN_DELTA_NET.search(kernel.op_name):
-        return DELTA_NETS
-    return MATMULS if kernel.flops else MEMORY_BANDWIDTH
-
-
 def _sum_kernels(simulated: Timeline, lines: Iterable[int]) -> float:
     """Sums the seconds of all runs of the kernels in these lines."""
     return sum((simulated.kernel_seconds[line] for line in lines), start=0.0)
 
 
 def _sum_runs(kernels: list[KernelCost], field: str) -> float:
-    """Sums a field of KernelCost over all runs."""
     return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
-
-
-def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
-    """Seconds of one run of a kernel."""
-    return max(
-        kernel.flops / (kernel.efficiency * ceilings.matmul_tflops * _TERA),
-        kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
-    )
 
 
 def _estimate_attention_s(

@@ -106,9 +106,22 @@ class Timeline:
         for line in self._program.computations[computation]:
             transfer = self._transfers.get(line.line_number)
             if transfer is not None:
-                self._start(transfer, runs, fraction)
+                queue = self._queues.setdefault(transfer.stream, [])
+                begin = max([self._compute_free_s, *(run.end_s for run in queue)])
+                queue.append(
+                    _TransferRun(transfer.begin_line, begin, begin + fraction * transfer.seconds)
+                )
+                self.num_runs[transfer.begin_line] += runs * fraction
             for ended in self._transfers_by_end_line.get(line.line_number, ()):
-                self._wait(ended, runs)
+                # time in which an earlier one of its queue still runs counts for that one
+                queue = self._queues.get(ended.stream, [])
+                ends = [run.end_s for run in queue if run.begin_line == ended.begin_line]
+                until = max([self._compute_free_s, *ends])
+                for run in queue:
+                    waited = min(run.end_s, until) - max(run.begin_s, self._compute_free_s)
+                    self.exposed_s[run.begin_line] += max(0.0, waited) * runs
+                self._compute_free_s = until
+                self._queues[ended.stream] = [run for run in queue if run.end_s > until]
             if transfer is not None:
                 continue
             if (seconds := self._kernels.get(line.line_number)) is not None:
@@ -126,24 +139,6 @@ class Timeline:
             elif line.opcode in ("call", "async-start"):
                 for called in line.called_computations:
                     self.run(called, runs=runs, fraction=fraction)
-
-    def _start(self, transfer: ScheduledTransfer, runs: int, fraction: float) -> None:
-        queue = self._queues.setdefault(transfer.stream, [])
-        begin = max([self._compute_free_s, *(run.end_s for run in queue)])
-        queue.append(_TransferRun(transfer.begin_line, begin, begin + fraction * transfer.seconds))
-        self.num_runs[transfer.begin_line] += runs * fraction
-
-    def _wait(self, transfer: ScheduledTransfer, runs: int) -> None:
-        """Waits for a transfer. Time in which an earlier one of its queue still runs counts for
-        that one."""
-        queue = self._queues.get(transfer.stream, [])
-        ends = [run.end_s for run in queue if run.begin_line == transfer.begin_line]
-        until = max([self._compute_free_s, *ends])
-        for run in queue:
-            waited = min(run.end_s, until) - max(run.begin_s, self._compute_free_s)
-            self.exposed_s[run.begin_line] += max(0.0, waited) * runs
-        self._compute_free_s = until
-        self._queues[transfer.stream] = [run for run in queue if run.end_s > until]
 
     def _run_loop(self, loop: Instruction, runs: int, fraction: float) -> None:
         """Simulates two iterations, and repeats the second.
