@@ -38,8 +38,9 @@ def plan(recipe: pathlib.Path, *, is_compiled: bool) -> dict[str, Any]:
     compile_lowered = jax.stages.Lowered.compile
 
     def stop(lowered: jax.stages.Lowered, **options: Any) -> Any:
-        texts.append(f"{sorted((options.get('compiler_options') or {}).items())}\n")
-        texts[-1] += lowered.as_text()
+        chosen = options.get("compiler_options") or {}
+        kept = sorted(item for item in chosen.items() if not item[0].startswith("xla_dump"))
+        texts.append(f"{kept}\n{lowered.as_text()}")
         if is_compiled:
             return compile_lowered(lowered, **options)
         raise _LoweredError

@@ -73,7 +73,6 @@ def test_problems_of_model_and_data_are_reported_together():
         (["data.row_tokens=1002", "mesh.seq=4"], ["data.row_tokens = 1002", "4"]),
         (["mesh.data=3"], ["batch.rows_per_step = 8", "3"]),
         (["mesh.replica=3", "batch.rows_per_microbatch=auto"], ["batch.rows_per_step = 8", "3"]),
-        (["data.row_tokens=[64,126]", "mesh.seq=[1,4]"], ["row_tokens"]),
     ],
 )
 def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
@@ -83,7 +82,7 @@ def test_rows_that_no_number_of_devices_divides_are_refused(changes, parts):
 
 
 def test_a_mesh_that_fits_some_number_of_devices_is_prepared(capsys):
-    changes = ["data.row_tokens=[64,128]", "mesh.seq=[1,2]", "batch.rows_per_microbatch=2"]
+    changes = ["data.row_tokens=64", "mesh.seq=2", "batch.rows_per_microbatch=2"]
     train.main(["c.yaml", "--prepare-data", *changes])
     assert "steps" in capsys.readouterr().out
 

@@ -143,11 +143,10 @@ def _list_results(run: RunRecord) -> dict[str, str]:
 
 
 def _list_memory(run: RunRecord) -> dict[str, str]:
-    """GiB of the last start's compiled step for the longest rows, by cause."""
-    entries = run.starts[-1].get("memory") or () if run.starts else ()
-    longest: Mapping[str, Any] = max(entries, key=lambda entry: entry["row_tokens"], default={})
-    sizes = {f"host: {cause}": size for cause, size in longest.get("host", {}).items()}
-    sizes = {**longest.get("device", {}), "available": longest.get("device_available"), **sizes}
+    """GiB of the last start's compiled step, by cause."""
+    memory = run.starts[-1].get("memory") or {} if run.starts else {}
+    sizes = {f"host: {cause}": size for cause, size in memory.get("host", {}).items()}
+    sizes = {**memory.get("device", {}), "available": memory.get("device_available"), **sizes}
     return {cause: f"{size / units.GIB:.3g}" for cause, size in sizes.items() if size}
 
 
