@@ -57,7 +57,6 @@ def main(arguments: list[str]) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
-    given.fetch()
     tokenizer = _load_tokenizer(given, config)
     prompt = _encode(args, config, tokenizer)
     if given.meta is None and not _sets_row_tokens(args.changes):

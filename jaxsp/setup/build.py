@@ -38,7 +38,6 @@ from jaxsp.setup import (
 )
 from jaxsp.setup.initial_weights import InitialWeights
 from jaxsp.setup.stop_tokens import StopTokens
-from jaxsp.storage import copies
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.specs import RunSpec
 
@@ -168,7 +167,6 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
-    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -211,7 +209,7 @@ def _describe_origin(
     """Describes where the weights of the first step come from."""
     config = run_spec.config
     if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
+        return f"step {checkpoint.meta.step} of {checkpoint.path}"
     if weights.reader is None:
         origin = f"random weights, seed {config.run.seed}"
     else:
