@@ -59,7 +59,6 @@ def main(arguments: list[str]) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
-    given.fetch()
     harness_tasks = _find_harness_tasks(args)
     resolved = given.resolve(config)
     spec = resolved.spec

@@ -21,7 +21,7 @@ from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import merging, resume, stop_tokens
-from jaxsp.storage import copies
+from jaxsp.storage import run_storage
 from jaxsp.training import trainable
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
     writer.check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = run_paths.find_latest(copies.make_local(args.run, field="RUN_OR_CHECKPOINT"))
+    checkpoint = run_paths.find_latest(run_storage.make_local(args.run, field="RUN_OR_CHECKPOINT"))
     if checkpoint is None:
         if not pathlib.Path(args.run).exists():
             raise UserError(f"RUN_OR_CHECKPOINT = {args.run}: there is no such folder.")
@@ -43,7 +43,6 @@ def main(arguments: list[str]) -> None:
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."
         )
-    copies.fetch(checkpoint)
     meta = reader.read_meta(checkpoint)
     config = config_file.parse(meta.config)
     model = model_config.parse_model_config(

@@ -60,7 +60,6 @@ def main(arguments: list[str]) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     distributed.initialize(process)
-    given.fetch()
     model_dir = given.find_model_dir(config)
     source = None
     if model_dir is None and config.model.source is not None:

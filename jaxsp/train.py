@@ -19,7 +19,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.setup import build, data_preparation, preview, resume
-from jaxsp.storage import copies, run_storage
+from jaxsp.storage import run_storage
 
 
 def main(arguments: list[str]) -> None:
@@ -47,10 +47,10 @@ def main(arguments: list[str]) -> None:
     jax_limits.choose_platform(config, process)
     compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
     status = RunStatus()
-    folder = run_paths.local_dir(config.run)
     preemption = Preemption(config.run, status)
     with preemption.listen():
         distributed.initialize(process)
+        folder = run_paths.local_dir(config.run)
         with (
             run_dir.lock(folder, config_path=args.config, name=config.run.directory),
             run_storage.open_run(config.run),
@@ -70,8 +70,6 @@ def main(arguments: list[str]) -> None:
                     )
                     break
                 except DamagedCheckpointError as damage:
-                    if copies.fetch_again(damage.path):
-                        continue
                     message = resume.skip_damaged(config.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:

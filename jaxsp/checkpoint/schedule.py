@@ -43,6 +43,7 @@ class CheckpointSchedule:
         self._next_check_step = first_step + 1
         self._failed: WriteOutcome | None = None
         self._failed_at = 0.0
+        self._upload_failure: str | None = None
         self._meta: CheckpointMeta | None = None
         self._waited_s = 0.0
         self._compile_s = 0.0
@@ -63,6 +64,10 @@ class CheckpointSchedule:
         steps, then after half of the remaining ones: a few times for each checkpoint.
         """
         now = time.monotonic()
+        if self._writer.is_uploading:
+            return False
+        if self._upload_failure is not None:
+            return True  # the last one, before the run ends
         if self._failed and broadcast_from_first(now - self._failed_at) >= self.RETRY_S:
             return True
         if self._config.save_interval is None:
@@ -115,6 +120,8 @@ class CheckpointSchedule:
                 f"{self._failed.failure}. {self._describe_latest()}. Free some disk space, and run "
                 "the same command again."
             )
+        if self._upload_failure is not None:
+            raise NeedsAttentionError(self._upload_failure)
 
     def _report_outcome(self, outcome: WriteOutcome | None, next_attempt: str = "") -> None:
         """Prints the outcome of a write. Args: next_attempt: time of the retry; empty: now."""
@@ -132,6 +139,9 @@ class CheckpointSchedule:
             self._print_line(f"checkpoint {outcome.step} is written, after a failed attempt")
         self._failed = None
         self.last_saved_step = outcome.step
+        if self._upload_failure is not None:
+            raise NeedsAttentionError(self._upload_failure)
+        self._upload_failure = outcome.upload_failure
         text = f"training waited {durations.describe(round(self._waited_s, 1))}"
         if self._compile_s >= 0.1:
             compile_time = durations.describe(round(self._compile_s, 1))

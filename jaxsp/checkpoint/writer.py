@@ -25,6 +25,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
+from jaxsp.storage.run_storage import Uploads
 from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
@@ -44,6 +45,8 @@ class WriteOutcome:
     step: int
     failure: str | None
     """Reason of the failure; None if the checkpoint is complete."""
+    upload_failure: str | None = None
+    """Reason why a complete checkpoint is not in the object store of the run."""
 
 
 class WriteStage(enum.Enum):
@@ -56,6 +59,10 @@ class WriteStage(enum.Enum):
     FINALIZING = enum.auto()
     """Writing metadata, renaming, and deleting old checkpoints (process 0). A single process does
     this at the end of WRITING."""
+    UPLOADING = enum.auto()
+    """Uploading the shards to the run's object store, if it has one."""
+    COMPLETING = enum.auto()
+    """Uploading the metadata (process 0)."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -97,11 +104,13 @@ class CheckpointWriter:
         before_write: Callable[[], None] = lambda: None,
         eval_set: dict[str, str] | None = None,
         has_separate_folders: bool = False,
+        uploads: Uploads | None = None,
     ):
         """Args:
         before_write: called before each checkpoint; if it raises, the write fails.
         eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
         has_separate_folders: see ArrayWriter.
+        uploads: those of a run in an object store.
         """
         self._directory = directory.absolute()
         self._table = table
@@ -121,6 +130,7 @@ class CheckpointWriter:
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
         """Duration of the last write, without the waits for steps between its stages."""
+        self._uploads = uploads
         self._is_writer = run_dir.is_writer(self._directory)
         if self._is_writer:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -130,6 +140,15 @@ class CheckpointWriter:
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the directory, the oldest first."""
         return run_paths.list_steps(self._directory)
+
+    @property
+    def is_uploading(self) -> bool:
+        """True while a checkpoint that is complete locally is uploaded. The same in all processes.
+
+        The next one is written after that, so that an upload finds the files that it needs.
+        """
+        stages = (WriteStage.UPLOADING, WriteStage.COMPLETING)
+        return self._pending is not None and self._pending.stage in stages
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -208,24 +227,42 @@ class CheckpointWriter:
         while (write := self._pending) is not None:
             stage = write.stage
             if wait and write.future is not None:
-                timeout = None if jax.process_count() == 1 else POLL_S
+                is_watched = jax.process_count() == 1 and not self.is_uploading
+                timeout = None if is_watched else POLL_S
                 concurrent.futures.wait([write.future], timeout=timeout)
-            statuses = self._gather_statuses(write)
-            if (statuses == _FAILED).any() and not (statuses == _RUNNING).any():
+            outcome = self._advance(write)
+            if outcome is not None or (write.stage == stage and not wait):
+                return outcome
+        return None
+
+    def _advance(self, write: _PendingWrite) -> WriteOutcome | None:
+        """Starts the next stage if all processes have finished this one.
+
+        Returns: the outcome if that was the last stage, or if a process has failed.
+        """
+        statuses = self._gather_statuses(write)
+        if (statuses == _RUNNING).any():
+            return None
+        if (statuses == _FAILED).any():
+            first = int(np.argmax(statuses == _FAILED))
+            if self.is_uploading:
                 self._pending = None
-                first = int(np.argmax(statuses == _FAILED))
-                failure = self._clean_up_failure(write, first)
-                return WriteOutcome(step=write.meta.step, failure=failure)
-            if (statuses == _DONE).all():
-                if stage == WriteStage.PREPARING:
-                    self._start_stage(write, WriteStage.WRITING)
-                elif stage == WriteStage.WRITING and jax.process_count() > 1:
-                    self._start_stage(write, WriteStage.FINALIZING)
-                else:
-                    self._pending = None
-                    return WriteOutcome(step=write.meta.step, failure=None)
-            if write.stage == stage and not wait:
-                return None
+                self._uploads = None
+                reason = str(write.error or f"process {first} could not upload its part")
+                return WriteOutcome(step=write.meta.step, failure=None, upload_failure=reason)
+            self._pending = None
+            return WriteOutcome(step=write.meta.step, failure=self._clean_up_failure(write, first))
+        if write.stage == WriteStage.PREPARING:
+            self._start_stage(write, WriteStage.WRITING)
+        elif write.stage == WriteStage.WRITING and jax.process_count() > 1:
+            self._start_stage(write, WriteStage.FINALIZING)
+        elif self._uploads is not None and not self.is_uploading:
+            self._start_stage(write, WriteStage.UPLOADING)
+        elif write.stage == WriteStage.UPLOADING:
+            self._start_stage(write, WriteStage.COMPLETING)
+        else:
+            self._pending = None
+            return WriteOutcome(step=write.meta.step, failure=None)
         return None
 
     def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
@@ -237,7 +274,7 @@ class CheckpointWriter:
         statuses, written_mib = multihost_utils.process_allgather(own).T
         total_mib = int(written_mib.sum())
         has_progress = total_mib > self._written_mib + 1  # a progress bar writes less
-        if has_progress and self._status.activity.is_writing:
+        if self.is_uploading or (has_progress and self._status.activity.is_writing):
             self._status.heartbeat()
         self._written_mib = total_mib
         return statuses
@@ -250,6 +287,8 @@ class CheckpointWriter:
             match stage:
                 case WriteStage.PREPARING:
                     self._before_write()
+                    if self._uploads is not None and write.meta.step in self._uploads.complete:
+                        self._uploads.delete(write.meta.step)
                     if self._is_writer:
                         files.make_dirs(self._partial_path(write.meta.step), write.items)
                 case WriteStage.WRITING:
@@ -259,6 +298,10 @@ class CheckpointWriter:
                     write.future = self._pool.submit(self._finish_writing, write, commits, errors)
                 case WriteStage.FINALIZING if self._is_writer:
                     write.future = self._pool.submit(self._time_finalize, write.meta)
+                case WriteStage.UPLOADING if self._uploads is not None:
+                    write.future = self._pool.submit(self._uploads.upload_shards, write.meta.step)
+                case WriteStage.COMPLETING if self._uploads is not None:
+                    write.future = self._pool.submit(self._uploads.finish, write.meta.step)
         except Exception as error:  # _clean_up_failure reports it
             write.error = error
 

@@ -26,10 +26,11 @@ class RunConfig(ConfigSection):
     last_checkpoint.json, heartbeat.json and lock. It may also contain wandb/, mlflow.db,
     trackers.json, nonfinite_steps.jsonl, damaged/ and files that end in .damaged, which are safe to
     delete. Or a URL: s3://bucket/path or gs://bucket/path. The run then works in a local copy,
-    which is uploaded while training continues."""
+    and uploads each checkpoint while training continues. No two runs may use a URL at a time."""
     staging: Annotated[str | None, with_examples("/scratch/jaxsp", min_length=1)] = None
-    """Folder of the local copy if directory is a URL. Its disk must hold the checkpoints that the
-    run keeps, and two more. null: ~/.cache/jaxsp/runs, or below XDG_CACHE_HOME."""
+    """Folder of the local copies if directory is a URL; each process has its own. Its disk must
+    hold the checkpoints that the run keeps, and one more. null: ~/.cache/jaxsp/runs, or below
+    XDG_CACHE_HOME."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Seed of the random weights and of the order of rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None

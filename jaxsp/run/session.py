@@ -27,6 +27,7 @@ from jaxsp.run import preflight, references
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
+from jaxsp.storage import run_storage
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
@@ -316,6 +317,7 @@ def open_session(
             before_write=metrics.sync,
             eval_set=eval_set,
             has_separate_folders=run_dir.may_be_separate(config.run),
+            uploads=run_storage.uploads.get(directory.resolve()),
         )
         stack.enter_context(checkpoints)
         trace = ProfilerTrace(directory / "profile", config.logging.profile_steps)

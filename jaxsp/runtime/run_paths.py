@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import urls
+from jaxsp.processes import distributed
 
 CHECKPOINTS_DIR = "checkpoints"
 
@@ -26,11 +27,12 @@ META = "meta"
 
 
 def local_dir(run: RunConfig) -> pathlib.Path:
-    """Folder of a run on this machine: run.directory, or the local copy if that is a URL."""
+    """Folder of a run on this machine: run.directory, or this process's copy if that is a URL."""
     if not urls.is_url(run.directory):
         return pathlib.Path(run.directory)
     parent = pathlib.Path(run.staging) if run.staging else urls.cache_dir() / "runs"
-    return parent / urls.name_local(run.directory)
+    index = distributed.this_process().index
+    return parent / f"{urls.name_local(run.directory)}{f'-{index}' if index else ''}"
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:

@@ -36,7 +36,6 @@ from jaxsp.setup import (
 )
 from jaxsp.setup.initial_weights import InitialWeights
 from jaxsp.setup.stop_tokens import StopTokens
-from jaxsp.storage import copies
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.specs import StepSpec
 
@@ -158,7 +157,6 @@ def _find_checkpoint(
     resume.check_same_checkpoint(config.run, path, problems)
     if path is None:
         return None
-    copies.fetch(path)
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
     model_dir = None
     if config_file.parse(meta.config).model == config.model:
@@ -231,7 +229,7 @@ def _describe_origin(
 ) -> str:
     """Describes where the weights of the first step come from."""
     if checkpoint is not None:
-        return f"step {checkpoint.meta.step} of {copies.show(checkpoint.path)}"
+        return f"step {checkpoint.meta.step} of {checkpoint.path}"
     if weights.reader is None:
         origin = f"random weights, seed {config.run.seed}"
     else:

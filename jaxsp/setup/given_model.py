@@ -17,7 +17,7 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, initial_weights, resume
-from jaxsp.storage import copies
+from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
 
 UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "messages"}]
@@ -101,11 +101,6 @@ class GivenModel:
                 "name of its base with adapter.type=lora adapter.source=FOLDER."
             )
 
-    def fetch(self) -> None:
-        """Copies a checkpoint from an object store to this machine; all processes together."""
-        if self.checkpoint is not None:
-            copies.fetch(self.checkpoint)
-
     def find_model_dir(self, config: Config) -> pathlib.Path | None:
         """Folder with the run's copy of the model's small files; None without one, and if the
         config has another tokenizer."""
@@ -163,7 +158,7 @@ def find(name: str) -> GivenModel:
     Args: name: WHAT of a command.
     Raises: UserError if there is none.
     """
-    local = copies.make_local(name, field="WHAT")
+    local = run_storage.make_local(name, field="WHAT")
     checkpoint = run_paths.find_latest(local)
     if checkpoint is None and (pathlib.Path(local) / run_paths.CONFIG_FILE).is_file():
         raise UserError(

@@ -25,7 +25,7 @@ from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import config_changes
-from jaxsp.storage import copies
+from jaxsp.storage import run_storage
 from jaxsp.training.inputs import StartPoint
 
 _NO_START = -2
@@ -72,7 +72,7 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         )
     if run.resume == "never":
         return None
-    source = copies.make_local(run.resume, field="run.resume")
+    source = run_storage.make_local(run.resume, field="run.resume")
     checkpoint = run_paths.find_latest(source, exclude=skip)
     if checkpoint is None:
         raise UserError(
@@ -160,7 +160,7 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
         moved = files.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
-    source = copies.make_local(run.resume, field="run.resume")
+    source = run_storage.make_local(run.resume, field="run.resume")
     if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."

@@ -1,190 +1,193 @@
-"""Run directories in object stores: the run works in a local copy, and uploads it."""
+"""Runs in object stores: a run works in a local copy, and uploads each checkpoint."""
 
 import contextlib
-import fcntl
-import json
-import os
+import dataclasses
 import pathlib
-import time
-import uuid
-from collections.abc import Iterator
-from typing import Any
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+
+import filelock
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import files, urls
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.storage import copies, mirror
-from jaxsp.storage.mirror import Mirror
 from jaxsp.storage.object_store import ObjectStore
-from jaxsp.storage.session_lock import LOCK_PREFIX, SessionLock
 
-_SESSIONS_KEY = "store-sessions"
+PATIENCE_S = 1800.0  # of an outage, after which a run ends
 
-_OWNER_KEY = "store-owner"
+uploads: dict[pathlib.Path, "Uploads"] = {}  # of the run in a local copy
 
-_POLL_S = 0.1
+_META = f"{run_paths.META}/metadata"
+"""File of a checkpoint that is uploaded last: with it, the checkpoint is complete."""
+
+
+def _name(step: int | str, file: str = "") -> str:
+    """Returns the name of a checkpoint's object or folder, also its path in a local copy."""
+    return f"{run_paths.CHECKPOINTS_DIR}/{step}/{file}"
+
+
+def find_steps(names: Iterable[str], file: str = _META) -> set[int]:
+    """Returns the steps of complete checkpoints. Args: file: `.*` for incomplete ones, too."""
+    matches = (re.fullmatch(_name(r"(\d+)", file), name) for name in names)
+    return {int(match[1]) for match in matches if match}
+
+
+def make_local(text: str, *, field: str) -> str:
+    """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
+    if not urls.is_url(text):
+        return text
+    try:
+        urls.check(text)
+    except ValueError as error:
+        raise UserError(f"{field} = {text}: {error}.") from None
+    url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
+    store = ObjectStore(url, label=f"{field} = {text}")
+    folder = urls.cache_dir() / "downloads" / urls.name_local(url)
+    steps = {int(step)} if step.isdecimal() else {max(find_steps(store.list()), default=-1)}
+    download(store, folder, steps=steps)
+    if not (folder / run_paths.CONFIG_FILE).exists():
+        raise UserError(f"{field} = {text}: contains no run. Use the URL of a run's directory.")
+    return str(folder / _name(step)) if step else str(folder)
+
+
+def download(
+    store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None, is_old: bool = True
+) -> set[int]:
+    """Downloads what a local copy lacks.
+
+    Args:
+        steps: checkpoints to download; None: all that are complete.
+        is_old: False to change nothing except to complete checkpoints that are the same in both.
+    Returns: steps of the checkpoints that are the same in both.
+    """
+    with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
+        infos = store.list()
+        complete = find_steps(infos)
+        same = set()
+        for step in run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR):
+            # the checksums of the arrays; an evaluation may have changed the rest
+            local = (files.read_json(folder / _name(step, _META)) or {}).get("arrays")
+            meta = store.read(_name(step, _META)) if step in complete else None
+            if local is not None and local == (files.parse_json(meta) or {}).get("arrays"):
+                same.add(step)
+            elif is_old:
+                shutil.rmtree(folder / _name(step))
+        names = set()
+        if is_old:
+            same |= complete if steps is None else steps & complete
+            names = {name for name in infos if not name.startswith(_name("").rstrip("/"))}
+        missing = {name for name in infos if not (folder / name).exists()}
+        names |= {name for name in missing if name.startswith(tuple(map(_name, same)))}
+        num_bytes = sum(infos[name]["size"] for name in names)
+        distributed.log(f"{store.url}: downloading {num_bytes / 2**20:,.0f} MiB")
+        store.download({name: folder / name for name in names}, infos)
+    return same
+
+
+@dataclasses.dataclass
+class Uploads:
+    """Uploads of one process: its shards, and everything else if it is process 0.
+
+    A checkpoint is complete in the store once its metadata is there, which is uploaded last.
+    """
+
+    store: ObjectStore
+    folder: pathlib.Path
+    complete: set[int]  # steps of the checkpoints in the store that are the local ones
+
+    def delete(self, step: int) -> None:
+        """Deletes a checkpoint in the store."""
+        self.complete.discard(step)
+        self.store.delete(_name(step, _META))  # from here on it is incomplete
+        self.store.delete(_name(step))
+
+    def upload_shards(self, step: int) -> None:
+        """Uploads what this process has written of a checkpoint, without metadata."""
+        self.store.upload(self.folder, self._list_files(_name(step)) - {_name(step, _META)})
+
+    def finish(self, *steps: int) -> None:
+        """Uploads everything else, and deletes superseded checkpoints, in process 0.
+
+        Args: steps: checkpoints whose shards are in the store.
+        """
+        if jax.process_index() > 0:
+            return
+        skipped = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR, "profile")
+        first = {run_paths.CONFIG_FILE}  # it makes the others files of a run
+        last = {run_paths.LAST_CHECKPOINT_FILE}  # names a checkpoint of the store
+        names = self._list_files("") - {*run_dir.BOOKKEEPING_FILES, *first, *last}
+        small = {name for name in names if name.partition("/")[0] not in skipped}
+        local = run_paths.list_steps(self.folder / run_paths.CHECKPOINTS_DIR)
+        self.complete = (self.complete | {*steps}) & {*local}
+        metas = {_name(step, _META) for step in self.complete}
+        for group in (first, small, metas, last):
+            self.store.upload(self.folder, group)
+        stored = find_steps(self.store.list(run_paths.CHECKPOINTS_DIR), ".*")
+        for step in stored - self.complete:
+            if step < max(self.complete, default=0):
+                self.delete(step)
+
+    def _list_files(self, folder: str) -> set[str]:
+        paths = (path for path in (self.folder / folder).rglob("*") if path.is_file())
+        return {path.relative_to(self.folder).as_posix() for path in paths}
 
 
 @contextlib.contextmanager
 def open_run(run: RunConfig) -> Iterator[None]:
     """Context in which a run can use run.directory, if that is a URL; otherwise it does nothing.
 
-    At the start, no other run may use the URL, and the local copy gets what it lacks. Its own files
-    count if the last session of the run was on this machine: after a kill they may be newer.
-    Otherwise the store's count, and the local copy is replaced. At the end, everything is uploaded.
-
-    All processes of a job must enter it together, after run_dir.lock. On nodes that do not share
-    run.staging, one process of each node uploads the node's files.
-
-    Raises:
-        UserError: the store cannot be used, or another run uses it.
-        NeedsAttentionError: at the end, the store is unreachable.
+    At the start, the side with the later checkpoint, local copy or store, is copied to the other.
+    All processes must enter it together, after run_dir.lock; each has a copy of its own.
     """
     if not urls.is_url(run.directory):
         yield
         return
     store = ObjectStore(run.directory, label=f"run.directory = {run.directory}")
     folder = run_paths.local_dir(run)
-    with contextlib.ExitStack() as stack:
-        lock = None
-        if distributed.this_process().index == 0:
-            lock = stack.enter_context(_hold_lock(store, folder))
-        session, previous, number = _share_sessions(lock)
-        _prepare_copy(store, folder, session, previous)
-        with copies.lock(folder):
-            is_owner = lock is not None or stack.enter_context(_own_folder(folder))
-        num_owners = _count_owners(is_owner)
-        uploads = None
-        if is_owner:
-            uploads = Mirror(
-                store,
-                folder,
-                part=distributed.this_process().index,
-                num_parts=num_owners,
-                session=number,
-                check_lock=(lambda: None) if lock is None else lock.check,
-            )
-            uploads.start()
+    stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store))))
+    has_run = (folder / run_paths.CONFIG_FILE).exists()
+    steps = run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)
+    local = max(steps, default=0) if has_run else -1
+    all_local = multihost_utils.process_allgather(np.int32(local))
+    is_old = stored > local or bool((all_local != local).any())
+    own = Uploads(store, folder, download(store, folder, is_old=is_old))
+    if local > stored and not is_old:
+        own.upload_shards(local)
+        multihost_utils.sync_global_devices("shards are uploaded")
+        own.finish(local)
+        multihost_utils.sync_global_devices("checkpoint is uploaded")
+        download(store, folder, is_old=False)  # the shards of other processes
+    store.patience_s = PATIENCE_S
+    store.error_type = NeedsAttentionError
+    kept = folder / run_paths.CHECKPOINTS_DIR
+    store.advice = f"The latest checkpoint is in {kept}; the same command uploads it and resumes."
+    uploads[folder.resolve()] = own
+    with run_dir.write_own_copy(folder):
         try:
             yield
-        except Exception:  # whatever ended the run is raised again after the uploads
-            with contextlib.suppress(NeedsAttentionError):  # the error of the run is raised
-                _finish(uploads, patience_s=0.0)
+        except Exception:  # whatever ended the run is raised again after an attempt to upload
+            store.patience_s = 0.0
+            with contextlib.suppress(UserError, NeedsAttentionError):
+                own.finish()
             raise
-        _finish(uploads, patience_s=mirror.END_PATIENCE_S)
+        own.finish()
 
 
-@contextlib.contextmanager
-def _hold_lock(store: ObjectStore, folder: pathlib.Path) -> Iterator[SessionLock]:
-    """Context in which no other run uses the store's URL. Only process 0 enters it."""
-    _check_contents(store)
-    description = files.read_json(folder / run_dir.HOLDER_FILE) or {}
-    holder = {**description, "session": uuid.uuid4().hex}
-    lock = SessionLock(store, holder, heartbeat=folder / run_dir.HEARTBEAT_FILE)
-    latest = lock.find_holder()
-    own_sessions = _read_sessions(folder)
-    is_own = latest.get("session") in own_sessions
-    if is_own:
-        # written before the session begins, so that a kill between the two loses no file
-        _write_sessions(folder, [latest["session"], holder["session"]])
-    # no other process uses the local copy: this process holds its lock
-    lock.acquire(latest, is_dead=is_own)
-    try:
-        yield lock
-    finally:
-        is_unused = not (folder / run_paths.CONFIG_FILE).exists()
-        with contextlib.suppress(Exception):  # another run then waits for a heartbeat
-            lock.release(is_unused=is_unused)
-
-
-def _check_contents(store: ObjectStore) -> None:
-    """Raises: UserError if the store has objects below the URL that are not a run's."""
-    names = [
-        name
-        for name in store.list()
-        if not name.startswith(LOCK_PREFIX) and name not in run_dir.BOOKKEEPING_FILES
-    ]
+def _clean(store: ObjectStore) -> int:
+    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0."""
+    if jax.process_index() > 0:
+        return 0
+    names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
     if names and run_paths.CONFIG_FILE not in names:
-        raise UserError(
-            f"run.directory = {store.url}: contains files that are not a run's, such as "
-            f"{names[0]}. Use a URL without files."
-        )
-
-
-def _share_sessions(lock: SessionLock | None) -> tuple[str, str | None, int]:
-    """Returns the ids of this session and of the previous one, and this one's number.
-
-    Process 0 knows them.
-    """
-    if lock is not None:
-        distributed.publish(_SESSIONS_KEY, json.dumps([*lock.sessions, lock.number]))
-        return *lock.sessions, lock.number
-    while 0 not in (published := distributed.read_published(_SESSIONS_KEY)):
-        time.sleep(distributed.poll_interval_s(_POLL_S))
-    session, previous, number = json.loads(published[0])
-    return session, previous, number
-
-
-def _prepare_copy(
-    store: ObjectStore, folder: pathlib.Path, session: str, previous: str | None
-) -> None:
-    """Makes the local copy a valid start: as this machine left it, or downloaded again."""
-    with copies.lock(folder):
-        own_sessions = _read_sessions(folder)
-        if session not in own_sessions:
-            if previous is None or previous not in own_sessions:
-                copies.download_run(store, folder)
-                previous = None
-            _write_sessions(folder, [previous, session])
-    copies.register(folder, store)
-
-
-def _sessions_file(folder: pathlib.Path) -> pathlib.Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
-def _read_sessions(folder: pathlib.Path) -> list[Any]:
-    """Ids of the last two sessions of the run that used a local copy."""
-    sessions = (files.read_json(_sessions_file(folder)) or {}).get("sessions")
-    return sessions if isinstance(sessions, list) else []
-
-
-def _write_sessions(folder: pathlib.Path, sessions: list[str | None]) -> None:
-    files.write_json(_sessions_file(folder), {"sessions": [*filter(None, sessions)]})
-
-
-@contextlib.contextmanager
-def _own_folder(folder: pathlib.Path) -> Iterator[bool]:
-    """Context with True in one process of each local copy that process 0 does not use."""
-    handle = os.open(folder / run_dir.LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        with run_dir.write_own_copy(folder):
-            yield True
-    finally:
-        os.close(handle)
-
-
-def _count_owners(is_owner: bool) -> int:
-    """Returns the number of processes that upload files of the run."""
-    distributed.publish(_OWNER_KEY, str(int(is_owner)))
-    num_processes = distributed.this_process().num_processes
-    while num_processes > 1:
-        published = distributed.read_published(_OWNER_KEY)
-        if len(published) == num_processes:
-            return sum(map(int, published.values()))
-        time.sleep(distributed.poll_interval_s(_POLL_S))
-    return 1
-
-
-def _finish(uploads: Mirror | None, *, patience_s: float) -> None:
-    """Uploads what is left at the end of a run."""
-    if uploads is not None:
-        uploads.stop()
-        uploads.flush(patience_s)
+        other = min(names)
+        raise UserError(f"{store.label}: has other files, such as {other}. Use another URL.")
+    complete = find_steps(names)
+    for step in find_steps(names, ".*") - complete:
+        store.delete(_name(step))
+    return max(complete, default=0)

@@ -67,6 +67,7 @@ class Recorded(CheckpointWriter):
 
     steps = ()
     compile_s = 0.0
+    is_uploading = False
 
     def __init__(self):
         self.steps = []
@@ -159,6 +160,31 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     assert re.match(messages.containing("checkpoint 3"), written)
     assert re.match(messages.containing("step 3", "0 s"), waited)
     assert (save.last_saved_step, save.is_due(4)) == (3, False)
+
+
+def test_an_upload_holds_the_next_checkpoint_and_its_failure_ends_the_run_after_one_more(
+    monkeypatch,
+):
+    state = TrainState(master={}, opt_state={}, step=np.int32(0))
+    meta = CheckpointMeta(
+        config={}, model={}, data={}, step=3, rows_consumed={}, num_tokens_total=0
+    )
+    store = Recorded()
+    failed = WriteOutcome(step=2, failure=None, upload_failure="the store is gone")
+    outcomes = [failed, None, WriteOutcome(step=3, failure=None)]
+    monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
+    save = CheckpointSchedule(
+        store, RunConfig(directory="x", steps=9, save_every=2), first_step=0, print_line=print
+    )
+    store.is_uploading = True
+    assert not save.is_due(2)
+    store.is_uploading = False
+    assert save.is_due(2)
+    save.poll()
+    assert save.is_due(3)
+    save.save(state, meta)
+    with pytest.raises(NeedsAttentionError, match="the store is gone"):
+        save.poll()
 
 
 def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(

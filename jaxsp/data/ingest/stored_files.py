@@ -5,6 +5,7 @@ import glob
 import hashlib
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import filelock
 
@@ -14,7 +15,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import source_files
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 from jaxsp.processes import distributed
-from jaxsp.storage.object_store import ObjectInfo, ObjectStore
+from jaxsp.storage.object_store import ObjectStore
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +23,13 @@ class StoredFiles:
     """Files of a source in an object store."""
 
     store: ObjectStore
-    objects: dict[str, ObjectInfo]
-    """Size and version of each file, by its URL."""
+    objects: dict[str, dict[str, Any]]
+    """Entry of the store for each file, by its URL."""
 
     @property
     def identity(self) -> list[tuple[str, int, str]]:
         """Values that change when a file does."""
-        return [(url, info.size, info.version) for url, info in self.objects.items()]
+        return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
 
     def read(self, columns: RecordColumns) -> Iterator[LocatedRecord]:
         """Yields every record of the files, which are downloaded if this version never was, or if
@@ -44,7 +45,7 @@ class StoredFiles:
             except UserError as error:
                 raise UserError(text.replace(path, url) for text in error.problems) from None
 
-    def _download(self, url: str, info: ObjectInfo) -> pathlib.Path:
+    def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
         path = _cached_path(url, info)
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
@@ -52,7 +53,7 @@ class StoredFiles:
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{self.store.url}/")
-                self.store.download(name, path, size=info.size)
+                self.store.download({name: path}, {name: info})
                 files.write_checksum(path)
         return path
 
@@ -70,7 +71,9 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     bucket = "/".join(url.split("/")[:3])
     store = ObjectStore(bucket, label=f"{field} = {url}")
     pattern = url.removeprefix(f"{bucket}/")
-    objects = store.find(pattern, is_glob=glob.has_magic(pattern))
+    objects = store.list(pattern, is_glob=glob.has_magic(pattern))
+    if not glob.has_magic(pattern):
+        objects = {name: info for name, info in objects.items() if name == pattern}
     if not objects:
         raise UserError(
             "no object matches. Name objects, for example "
@@ -82,11 +85,17 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     )
 
 
-def _cached_path(url: str, info: ObjectInfo) -> pathlib.Path:
+def _cached_path(url: str, info: dict[str, Any]) -> pathlib.Path:
     """Path of one version of an object, with the object's name: its suffix tells the type."""
     import datasets
 
-    version = f"{url} {info.size} {info.version}"
+    version = f"{url} {info['size']} {_version(info)}"
     digest = hashlib.sha256(version.encode()).hexdigest()[:32]
     root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
     return root / digest / url.rpartition("/")[2]
+
+
+def _version(info: dict[str, Any]) -> str:
+    """Value that changes when an object is written with other content: its ETag."""
+    version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+    return str(version).strip('"')

@@ -40,9 +40,9 @@ def downloads(monkeypatch):
     names = []
     download = ObjectStore.download
 
-    def count(self, name, file, *, size):
-        names.append(name)
-        download(self, name, file, size=size)
+    def count(self, paths, infos):
+        names.extend(paths)
+        download(self, paths, infos)
 
     monkeypatch.setattr(ObjectStore, "download", count)
     return names
