@@ -234,7 +234,7 @@ def test_data_of_a_task_that_cannot_be_downloaded_is_an_error_of_one_line():
 
     manager = types.SimpleNamespace(load=fail)
     with pytest.raises(UserError, match=r"^--lm-eval = x: Couldn't reach 'a/b' on the Hub\. Run"):
-        harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None), num_steps=0)
+        harness.evaluate(None, harness.HarnessTasks(["x"], manager, None, None, False), num_steps=0)
 
 
 @pytest.mark.e2e
