@@ -4,6 +4,7 @@ import gzip
 import json
 import types
 
+import datasets
 import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_memory
@@ -13,6 +14,12 @@ from scripts import gpu_stages
 from scripts.bench import first_checks, kernel_trace
 from scripts.bench.first_checks import Number
 from scripts.bench.kernel_trace import Kernel
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch):
+    """Restores the cache that a check replaces for its process."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
 
 
 @pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
