@@ -15,7 +15,6 @@ from jaxsp import plan
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
-from jaxsp.memory import memory_causes
 from jaxsp.planner import planning
 from jaxsp.planner.compile import gpus
 from jaxsp.sharding import host_offload
@@ -117,21 +116,6 @@ def test_a_plan_has_memory_traffic_and_arithmetic_of_a_step(run_plan):
     assert exposed_s == pytest.approx(actual["seconds_estimate"]["waiting for collectives"])
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("device", ["a100-80gb", "h200-141gb", "b200-180gb"])
-def test_every_gpu_can_be_planned_for(run_plan, device):
-    printed, actual = run_plan("--device", device, "mesh.seq=2", "--devices", "2")
-    assert actual["fits"] is True
-    assert actual["device_type"] == device
-    assert actual["kernel"] == "cudnn"
-    assert actual["device_limit_gib"] + actual["memory"][planning.RESERVED] == pytest.approx(
-        gpus.GPUS[device].memory_bytes / 2**30
-    )
-    assert f"2 x {device}" in printed
-
-
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
@@ -155,39 +139,6 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_in_host_copies(run_plan):
     assert min(actual["host_copy_bytes"]) > 3 * weights * 2**30, (
         "at least weights and moments, in both directions"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.usefixtures("compiler")
-def test_a_step_that_does_not_fit_has_a_bottleneck_and_suggestions(run_plan):
-    printed, actual = run_plan("data.row_tokens=16777216", "memory.remat=save_attention")
-    assert actual["fits"] is False
-    assert actual["memory_bottleneck"] == "device"
-    assert "memory.remat=auto" in actual["suggestions"]
-    assert "memory.offload_activations=layer_inputs" in " ".join(printed.split())
-    assert "batch.rows_per_step=2" in actual["suggestions"], "a microbatch of the 2 groups"
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.usefixtures("compiler")
-def test_offloaded_activations_are_in_host_memory_which_may_be_the_limit(run_plan):
-    printed, actual = run_plan(
-        "memory.offload_activations=layer_inputs_and_attention",
-        "--host-gib",
-        "1",
-        "data.row_tokens=1048576",
-    )
-    assert actual["host_memory"].keys() == {memory_causes.ACTIVATIONS}
-    device_bytes = 4 * 1048576 // 4 * (2 * 1024 + 2 * 1024 + 4 * 8)
-    assert actual["host_gib"] == pytest.approx(8 * device_bytes / 2**30, rel=0.01)
-    assert actual["memory_bottleneck"] == "host"
-    assert actual["fits"] is False
-    assert actual["host_copy_bytes"] == pytest.approx([4 * device_bytes] * 2, rel=0.01), (
-        "each of 4 microbatches, in both directions"
-    )
-    assert "host memory" in printed
 
 
 @pytest.mark.e2e

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxsp.config import foreign_names
 from jaxsp.config.optimizer_schema import DEFAULTS
 from jaxsp.core.errors import UserError
 from tests import batches
@@ -30,18 +29,3 @@ def test_momentum_changes_the_state_of_sgd():
         for options in ({}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5})
     ]
     assert kinds == ["sgd", "sgd", "sgd with momentum", "sgd with momentum"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "own"),
-    [
-        ("optimizer.name", "adamw_torch_fused", "adamw"),
-        ("optimizer.name", "adamw_bnb_8bit", "adamw8bit"),
-        ("optimizer.schedule", "cosine_with_min_lr", "cosine"),
-        ("optimizer.schedule", "WSD", "wsd"),
-        ("optimizer.schedule", "inverse-square-root", "inverse_sqrt"),
-        ("optimizer.decay_shape", "minus_sqrt", "sqrt"),
-    ],
-)
-def test_values_of_other_systems_are_translated(field, value, own):
-    assert foreign_names.translate_value(field, value) == own

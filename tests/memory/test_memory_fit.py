@@ -9,11 +9,11 @@ import jax
 import pytest
 
 from jaxsp.core import units
-from jaxsp.memory import available_memory, memory_fit, memory_formula, memory_problems
+from jaxsp.memory import available_memory, memory_fit, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.memory.memory_formula import OffloadedBytes
-from jaxsp.planner.compile import compiled, memory
+from jaxsp.planner.compile import memory
 from jaxsp.processes import hardware
 from jaxsp.sharding import host_offload, sharding
 from tests import batches
@@ -363,50 +363,3 @@ def check_formula(made):
 @pytest.mark.e2e
 def test_the_formula_is_close_to_what_is_compiled():
     check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, microbatches=1))
-
-
-ALL_AT_ONCE = 10**9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row_tokens", "memory"),
-    [
-        (131_072, {"remat": "save_attention_and_mlp", "mlp_tile_tokens": ALL_AT_ONCE}),
-        (
-            131_072,
-            {"remat": "save_attention", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": 512},
-        ),
-        (262_144, {"remat": "full", "mlp_tile_tokens": 4096}),
-        (131_072, {"remat": "none", "mlp_tile_tokens": 4096}),
-        (
-            65_536,
-            {"remat": "none", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": ALL_AT_ONCE},
-        ),
-        (
-            262_144,
-            {"offload_activations": "layer_inputs_and_attention", "offload_optimizer": "state"},
-        ),
-        (
-            524_288,
-            {
-                "remat": "full",
-                "offload_activations": "layer_inputs",
-                "offload_every": 2,
-                "offload_during_attention": "always",
-                "offload_optimizer": "state",
-            },
-        ),
-    ],
-    ids=str,
-)
-def test_the_formula_is_close_for_all_options(row_tokens, memory):
-    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    messages = programs.settings(
-        "mesh.seq=4",
-        f"data.row_tokens={row_tokens}",
-        *(f"memory.{k}={v}" for k, v in memory.items()),
-    )
-    if found := memory_problems.find_problems(messages, platform="gpu"):
-        pytest.skip(found[0])
-    check_formula(programs.step(messages, compiled.make_devices("h100-80gb", 4)))

@@ -63,59 +63,6 @@ def cells(text):
     return [dict(zip(head, row, strict=False)) for row in rows], note[0]
 
 
-def test_gpus_and_row_lengths_are_compared_in_one_table():
-    plans = [
-        example_plans.make_plan(tokens_per_s_estimate=200_000.0),
-        example_plans.make_plan(
-            row_tokens=65536,
-            remat="full",
-            mlp_tile_tokens=2048,
-            step_s_estimate=250.0,
-            time_bottleneck=roofline.EXPOSED_COLLECTIVES,
-        ),
-        example_plans.make_plan(
-            device_type="h200-141gb",
-            num_devices=4,
-            fits=False,
-            memory_bottleneck="host",
-            host_gib=2100.0,
-            tokens_per_s_estimate=1e5,
-        ),
-        example_plans.make_plan(
-            device_type="a100-80gb",
-            step_s_estimate=None,
-            tokens_per_s_estimate=None,
-            mfu_estimate=None,
-            time_bottleneck=None,
-        ),
-    ]
-    rows, note = cells(tables.format_comparison(plans, tokens=10e9))
-    assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
-    assert [row["row tokens"] for row in rows] == ["131,072", "65,536", "131,072", "131,072"]
-    assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
-    assert [row["device GiB"] for row in rows] == ["30.0 of 72.8"] * 4
-    assert [row["host GiB"] for row in rows] == ["0", "0", "2,100", "0"]
-    assert [row["remat"] for row in rows] == [
-        "save_attention",
-        "full",
-        "save_attention",
-        "save_attention",
-    ]
-    # 131,072 tokens among 8 devices are 16,384, and 65,536 are 8,192
-    assert [row["tile"] for row in rows] == ["-", "2,048", "-", "-"]
-    assert [row["step*"] for row in rows] == ["5 s", "4 min 10 s", "5 s", "-"]
-    assert [row["limited by*"] for row in rows] == [
-        "matrix products",
-        "waiting for collectives",
-        "matrix products",
-        "-",
-    ]
-    assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
-    assert_names(note, "1 to 1.3")
-    rows, _ = cells(tables.format_comparison(plans, tokens=None))
-    assert "GPU-hours*" not in rows[0]
-
-
 def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     plans = [

@@ -1,12 +1,9 @@
 """All meshes of this machine's devices are timed and must have the same losses."""
 
-import json
-import re
 import types
 
 import pytest
 
-from jaxsp import benchmark
 from jaxsp.attention import ScoreConfig
 from jaxsp.config import config_file
 from jaxsp.run import benchmark as run_benchmark
@@ -17,14 +14,6 @@ MESHES = [
     f"replica {mesh} seq {seq}"
     for mesh, seq in (("1 x data 1 x", 2), ("1 x data 2 x", 1), ("2 x data 1 x", 1))
 ]
-
-OVERRIDES = (
-    "model.config.num_hidden_layers=1",
-    "model.config.intermediate_size=64",
-    'data.train.0.source="{stdlib}/a*.py"',
-    "data.row_tokens=256",
-    "mesh.virtual_cpu_devices=2",
-)
 
 MODEL = types.SimpleNamespace(
     num_heads=4, num_kv_heads=2, head_dim=16, layer_scores=[ScoreConfig()]
@@ -86,27 +75,3 @@ def test_a_different_loss_is_an_internal_error_that_names_the_meshes(monkeypatch
     with pytest.raises(RuntimeError, match=messages.containing(*expected)):
         run_benchmark.check_losses(results, dtype="float32")
     run_benchmark.check_losses(results, dtype="bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("requested", "strategies"),
-    [
-        ("ulysses", ["ulysses"]),
-        pytest.param("auto", ["all_gather", "ring", "ulysses"], marks=pytest.mark.slow),
-    ],
-)
-def test_all_meshes_have_the_same_losses(tmp_path, capsys, monkeypatch, requested, strategies):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    written = tmp_path / "meshes.json"
-    command = ["configs/quickstart.yaml", *OVERRIDES, f"attention.strategy={requested}"]
-    benchmark.main([*command, "--all-meshes", "--steps", "2", "--json", str(written)])
-    results = json.loads(written.read_text())["meshes"]
-    first, *others = (f"{mesh}, " for mesh in MESHES)
-    names = [first + strategy for strategy in strategies]
-    assert all(any(label.startswith(name) for label in results) for name in [*names, *others])
-    assert len(results) == len(names) + len(others)
-    assert all(label.startswith(result["mesh"]) for label, result in results.items())
-    assert all(len(result["losses"]) == 3 for result in results.values())
-    verdict = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(messages.containing(len(results)), verdict)

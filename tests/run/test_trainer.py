@@ -314,34 +314,6 @@ def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder, "run.steps=8"))
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_what_changed_since_the_checkpoint_is_said(folder):
-    train(settings(folder))
-    train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
-    banner = messages.read_banner(folder / "run")
-    assert re.search(messages.containing("step 6", f"{folder}/run/checkpoints/6"), banner)
-    changed = "run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05"
-    assert re.search(rf"changed learning rate of step 7 0 -> [.\d]+, {changed} data", banner)
-    train(
-        settings(
-            folder,
-            "run.steps=9",
-            "mesh.data=1",
-            "run.log_every=2",
-            "memory.grad_reduce_dtype=bfloat16",
-        )
-    )
-    banner = messages.read_banner(folder / "run")
-    altering = [
-        "run.steps 8 -> 9",
-        "optimizer.learning_rate 0.05 -> 0.1",
-        "memory.grad_reduce_dtype float32 -> bfloat16",
-    ]
-    others = ["run.log_every 1 -> 2", "mesh.data -1 -> 1"]
-    assert re.search(messages.containing(*altering, *others), banner)
-
-
 def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
     """A run that learns ever worse: the lowest loss is that of its first checkpoint."""
     words = [

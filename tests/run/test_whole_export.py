@@ -151,16 +151,3 @@ def test_a_run_from_random_weights_is_exported_with_the_parts_of_source(folder):
     messages.assert_names(raised.value, "muse_glimmer_text", "--source", "model.config")
     run_export(folder / "random", folder / "filled", "--source", folder / "model")
     check_export(folder, folder / "filled")
-
-
-@pytest.mark.slow
-def test_a_source_is_refused_by_name_if_nothing_is_read_from_it(folder):
-    oracle.torch_model(oracle.MODELS["llama3"]).save_pretrained(folder / "llama")
-    for name, words in (
-        ("trained", (f"model.source={folder / 'llama'}",)),
-        ("random", ("model.source=null", f"model.config={json.dumps(oracle.MODELS['llama3'])}")),
-    ):
-        train(folder, f"llama {name}", *words, "run.steps=1", groups=1, seq=1)
-        with pytest.raises(UserError) as raised:
-            run_export(folder / f"llama {name}", folder / "none", "--source", folder / "llama")
-        messages.assert_names(raised.value, "Leave it out", start="--source = ")

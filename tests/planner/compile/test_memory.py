@@ -10,7 +10,6 @@ from jaxsp.memory import memory_causes, memory_fit, memory_formula, memory_probl
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import CompiledStep
 from jaxsp.planner.compile import compiled, memory
-from jaxsp.planner.cost import comms
 from jaxsp.sharding import host_offload
 from tests import tolerances
 from tests.planner import programs
@@ -140,17 +139,6 @@ def compile_with_inputs_on_host(microbatches, *options, **fields):
 
 GROUPS = ["memory.remat=full", "memory.offload_every=2"]
 
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-}
-"""Fields of a model whose layers repeat with a period of four."""
-
 
 @pytest.mark.parametrize(
     ("microbatches", "options"),
@@ -164,29 +152,3 @@ HYBRID = {
 def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microbatches, options):
     """Gradients added up after the backward pass would need two microbatches' of both."""
     check_prediction(compile_with_inputs_on_host(microbatches, *options))
-
-
-@pytest.mark.slow
-def test_gradients_of_layers_that_differ_are_added_in_place():
-    """Four microbatches need no second array of gradients, and host memory has the inputs."""
-    one, four = (compile_with_inputs_on_host(count, **HYBRID) for count in (1, 4))
-    gradients = find_causes(four).device[memory_causes.WEIGHTS]
-    sizes = [memory.measure_step(step).device_total for step in (one, four)]
-    assert sizes[1] - sizes[0] < 0.3 * gradients
-
-
-@pytest.mark.slow
-def test_fast_compile_options_change_no_byte(monkeypatch):
-    config = programs.settings(
-        hidden_size=1024, intermediate_size=2048, vocab_size=4096, num_attention_heads=8
-    )
-    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    fast = programs.step(config, compiled.make_devices("h100-80gb", 1))
-    monkeypatch.setattr(compiled, "_FAST_COMPILE_OPTIONS", {})
-    slow = programs.step(config, compiled.make_devices("h100-80gb", 1))
-    uses = [
-        memory_fit.read_memory_use(step.executable, step.spec.attention) for step in (fast, slow)
-    ]
-    assert uses[0] == uses[1]
-    sent = [comms.parse_collectives(step.dump.hlo_text) for step in (fast, slow)]
-    assert sent[0] == sent[1]

@@ -7,7 +7,6 @@ from jaxsp import attention
 from jaxsp.blocks import delta_net, registry
 from jaxsp.blocks.config import DELTA_NET
 from jaxsp.core import axes
-from jaxsp.memory import available_memory, memory_problems
 from jaxsp.optimizers import matrix_exchange
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.cost import comms
@@ -101,23 +100,6 @@ def test_a_gpu_program_of_a_ring_sends_only_windows(window):
     assert comms.sum_bytes(sent, operation="collective-permute") == expected["collective-permute"]
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_layers_in_groups_send_the_bytes_of_their_extra_forward_pass():
-    config = programs.settings(
-        "mesh.seq=4",
-        "data.row_tokens=65536",
-        "memory.remat=full",
-        "memory.offload_activations=layer_inputs",
-        "memory.offload_every=2",
-        "memory.offload_during_attention=always",
-    )
-    if found := memory_problems.find_problems(config, platform="gpu"):
-        pytest.skip(found[0])
-    step = programs.step(config, compiled.make_devices("h100-80gb", 4))
-    check(step, dtype="bf16", remat="full")
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_gpu_program_sends_the_bytes_of_the_optimizer(name):
@@ -168,19 +150,6 @@ def test_a_quantized_base_is_sent_quantized_and_only_adapters_have_gradients():
     trained = [param for param in params if param.is_trainable and param.size >= 2**16]
     gradients = 4 * sum(param.size * param.num_layers for param in trained) * 3 // 4
     assert comms.sum_bytes(sent, operation="reduce-scatter") == gradients > 0
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_devices_communicate_in_the_groups_for_which_memory_is_kept_free():
-    step = programs.gpu_step(data=2, seq=4, num_heads=32, microbatches=3)
-    groups = {frozenset(sent.device_ids) for sent in comms.parse_collectives(step.dump.hlo_text)}
-    assert groups == available_memory.list_communicators(
-        step.spec.mesh.shape, step.spec.attend.strategy
-    )
-    assert len(groups) == 3, (
-        "all devices, sequence-parallel groups, and devices with the same part of rows"
-    )
 
 
 @pytest.mark.e2e
