@@ -14,7 +14,7 @@ LIMITS = {
     "blocks": 2505,
     "checkpoint": 1395,
     "config": 2488,
-    "core": 1129,
+    "core": 1130,
     "data": 7442,
     "delta_rule": 897,
     "evaluation": 832,

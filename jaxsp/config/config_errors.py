@@ -255,7 +255,7 @@ def format_example(name: str, value: Any = None) -> str | None:
     """Returns `field=value` with a value that works, if possible one near an invalid value."""
     section = _find_section(name.split("."))
     field = section.model_fields.get(name.rpartition(".")[2]) if section is not None else None
-    if field is None:
+    if field is None or field.annotation in SECTIONS.values():
         return None
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     candidates = [

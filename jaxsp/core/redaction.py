@@ -35,7 +35,8 @@ def strip_credentials(address: str) -> str:
 
 def is_secret_name(name: str) -> bool:
     """True for the name of a variable or an option whose value is a secret."""
-    return _SECRET_NAME.search(name.upper()) is not None
+    is_text = name.lower().endswith(("pad_token", "bos_token", "eos_token", "unk_token"))
+    return not is_text and _SECRET_NAME.search(name.upper()) is not None
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:

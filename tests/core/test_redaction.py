@@ -83,7 +83,7 @@ def test_the_password_of_a_variable_is_hidden_in_every_form(password):
     [
         *((name, True) for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN")),
         *((name, True) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "my_secret_2")),
-        *((name, False) for name in ("PATH", "PWD", "WANDB_PROJECT", "MONKEY_NAME", "TOKENIZER")),
+        *((name, False) for name in ("PATH", "PWD", "MONKEY_NAME", "TOKENIZER", "pad_token")),
     ],
 )
 def test_values_of_variables_are_hidden_by_their_names(name, is_hidden):
