@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     """Runs the command. Raises: UserError"""
     parser = cli.make_parser(
         "convert",
-        "Prints the config for a YAML file of Axolotl, TRL or LLaMA-Factory. Every option of the\n"
+        "Converts a YAML file of Axolotl, TRL or LLaMA-Factory to a config. Every option of the\n"
         "file is in the output: as a field, or in a comment.\n\n"
         "  jaxsp convert axolotl.yaml --gpus 8 > my.yaml",
     )
@@ -93,7 +93,7 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int) -> str:
         for name, value in yaml_io.flatten({name: fields[name] for name in _REQUIRED})
         if name not in set_fields
     ]
-    groups = {"Fill in or check, the input has none:": missing, "Set the field by hand:": []}
+    groups = {"Missing from the input; fill in or check:": missing, "Set the field by hand:": []}
     for option in options:
         heading, line = option.describe()
         groups.setdefault(heading, []).append(line)

@@ -194,7 +194,7 @@ def _export_model(
 def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
     """Writes the run's chat template, so that chats are rendered as in training."""
     template = config.data.chat_template
-    if config.data.chat_template_kwargs:
+    if config.data.chat_template_kwargs and (directory / "tokenizer_config.json").is_file():
         tokenizer = tokenizers.load(str(directory), error_prefix=str(directory))
         template = chat_template.load_template(config.data, tokenizer)
     if template is not None:

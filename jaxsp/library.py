@@ -361,7 +361,11 @@ _INSTEAD = {
         "Save the weights in your own loop, with Trainer.save or save_model.",
     ),
     **dict.fromkeys(
-        ("data.train", "data.chat_template", "data.train_on", "model.tokenizer"),
+        (
+            *("data.train", "data.chat_template", "data.train_on", "model.tokenizer"),
+            *("data.chat_template_date", "data.chat_template_kwargs", "data.earlier_reasoning"),
+            *("data.on_bad_record", "data.max_bad_records", "data.num_workers"),
+        ),
         "Pass token ids and labels to pack.",
     ),
     **dict.fromkeys(("data.eval", "data.eval_fraction"), "Pass documents to Trainer.evaluate."),

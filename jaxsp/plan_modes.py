@@ -1,4 +1,4 @@
-"""Questions of `jaxsp plan`: one step, a table of GPUs, the longest row, or a ranking of meshes."""
+"""Modes of `jaxsp plan`: one step, a table of GPUs, the longest row, or a ranking of meshes."""
 
 import dataclasses
 import itertools

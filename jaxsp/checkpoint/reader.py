@@ -99,7 +99,10 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     try:
         if fields.get("early_stopping"):
             fields["early_stopping"] = EarlyStoppingState(**fields["early_stopping"])
-        return CheckpointMeta(**fields)
+        meta = CheckpointMeta(**fields)
+        if not isinstance(meta.rows_consumed, int):
+            raise TypeError
+        return meta
     except TypeError:
         raise UserError(
             f"{checkpoint}: {name} has other fields than this version of jaxsp writes. Use the "

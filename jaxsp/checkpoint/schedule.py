@@ -44,6 +44,7 @@ class CheckpointSchedule:
         self._failed: WriteOutcome | None = None
         self._failed_at = 0.0
         self._upload_failure: str | None = None
+        self._is_deferred = False
         self._meta: CheckpointMeta | None = None
         self._waited_s = 0.0
         self._compile_s = 0.0
@@ -65,7 +66,11 @@ class CheckpointSchedule:
         """
         now = time.monotonic()
         if self._writer.is_uploading:
+            self._is_deferred |= evaluator.is_due(self._config.save_steps, step)
             return False
+        if self._is_deferred:
+            self._is_deferred = False
+            return True
         if self._upload_failure is not None:
             return True  # the last one, before the run ends
         if self._failed and broadcast_from_first(now - self._failed_at) >= self.RETRY_S:

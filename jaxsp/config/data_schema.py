@@ -64,8 +64,8 @@ class SourceConfig(ConfigSection):
     content. A list of names, such as {prompt: [instruction, input]}, joins their texts with a line
     break; missing and empty ones are left out."""
     ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
-    """Fields of the records, or of their messages, to ignore. Without this, jaxsp reads or refuses
-    fields that hold text and those to which other systems give a meaning."""
+    """Fields of the records, or of their messages, to ignore. By default, jaxsp refuses a field
+    that it does not read if the field holds text or has a meaning in another system."""
     # pydantic copies the default
     roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
@@ -111,8 +111,7 @@ class DataConfig(ConfigSection):
     """Date to use as today's date in chat templates that write it (SmolLM3's, Granite's), so that
     tokens do not change from day to day. null: the template's fallback, or an error without one."""
     chat_template_kwargs: Annotated[
-        dict[str, Any],
-        with_examples("{enable_thinking: false}"),
+        dict[str, pydantic.JsonValue], with_examples("{enable_thinking: false}")
     ] = {}  # noqa: RUF012 - pydantic copies it
     """Variables of the chat template for all records, such as enable_thinking: false for Qwen3's. A
     record's own chat_template_kwargs take precedence, one by one. Exports have the values as

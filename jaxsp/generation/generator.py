@@ -176,12 +176,12 @@ class Generator:
     def choose_programs(
         self, num_prompts: int, *, prompt_tokens: int, new_tokens: int, gather: Gather
     ) -> Programs:
-        """Programs for the first of several prompts, of which the longest has `prompt_tokens`.
+        """Returns the programs for the next prompts; the longest has `prompt_tokens`.
 
         Rows have one of few lengths: a power of two times what kernels and layouts need, and at
         most that of the step. Their number in a group is a power of two.
 
-        Args: gather: that of the form that the programs get weights in.
+        Args: gather: gathers the weights; must match their form, sharded or whole.
         """
         spec = self.spec
         config = spec.config

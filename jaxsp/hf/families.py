@@ -310,7 +310,7 @@ FAMILIES = {
 EXTRA_LAYERS_FIELDS = frozenset(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 )
-"""Fields with the number of layers that predict further tokens, of which exports have none."""
+"""Config fields with the number of multi-token prediction layers, which exports omit."""
 
 _NO_MTP = {"mtp_num_hidden_layers": (0, 1), "mtp_use_dedicated_embeddings": (False,)}
 """Fields of layers that predict further tokens, which are left out, as in transformers."""

@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
         """Prepares the model. Raises: UserError for a reward model, and without an end token or the
         chat template that prompts need.
 
-        Args: evaluator: that of the eval sets. stop_ids: tokens that end an answer.
+        Args: evaluator: the evaluator of the eval sets. stop_ids: tokens that end an answer.
         """
         super().__init__()
         if tokenizer.eos_token_id is None:

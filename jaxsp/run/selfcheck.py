@@ -39,7 +39,7 @@ class KernelCheck:
     field: str
     """The kernel, or the setting that chooses it."""
     suggestion: str
-    """Setting without it."""
+    """Setting that avoids the kernel."""
     tolerance: float
     """Maximum error of the output and of each gradient."""
     kernel: Callable[..., Array]

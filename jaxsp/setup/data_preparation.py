@@ -24,7 +24,7 @@ def prepare_data(config: Config, console: rich.console.Console) -> None:
 
 
 def _find_division_problems(config: Config) -> list[str]:
-    """Problems that training has with rows and mesh on any number of devices that fits the mesh."""
+    """Finds problems with dividing rows over the mesh, without knowing the number of devices."""
     if config.mesh.seq == "auto":
         return []
     if config.batch.rows_per_microbatch == "auto":

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxsp.core import durations, files, redaction
@@ -21,8 +21,7 @@ def _request(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def call(self: "ObjectStore", *args: Any, **kwargs: Any) -> Any:
-        deadline = time.monotonic() + self.patience_s
-        is_reported = False
+        deadline = None
         while True:
             try:
                 return method(self, *args, **kwargs)
@@ -34,12 +33,13 @@ def _request(method: Callable) -> Callable:
                 is_permanent = isinstance(error, FileNotFoundError | PermissionError)
             # during a run, credentials may be renewed
             is_permanent = is_permanent and self.error_type is UserError
+            is_first = deadline is None
+            deadline = deadline or time.monotonic() + self.patience_s
             if is_permanent or time.monotonic() + WAIT_S > deadline:
                 raise self.error_type(f"{reason}. {self.advice}")
-            if not is_reported:
+            if is_first:
                 limit = durations.describe(self.patience_s)
                 distributed.log(f"{reason}. Trying again for {limit}")
-            is_reported = True
             time.sleep(WAIT_S)
 
     return call
@@ -83,20 +83,28 @@ class ObjectStore:
     def read(self, name: str) -> bytes:
         return self._fs.cat_file(name)
 
-    @_request
     def upload(self, folder: pathlib.Path, names: Iterable[str]) -> None:
         """Uploads files of a folder, those that exist."""
-        names = [name for name in names if (folder / name).exists()]
-        self._fs.put([str(folder / name) for name in names], names, batch_size=_NUM_TRANSFERS)
+        for batch in _split(name for name in names if (folder / name).exists()):
+            self._put(folder, batch)
 
     @_request
-    def download(self, paths: Mapping[str, pathlib.Path], infos: Mapping[str, Any]) -> None:
-        """Downloads objects. Args: paths: by the names of objects. infos: result of `list`."""
+    def _put(self, folder: pathlib.Path, names: Sequence[str]) -> None:
+        self._fs.put([str(folder / name) for name in names], names, batch_size=_NUM_TRANSFERS)
+
+    def download(self, paths: Mapping[str, pathlib.Path], sizes: Mapping[str, int]) -> None:
+        """Downloads objects. Args: paths: by the names of objects. sizes: of those that are whole
+        only with this number of bytes."""
+        for batch in _split(paths):
+            self._get({name: paths[name] for name in batch}, sizes)
+
+    @_request
+    def _get(self, paths: Mapping[str, pathlib.Path], sizes: Mapping[str, int]) -> None:
         partial = {name: pathlib.Path(f"{paths[name]}{files.PARTIAL_SUFFIX}") for name in paths}
         targets = [str(path) for path in partial.values()]
         self._fs.get([*paths], targets, batch_size=_NUM_TRANSFERS)
         for name, path in partial.items():
-            if path.stat().st_size != infos[name]["size"]:
+            if path.stat().st_size != sizes.get(name, path.stat().st_size):
                 raise OSError(f"{self.url}/{name} has changed while it was downloaded")
             path.replace(paths[name])
 
@@ -105,3 +113,10 @@ class ObjectStore:
         """Deletes an object, or all objects in a folder."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(name, recursive=True)
+
+
+def _split(names: Iterable[str]) -> list[list[str]]:
+    """Batches of names, so that an outage repeats the transfers of one batch only."""
+    ordered = sorted(names)
+    starts = range(0, len(ordered), _NUM_TRANSFERS)
+    return [ordered[start : start + _NUM_TRANSFERS] for start in starts]

@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 
 import filelock
@@ -22,6 +23,8 @@ from jaxsp.storage.object_store import ObjectStore
 PATIENCE_S = 1800.0  # of an outage, after which a run ends
 
 uploads: dict[pathlib.Path, "Uploads"] = {}  # of the run in a local copy
+
+_ID_FILE = "run_id"
 
 _META = f"{run_paths.META}/metadata"
 """File of a checkpoint that is uploaded last: with it, the checkpoint is complete."""
@@ -86,7 +89,9 @@ def download(
         names |= {name for name in missing if name.startswith(tuple(map(_name, same)))}
         num_bytes = sum(infos[name]["size"] for name in names)
         distributed.log(f"{store.url}: downloading {num_bytes / 2**20:,.0f} MiB")
-        store.download({name: folder / name for name in names}, infos)
+        in_checkpoints = names & {name for name in infos if name.startswith(_name("").rstrip("/"))}
+        sizes = {name: infos[name]["size"] for name in in_checkpoints}  # others may grow meanwhile
+        store.download({name: folder / name for name in names}, sizes)
     return same
 
 
@@ -150,7 +155,7 @@ def open_run(run: RunConfig) -> Iterator[None]:
         return
     store = ObjectStore(run.directory, label=f"run.directory = {run.directory}")
     folder = run_paths.local_dir(run)
-    stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store))))
+    stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
     has_run = (folder / run_paths.CONFIG_FILE).exists()
     steps = run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)
     local = max(steps, default=0) if has_run else -1
@@ -163,6 +168,8 @@ def open_run(run: RunConfig) -> Iterator[None]:
         own.finish(local)
         multihost_utils.sync_global_devices("checkpoint is uploaded")
         download(store, folder, is_old=False)  # the shards of other processes
+    if jax.process_index() == 0 and not (folder / _ID_FILE).exists():
+        (folder / _ID_FILE).write_text(uuid.uuid4().hex)
     store.patience_s = PATIENCE_S
     store.error_type = NeedsAttentionError
     kept = folder / run_paths.CHECKPOINTS_DIR
@@ -179,14 +186,23 @@ def open_run(run: RunConfig) -> Iterator[None]:
         own.finish()
 
 
-def _clean(store: ObjectStore) -> int:
-    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0."""
+def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
+    """Deletes incomplete checkpoints. Returns: latest complete one, or 0, in process 0.
+
+    Raises: UserError for other files than a run's, and for another run than that of the local copy.
+    """
     if jax.process_index() > 0:
         return 0
     names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
     if names and run_paths.CONFIG_FILE not in names:
         other = min(names)
         raise UserError(f"{store.label}: has other files, such as {other}. Use another URL.")
+    if _ID_FILE in names and (folder / _ID_FILE).exists():
+        if store.read(_ID_FILE).decode() != (folder / _ID_FILE).read_text():
+            raise UserError(
+                f"{store.label}: has another run than the local copy {folder}. Remove the one that "
+                "is not needed, or use another URL."
+            )
     complete = find_steps(names)
     for step in find_steps(names, ".*") - complete:
         store.delete(_name(step))

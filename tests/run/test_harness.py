@@ -213,7 +213,7 @@ def test_chats_that_a_template_refuses_and_templates_that_are_missing_are_named(
         model.apply_chat_template([{"role": "user", "content": "q"}] * 2)
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
         with_template(models, None, {})
-    with pytest.raises(UserError, match="tools: is no variable that the chat"):
+    with pytest.raises(UserError, match="tools: the chat template has no variable"):
         with_template(models, chats.TURNS, {"tools": []})
 
 

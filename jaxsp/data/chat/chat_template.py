@@ -43,9 +43,9 @@ def load_template(
     With data.chat_template_kwargs, returns either one with these as defaults of its variables.
 
     Raises: UserError if neither exists, if the template is not valid Jinja, for a
-        data.chat_template_date that it does not write, and for variables that it does not read.
+        data.chat_template_date that it does not write, and for variables that it does not have.
     """
-    import jinja2
+    import jinja2.meta
     from transformers.utils import chat_template_utils
 
     template = data.chat_template
@@ -81,11 +81,17 @@ def load_template(
             "date (strftime_now). Remove it."
         )
     defaults = ""
+    if data.chat_template_kwargs and len(texts) > 1:
+        raise UserError(
+            "data.chat_template_kwargs: the tokenizer has several chat templates. Use "
+            "data.chat_template to choose one."
+        )
     for name, default in data.chat_template_kwargs.items():
-        if name in _RESERVED_KWARGS or not re.search(rf"\b{re.escape(name)}\b", texts[0]):
+        known = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(texts[0]))
+        if name in _RESERVED_KWARGS or name not in known:
             raise UserError(
-                f"data.chat_template_kwargs.{name}: is no variable that the chat template reads. "
-                "Correct or remove it."
+                f"data.chat_template_kwargs.{name}: the chat template has no variable of this "
+                "name. Correct or remove it."
             )
         defaults += f"{{% if {name} is not defined %}}{{% set {name} = {default!r} %}}{{% endif %}}"
     if defaults:
@@ -220,7 +226,7 @@ def make_prompt_renderer(
     data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TemplateRenderer:
     """Makes a renderer of chats that are not records. Raises: UserError without a template, and for
-    variables that it does not read."""
+    variables that it does not have."""
     template = load_template(data, tokenizer)
     date = data.chat_template_date
     try:

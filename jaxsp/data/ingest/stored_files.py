@@ -53,7 +53,7 @@ class StoredFiles:
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
                 name = url.removeprefix(f"{self.store.url}/")
-                self.store.download({name: path}, {name: info})
+                self.store.download({name: path}, {name: info["size"]})
                 files.write_checksum(path)
         return path
 

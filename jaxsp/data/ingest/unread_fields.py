@@ -1,5 +1,6 @@
 """Refuses text in fields of a record that nothing reads: it would be missing from training."""
 
+import contextlib
 import json
 import re
 from collections.abc import Collection
@@ -7,6 +8,7 @@ from typing import Any
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.chat.template_text import ASSISTANT, RecordError
+from jaxsp.data.ingest import record_checks
 from jaxsp.data.ingest.known_fields import SYSTEM_FIELDS, Record, suggest_ignoring
 from jaxsp.data.ingest.record_checks import MESSAGE_FIELDS
 from jaxsp.data.ingest.record_forms import list_columns
@@ -54,9 +56,12 @@ def check(record: Record, source: SourceConfig, read: Collection[str], content: 
         for name, value in record.items()
         if name not in read and not is_metadata(name) and _holds_text(name, value)
     ]
-    if unread and isinstance(content, list):
+    conversation = content
+    with contextlib.suppress(RecordError):  # text, not JSON
+        conversation = record_checks.parse_if_string(content, "messages")
+    if unread and isinstance(conversation, list):
         role, text = (source.names.get(name, name) for name in MESSAGE_FIELDS)
-        messages = [each for each in content if isinstance(each, dict)]
+        messages = [each for each in conversation if isinstance(each, dict)]
         texts = [
             str(each.get(text)).strip()
             for each in messages
@@ -66,13 +71,25 @@ def check(record: Record, source: SourceConfig, read: Collection[str], content: 
     if unread:
         raise RecordError(
             f"has text in {' and '.join(unread)}, which nothing reads. Set "
-            f"{_suggest_reading(record, source, unread, content)}"
+            f"{_suggest_reading(record, source, unread, content, read)}"
             f"{suggest_ignoring(*source.ignore_fields, *unread)}"
         )
 
 
-def _suggest_reading(record: Record, source: SourceConfig, unread: list[str], content: Any) -> str:
-    """Returns `fields` of the config that read all of the text; empty if there are none."""
+def _suggest_reading(
+    record: Record, source: SourceConfig, unread: list[str], content: Any, read: Collection[str]
+) -> str:
+    """Returns `fields` of the config that read all of the text; empty if there are none.
+
+    None read text that has all other texts of the record, or a conversation with an answer.
+    """
+    texts = [record[name] for name in read if isinstance(record.get(name), str) and record[name]]
+    for name in unread:
+        value = record[name]
+        last = value[-1] if isinstance(value, list) and value else None
+        has_answer = isinstance(last, dict) and ASSISTANT in last.values()
+        if has_answer or (texts and all(text in str(value) for text in texts)):
+            return ""
     field = "text" if source.format == "text" else "prompt"
     columns = (*list_columns(source, field), *SYSTEM_FIELDS)
     names = [name for name in record if name in unread or (name in columns and record[name])]

@@ -117,13 +117,13 @@ class Trackers:
             call(*arguments)
         except Exception as error:  # the clients raise errors of many kinds
             self._trackers.pop(name, None)
-            print_failure(name, f"for this process: {type(error).__name__}: {error}")
+            print_failure(name, f"{type(error).__name__}: {error}")
 
 
 def print_failure(name: str, text: str) -> None:
     """Prints a line about a tracker that fails, without secrets. Args: text: time and reason."""
     text = textwrap.shorten(redaction.redact(text), 300)
-    distributed.log(f"{name}: OFF, and metrics.jsonl has all values: {text}")
+    distributed.log(f"{name}: OFF for this process, metrics.jsonl has all values: {text}")
 
 
 def check_installed(config: LoggingConfig) -> None:
