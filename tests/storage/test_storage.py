@@ -274,6 +274,24 @@ def test_a_url_with_other_files_is_refused_and_unchanged(url, store, tmp_path, m
     assert [*store.list()] == ["thesis.pdf"]
 
 
+def test_another_run_at_the_url_than_in_the_local_copy_is_refused(
+    url, store, tmp_path, monkeypatch
+):
+    def start(folder):
+        (folder / "config.yaml").touch()
+        write_checkpoint(folder, 1)
+        upload(run_storage.uploads[folder], 1)
+
+    run_session(url, tmp_path / "a", monkeypatch, start)
+    for name in store.list():
+        store.delete(name)
+    run_session(url, tmp_path / "b", monkeypatch, start)
+    before = store.list()
+    with pytest.raises(UserError, match=f"another run than the local copy {tmp_path}/a"):
+        run_session(url, tmp_path / "a", monkeypatch)
+    assert store.list().keys() == before.keys()
+
+
 def test_the_copy_of_an_exported_run_follows_the_store(store, url, tmp_path):
     with pytest.raises(UserError, match="contains no run"):
         run_storage.make_local(url, field="RUN")
