@@ -119,8 +119,6 @@ def test_the_report_of_two_runs_has_their_losses(runs, capsys):
     report.main([str(folder / "first"), str(folder / "second"), "--out", str(out)])
     assert str(out) in capsys.readouterr().out
     text = out.read_text(encoding="utf-8")
-    shown = [trace["y"] for trace in test_report.Page(text).charts["Loss"]["traces"]]
+    shown = [trace["y"] for trace in test_report.Page(text).charts["Training loss"]["traces"]]
     for name in ("first", "second"):
         assert [line["loss"] for line in lines(folder / name, "metrics.jsonl")] in shown
-    assert "losses differ by at most 0 " in text
-    assert "over 4 common steps" in text
