@@ -104,7 +104,7 @@ def checkpoint_names(directory):
     return [path.name for path in (directory / "checkpoints").iterdir()]
 
 
-# orbax leaves errors in threads that nobody waits for
+# orbax reports errors of writes after they are over
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     tmp_path, small_disk, monkeypatch, capfd
