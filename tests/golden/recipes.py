@@ -39,7 +39,7 @@ def plan(recipe: pathlib.Path, *, is_compiled: bool) -> dict[str, Any]:
 
     def stop(lowered: jax.stages.Lowered, **options: Any) -> Any:
         chosen = options.get("compiler_options") or {}
-        kept = sorted(item for item in chosen.items() if not item[0].startswith("xla_dump"))
+        kept = sorted(item for item in chosen.items() if tempfile.gettempdir() not in str(item[1]))
         texts.append(f"{kept}\n{lowered.as_text()}")
         if is_compiled:
             return compile_lowered(lowered, **options)
