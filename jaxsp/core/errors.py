@@ -48,10 +48,30 @@ class UserError(ValueError):
     `mesh.seq = 6: must divide 32 query heads. Use 1, 2, 4, 8, 16 or 32.`
     """
 
-    def __init__(self, problems: str | Iterable[str]):
+    def __init__(self, problems: str | Iterable[str], *, is_named: bool = False):
+        """Args: is_named: True if the problems begin with a field, so that `at` adds nothing."""
         lines = [problems] if isinstance(problems, str) else problems
         self.problems = [_shorten(escape(line)) for line in lines]
+        self.is_named = is_named
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def at(name: str, *value: object) -> Iterator[None]:
+    """Context whose user errors get the name of their place, which the code below need not have.
+
+    `with at("data.train.0.source", "notes.txt"):` names a field and its value, for whatever the
+    block raises: `data.train.0.source = notes.txt: is a folder. Name a file.` Without a value, the
+    name is a place inside of what an outer `at` names, such as `record 3`.
+    """
+    try:
+        yield
+    except UserError as error:
+        if error.is_named:
+            raise
+        prefix = " = ".join([name, *map(str, value)])
+        problems = [f"{prefix}: {problem}" for problem in error.problems]
+        raise UserError(problems, is_named=bool(value)) from error
 
 
 def format_choices(values: Iterable[object]) -> str:

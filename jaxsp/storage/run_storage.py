@@ -59,40 +59,35 @@ def make_local(text: str, *, field: str) -> str:
     return str(folder / _name(step)) if step else str(folder)
 
 
-def download(
-    store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None, is_old: bool = True
-) -> set[int]:
-    """Downloads what a local copy lacks.
+def _find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> set[int]:
+    """Returns those of the store's complete checkpoints whose arrays are equal in a local copy."""
+    same = set()
+    for step in complete & {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}:
+        # the checksums of the arrays; an evaluation may have changed the rest
+        local = (files.read_json(folder / _name(step, _META)) or {}).get("arrays")
+        stored = files.parse_json(store.read(_name(step, _META))) or {}
+        if local is not None and local == stored.get("arrays"):
+            same.add(step)
+    return same
 
-    Args:
-        steps: checkpoints to download; None: all that are complete.
-        is_old: False to change nothing except to complete checkpoints that are the same in both.
-    Returns: steps of the checkpoints that are the same in both.
-    """
+
+def download(store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None) -> None:
+    """Makes a local copy equal to the store. Args: steps: checkpoints to download; None: all."""
+    folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
         infos = store.list()
         complete = find_steps(infos)
-        same = set()
-        for step in run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR):
-            # the checksums of the arrays; an evaluation may have changed the rest
-            local = (files.read_json(folder / _name(step, _META)) or {}).get("arrays")
-            meta = store.read(_name(step, _META)) if step in complete else None
-            if local is not None and local == (files.parse_json(meta) or {}).get("arrays"):
-                same.add(step)
-            elif is_old:
-                shutil.rmtree(folder / _name(step))
-        names = set()
-        if is_old:
-            same |= complete if steps is None else steps & complete
-            names = {name for name in infos if not name.startswith(_name("").rstrip("/"))}
-        missing = {name for name in infos if not (folder / name).exists()}
-        names |= {name for name in missing if name.startswith(tuple(map(_name, same)))}
-        num_bytes = sum(infos[name]["size"] for name in names)
-        distributed.log(f"{store.url}: downloading {num_bytes / 2**20:,.0f} MiB")
-        in_checkpoints = names & {name for name in infos if name.startswith(_name("").rstrip("/"))}
-        sizes = {name: infos[name]["size"] for name in in_checkpoints}  # others may grow meanwhile
+        kept = _find_same(store, folder, complete)
+        for step in {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)} - kept:
+            shutil.rmtree(folder / _name(step))
+        wanted = tuple(map(_name, kept | (complete if steps is None else steps & complete)))
+        arrays = {name for name in infos if name.startswith(wanted)}
+        names = {name for name in arrays if not (folder / name).exists()}
+        names |= {name for name in infos if not name.startswith(f"{run_paths.CHECKPOINTS_DIR}/")}
+        if num_bytes := sum(infos[name]["size"] for name in names):
+            distributed.log(f"{store.url}: downloading {num_bytes / 2**20:,.0f} MiB")
+        sizes = {name: infos[name]["size"] for name in arrays}  # other files may grow meanwhile
         store.download({name: folder / name for name in names}, sizes)
-    return same
 
 
 @dataclasses.dataclass
@@ -114,6 +109,7 @@ class Uploads:
 
     def upload_shards(self, step: int) -> None:
         """Uploads what this process has written of a checkpoint, without metadata."""
+        self._claim()
         self.store.upload(self.folder, self._list_files(_name(step)) - {_name(step, _META)})
 
     def finish(self, *steps: int) -> None:
@@ -123,20 +119,26 @@ class Uploads:
         """
         if jax.process_index() > 0:
             return
+        self._claim()
         skipped = (run_paths.CHECKPOINTS_DIR, run_paths.DAMAGED_DIR, "profile")
-        first = {run_paths.CONFIG_FILE}  # it makes the others files of a run
         last = {run_paths.LAST_CHECKPOINT_FILE}  # names a checkpoint of the store
-        names = self._list_files("") - {*run_dir.BOOKKEEPING_FILES, *first, *last}
+        names = self._list_files("") - {*run_dir.BOOKKEEPING_FILES, *last}
         small = {name for name in names if name.partition("/")[0] not in skipped}
         local = run_paths.list_steps(self.folder / run_paths.CHECKPOINTS_DIR)
         self.complete = (self.complete | {*steps}) & {*local}
-        metas = {_name(step, _META) for step in self.complete}
-        for group in (first, small, metas, last):
+        for group in (small, {_name(step, _META) for step in self.complete}, last):
             self.store.upload(self.folder, group)
         stored = find_steps(self.store.list(run_paths.CHECKPOINTS_DIR), ".*")
         for step in stored - self.complete:
             if step < max(self.complete, default=0):
                 self.delete(step)
+
+    def _claim(self) -> None:
+        """Uploads the files without which the others are not those of this run, in process 0."""
+        if jax.process_index() == 0 and (self.folder / run_paths.CONFIG_FILE).exists():
+            if not (self.folder / _ID_FILE).exists():
+                (self.folder / _ID_FILE).write_text(uuid.uuid4().hex)
+            self.store.upload(self.folder, {run_paths.CONFIG_FILE, _ID_FILE})
 
     def _list_files(self, folder: str) -> set[str]:
         paths = (path for path in (self.folder / folder).rglob("*") if path.is_file())
@@ -156,20 +158,18 @@ def open_run(run: RunConfig) -> Iterator[None]:
     store = ObjectStore(run.directory, label=f"run.directory = {run.directory}")
     folder = run_paths.local_dir(run)
     stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
-    has_run = (folder / run_paths.CONFIG_FILE).exists()
-    steps = run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)
-    local = max(steps, default=0) if has_run else -1
+    local = max(run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR), default=0)
+    local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
     all_local = multihost_utils.process_allgather(np.int32(local))
-    is_old = stored > local or bool((all_local != local).any())
-    own = Uploads(store, folder, download(store, folder, is_old=is_old))
-    if local > stored and not is_old:
-        own.upload_shards(local)
+    own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
+    if local >= stored and (all_local == local).all():
+        if local > stored:
+            own.upload_shards(local)
         multihost_utils.sync_global_devices("shards are uploaded")
-        own.finish(local)
+        own.finish(*{local} - {stored})
         multihost_utils.sync_global_devices("checkpoint is uploaded")
-        download(store, folder, is_old=False)  # the shards of other processes
-    if jax.process_index() == 0 and not (folder / _ID_FILE).exists():
-        (folder / _ID_FILE).write_text(uuid.uuid4().hex)
+    download(store, folder)
+    own.complete = find_steps(store.list())
     store.patience_s = PATIENCE_S
     store.error_type = NeedsAttentionError
     kept = folder / run_paths.CHECKPOINTS_DIR
@@ -195,8 +195,7 @@ def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
         return 0
     names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
     if names and run_paths.CONFIG_FILE not in names:
-        other = min(names)
-        raise UserError(f"{store.label}: has other files, such as {other}. Use another URL.")
+        raise UserError(f"{store.label}: has other files, as {min(names)}. Use another URL.")
     if _ID_FILE in names and (folder / _ID_FILE).exists():
         if store.read(_ID_FILE).decode() != (folder / _ID_FILE).read_text():
             raise UserError(

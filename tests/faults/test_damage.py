@@ -21,7 +21,11 @@ from tests import batches, commands, messages
 from tests.faults import damage
 from tests.faults.damage import NOTICED, SILENT, Damage
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    # orbax reports reads that it gives up when they are collected
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 NUM_FLIPS = 30
 NUM_TRUNCATIONS = 5

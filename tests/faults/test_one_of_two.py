@@ -112,7 +112,7 @@ def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, t
     failed = int(fault == "copy")
     assert "[Errno 28]" in results[failed][0]
     assert f"process {failed}" in results[1 - failed][0]
-    assert [lines[1] for lines in results] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
+    assert all("step=4, failure=None" in lines[1] and "['4']" in lines[1] for lines in results)
     assert [lines[2] for lines in results] == ["restored"] * 2
     if fault == "copy":
         message = messages.containing("process 1", "checkpoint 2", "[Errno 28]")

@@ -52,7 +52,7 @@ RING = {"strategy": "ring", "ulysses_degree": 1}
 OFFLOAD = {"remat": "full", "offload_activations": "layer_inputs", "offload_optimizer": "state"}
 
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "dense": {"memory": {"remat": "none", "loss_tile_tokens": 96}},
+    "dense": {"memory": {"remat": "none", "loss_tile_tokens": 16}},
     "two ropes, windows, all_gather": {
         "model": {
             **GEMMA,
@@ -76,7 +76,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
         },
-        "mesh": {"data": 4, "seq": 2},
+        "attention": {"strategy": "ring", "ulysses_degree": 2},
     },
     "softcap": {
         "model": {

@@ -101,7 +101,7 @@ def test_minutes_count_from_the_last_checkpoint(monkeypatch):
 @pytest.mark.parametrize(
     ("save_every", "steps"),
     [
-        ("4", [4, 6]),
+        ("5", [5, 6]),
         pytest.param("null", [6], marks=pytest.mark.slow),
         pytest.param("30m", [6], marks=pytest.mark.slow),
     ],
