@@ -50,10 +50,21 @@ class UserError(ValueError):
 
     def __init__(self, problems: str | Iterable[str], *, is_named: bool = False):
         """Args: is_named: True if the problems begin with a field, so that `at` adds nothing."""
-        lines = [problems] if isinstance(problems, str) else problems
-        self.problems = [_shorten(escape(line)) for line in lines]
+        super().__init__(problems)
+        self.problems = [problems] if isinstance(problems, str) else [*problems]
         self.is_named = is_named
-        super().__init__("\n".join(self.problems))
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each problem, safe to print."""
+        return self._problems
+
+    @problems.setter
+    def problems(self, lines: Iterable[str]) -> None:
+        self._problems = [_shorten(escape(line)) for line in lines]
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 @contextmanager
@@ -67,11 +78,11 @@ def at(name: str, *value: object) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if error.is_named:
-            raise
-        prefix = " = ".join([name, *map(str, value)])
-        problems = [f"{prefix}: {problem}" for problem in error.problems]
-        raise UserError(problems, is_named=bool(value)) from error
+        if not error.is_named:
+            prefix = " = ".join([name, *map(str, value)])
+            error.problems = [f"{prefix}: {problem}" for problem in error.problems]
+            error.is_named = bool(value)
+        raise
 
 
 def format_choices(values: Iterable[object]) -> str:

@@ -1,9 +1,11 @@
 """Messages: escapes of foreign text, and words that are meant."""
 
+import pickle
+
 import pytest
 
 from jaxsp.core import errors
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,17 @@ def test_the_nearest_word_of_a_long_text_costs_no_time(monkeypatch):
     assert errors.find_nearest("x" * 100_000, known) is None
     assert lengths == []
     assert errors.find_nearest("learning_rat", known) == "learning_rate"
+
+
+def test_an_error_gets_the_name_of_its_field_once():
+    with (
+        pytest.raises(UserError) as caught,
+        at("data", 1),
+        at("data.train.0.source", "a.jsonl"),
+        at("record 3"),
+    ):
+        raise UserError(["must be text.", "must be short."])
+    assert pickle.loads(pickle.dumps(caught.value)).problems == [
+        "data.train.0.source = a.jsonl: record 3: must be text.",
+        "data.train.0.source = a.jsonl: record 3: must be short.",
+    ]
