@@ -5,12 +5,12 @@ import pathlib
 import rich.console
 
 from jaxsp import cli
-from jaxsp.config import config_file
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.run import benchmark, jax_limits
 from jaxsp.runtime import compilation_cache
+from jaxsp.setup import config_file
 
 
 def main(arguments: list[str]) -> None:

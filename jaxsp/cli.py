@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
-from jaxsp.config import config_errors
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import cluster, distributed, standard_streams
 from jaxsp.processes.cluster import Process
 from jaxsp.runtime import allocator_errors
+from jaxsp.setup import config_file
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
         """Prints the usage and the problem, and exits with 2."""
         _, _, unknown = message.partition("unrecognized arguments: ")
         options = [word.partition("=")[0] for word in unknown.split() if word.startswith("--")]
-        examples = dict.fromkeys(filter(None, map(config_errors.suggest_override, options)))
+        examples = dict.fromkeys(filter(None, map(config_file.SCHEMA.suggest_override, options)))
         if examples:
             message += "\nSet config fields without dashes, for example " + " ".join(examples)
         super().error(message)
@@ -49,10 +49,10 @@ class _Help(argparse.Action):
         """Prints the help and exits with 0."""
         if values is None:
             parser.print_help()
-        elif values in config_errors.SECTIONS:
-            print(config_errors.describe_fields([values]))
+        elif values in config_file.SCHEMA.sections:
+            print(config_file.SCHEMA.describe_fields([values]))
         else:
-            sections = errors.format_choices(config_errors.SECTIONS)
+            sections = errors.format_choices(config_file.SCHEMA.sections)
             parser.error(f"--help {values}: must be a section of the config: {sections}")
         parser.exit()
 
@@ -74,9 +74,9 @@ def make_parser(
     """
     epilog = None
     if config_help == "fields":
-        epilog = f"fields of CONFIG.yaml:\n\n{config_errors.describe_fields()}"
+        epilog = f"fields of CONFIG.yaml:\n\n{config_file.SCHEMA.describe_fields()}"
     elif config_help == "sections":
-        sections = config_errors.SECTIONS.items()
+        sections = config_file.SCHEMA.sections.items()
         lines = [f"  {name}: {section.__doc__}" for name, section in sections]
         epilog = "\n".join(["sections of the config:", *lines])
     parser = _Parser(

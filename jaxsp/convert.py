@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxsp import cli
-from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
+from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.fields import is_count
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.config.objective_schema import FORMATS
 from jaxsp.core import errors, redaction
 from jaxsp.core.errors import UserError
+from jaxsp.objectives.registry import OBJECTIVE
+from jaxsp.setup import config_file
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},
@@ -102,13 +103,13 @@ def convert(paths: Sequence[pathlib.Path], *, num_gpus: int) -> str:
     for heading, entries in groups.items():
         if entries:
             lines += [f"# {heading}", *(f"#   {errors.escape(entry)}" for entry in entries)]
-    sections = {name: fields[name] for name in config_errors.SECTIONS if name in fields}
+    sections = {name: fields[name] for name in config_file.SCHEMA.sections if name in fields}
     return "\n".join(lines) + "\n" + yaml_io.dump(sections)
 
 
 def _read_options(name: str, value: Any) -> Iterator[_Option]:
     """Yields the options in a value. Those of a data set are looked up as in data.train."""
-    counterpart = config_errors.find_counterpart(name)
+    counterpart = config_file.SCHEMA.find_counterpart(name)
     field = counterpart.field if counterpart is not None else None
     if field not in ("data.train", "data.eval") or not value:
         for inner, inner_value in foreign_names.flatten(name, value):
@@ -129,14 +130,14 @@ def _read_options(name: str, value: Any) -> Iterator[_Option]:
 
 def _make_option(name: str, value: Any, known_name: str) -> _Option:
     """Looks an option up, or the section that it is in, whose fields do not take its value."""
-    found = config_errors.find_counterpart(known_name)
-    kept = config_errors.coerce_value(known_name, value)
+    found = config_file.SCHEMA.find_counterpart(known_name)
+    kept = config_file.SCHEMA.coerce_value(known_name, value)
     if found is None and kept is not None:
         found = Counterpart(names=(), field=known_name, takes_value=True)
     is_section = False
     while found is None and "." in known_name:
         known_name = known_name.rpartition(".")[0]
-        found = config_errors.find_counterpart(known_name)
+        found = config_file.SCHEMA.find_counterpart(known_name)
         is_section = True
     if found is None:
         return _Option(name=name, value=value)
@@ -149,7 +150,7 @@ def _make_option(name: str, value: Any, known_name: str) -> _Option:
             words = [found.field] if "=" in found.field and is_on else []
         elif isinstance(new, str) and " and " in new:
             words = f"{found.field}={new}".split(" and ")
-        elif (new := config_errors.coerce_value(found.field, new)) is not None:
+        elif (new := config_file.SCHEMA.coerce_value(found.field, new)) is not None:
             words = [f"{found.field}={json.dumps(new)}"]
     return _Option(name=name, value=value, field=found.field, note=found.note, words=words)
 
@@ -176,7 +177,7 @@ def _make_fields(options: list[_Option]) -> tuple[dict[str, Any], set[str]]:
     words = [word for option in left for word in option.words]
     kinds = [yaml_io.load(word[15:]) for word in words if word.startswith("objective.type=")]
     kind = kinds[0] if kinds else "sft"
-    source = {"source": "FILL-IN.jsonl", "format": FORMATS.get(kind, "messages")}
+    source = {"source": "FILL-IN.jsonl", "format": OBJECTIVE.by_name()[kind].format or "messages"}
     fields = copy.deepcopy(_REQUIRED) | {"objective": {"type": kind}}
     for part in ("train", "eval"):
         parts = [str(option.field).split(".") for option in options]

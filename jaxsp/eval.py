@@ -16,7 +16,6 @@ import rich.console
 from jaxsp import cli
 from jaxsp.blocks import rope
 from jaxsp.blocks.layers import Weights
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -30,7 +29,7 @@ from jaxsp.reporting import comparison, eval_files
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, run_paths
-from jaxsp.setup import build, given_model, initial_weights, model_files, stop_tokens
+from jaxsp.setup import build, config_file, given_model, initial_weights, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.metric_table import Line
 

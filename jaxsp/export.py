@@ -10,7 +10,6 @@ from jaxsp import cli
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError
@@ -20,7 +19,7 @@ from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
-from jaxsp.setup import merging, resume, stop_tokens
+from jaxsp.setup import config_file, merging, resume, stop_tokens
 from jaxsp.storage import run_storage
 from jaxsp.training import trainable
 

@@ -9,7 +9,6 @@ import jax
 import rich.console
 
 from jaxsp import cli
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
@@ -25,7 +24,7 @@ from jaxsp.processes import distributed
 from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
-from jaxsp.setup import given_model, model_files, stop_tokens
+from jaxsp.setup import config_file, given_model, model_files, stop_tokens
 from jaxsp.setup.given_model import GivenModel
 
 _MIN_ROW_TOKENS = 512

@@ -35,7 +35,6 @@ import pyarrow as pa
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import host_memory
@@ -50,7 +49,7 @@ from jaxsp.hf.folder import ModelFolder
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache, device_mesh
-from jaxsp.setup import build, initial_weights, merging
+from jaxsp.setup import build, config_file, initial_weights, merging
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.specs import StepSpec

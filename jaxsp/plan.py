@@ -15,7 +15,7 @@ import rich.console
 
 from jaxsp import cli, plan_modes
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config import config_file, yaml_io
+from jaxsp.config import yaml_io
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder, peft, published
@@ -23,7 +23,7 @@ from jaxsp.hf.rope import context_range
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.runtime import memory_limits
-from jaxsp.setup import data_preparation
+from jaxsp.setup import config_file, data_preparation
 from jaxsp.setup.model_files import ModelFiles
 
 _NUMBERS = {

@@ -9,7 +9,6 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.reporting.trackers import trackers
@@ -18,7 +17,7 @@ from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
-from jaxsp.setup import build, data_preparation, preview, resume
+from jaxsp.setup import build, config_file, data_preparation, preview, resume
 from jaxsp.storage import run_storage
 
 

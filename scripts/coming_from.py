@@ -10,8 +10,9 @@ import pathlib
 import textwrap
 from collections.abc import Iterator
 
-from jaxsp.config import config_errors, foreign_names, yaml_io
+from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.foreign_names import Counterpart
+from jaxsp.setup import config_file
 from scripts import generated_text
 
 FILE = pathlib.Path(__file__).parent.parent / "configs/guide/coming_from.md"
@@ -19,7 +20,7 @@ FILE = pathlib.Path(__file__).parent.parent / "configs/guide/coming_from.md"
 
 def find_counterpart(name: str) -> Counterpart:
     """Finds the counterpart of a listed name. Raises: ValueError if there is none."""
-    counterpart = config_errors.find_counterpart(name)
+    counterpart = config_file.SCHEMA.find_counterpart(name)
     if counterpart is None:
         raise ValueError(f"coming_from.yaml: {name} is in no line of counterparts.yaml")
     return counterpart
@@ -42,7 +43,7 @@ def _render_options(names: dict[str, list[str]], found: dict[str, Counterpart]) 
     yield f"| jaxsp | {' | '.join(names)} | difference |"
     yield "|" + " --- |" * (len(names) + 2)
     fields = {str(counterpart.field_name).replace(".0.", "[].") for counterpart in found.values()}
-    lines = (line.split() for line in config_errors.describe_fields().splitlines())
+    lines = (line.split() for line in config_file.SCHEMA.describe_fields().splitlines())
     for field in [line[0] for line in lines if line[0] in fields]:
         same = {
             name: counterpart

@@ -14,13 +14,13 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from jaxsp.config import config_errors
 from jaxsp.evaluation.evaluator import EvalFields
 from jaxsp.evaluation.retrieval import TaskFields
 from jaxsp.generation.samples import SampleFields
 from jaxsp.reporting.metrics import StepFields
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.reporting.starts import StartLine
+from jaxsp.setup import config_file
 from jaxsp.training.metric_table import METRICS
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -57,7 +57,7 @@ def render_pages() -> dict[str, str]:
     """The generated pages, by their path below the folder."""
     lines = [f"## {name}\n\n{render_dataclass(cls)}" for name, cls in LINES.items()]
     return {
-        "reference/fields.md": _FIELDS_HEAD + render_config(config_errors.describe_fields()),
+        "reference/fields.md": _FIELDS_HEAD + render_config(config_file.SCHEMA.describe_fields()),
         "reference/metrics.md": _METRICS_HEAD + "\n".join(lines),
     }
 

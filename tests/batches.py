@@ -12,13 +12,13 @@ from jaxsp import attention
 from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf.rope import rope_types
 from jaxsp.runtime import device_mesh
+from jaxsp.setup import config_file
 
 Arrays = dict[str, np.ndarray]
 """Fields of a Batch for all rows of a step, [rows, ...], before they are assigned to devices."""

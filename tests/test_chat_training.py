@@ -11,11 +11,10 @@ import transformers
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.hf import model_config, writer
 from jaxsp.model import decoder
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, messages
 from tests.data.chat import chats
 

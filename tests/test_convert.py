@@ -3,8 +3,9 @@
 import pytest
 
 from jaxsp import convert
-from jaxsp.config import config_file, foreign_names, yaml_io
+from jaxsp.config import foreign_names, yaml_io
 from jaxsp.core.errors import UserError
+from jaxsp.setup import config_file
 
 AXOLOTL = """
 base_model: someone/small
@@ -152,7 +153,7 @@ def test_an_objective_decides_the_format_of_the_data(tmp_path):
     assert (config.objective.type, config.objective.beta) == ("dpo", 0.2)
     assert config.data.train[0].format == "preference"
     assert (config.run.steps, config.run.epochs, config.run.seed) == (None, 2, 7)
-    assert (config.adapter.targets, config.optimizer.min_learning_rate_fraction) == (
+    assert (config.adapter.targets, config.optimizer.schedule.min_learning_rate_fraction) == (
         ("q_proj", "v_proj"),
         0.1,
     )

@@ -11,9 +11,8 @@ import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import tolerances
 
 oracle = pytest.importorskip(

@@ -22,10 +22,9 @@ import rich.console
 import yaml
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import config_file
 from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import messages, recorded_batches
 
 pytestmark = pytest.mark.e2e

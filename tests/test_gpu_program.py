@@ -8,12 +8,12 @@ import re
 import pytest
 
 from jaxsp.attention.kernels.cudnn import cudnn_bins
-from jaxsp.config import config_file
 from jaxsp.hf import model_config, published
 from jaxsp.memory import memory_problems, row_meshes
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
 from jaxsp.planner.cost import comms
+from jaxsp.setup import config_file
 
 pytestmark = pytest.mark.e2e
 

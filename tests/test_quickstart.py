@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import config_file
 from jaxsp.data.packing.packing import Segments
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.training import step_gradients
 from tests import markdown, tolerances
 from tests.training import runs

@@ -10,10 +10,11 @@ import textwrap
 import pytest
 
 from jaxsp import plan, trainer
-from jaxsp.config import config_errors, config_file, schema, yaml_io
+from jaxsp.config import schema, yaml_io
 from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
+from jaxsp.setup import config_file
 from scripts import config_reference
 from tests import markdown
 from tests.markdown import REPO
@@ -120,7 +121,7 @@ def test_the_reference_is_up_to_date(name):
 
 
 def test_the_reference_has_every_field_of_the_config():
-    text = config_reference.render_config(config_errors.describe_fields())
+    text = config_reference.render_config(config_file.SCHEMA.describe_fields())
     for section, model in schema.Config.model_fields.items():
         assert f"## {section}\n" in text
         for field in model.annotation.model_fields:

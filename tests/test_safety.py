@@ -12,14 +12,14 @@ import jax
 import pytest
 
 from jaxsp import cli, export, train
-from jaxsp.config import config_file, yaml_io
+from jaxsp.config import yaml_io
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, commands, messages
 
 REPO = pathlib.Path(__file__).parent.parent

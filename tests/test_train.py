@@ -12,12 +12,11 @@ import transformers
 
 from jaxsp import export
 from jaxsp.checkpoint import reader
-from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, commands, markdown, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}

@@ -9,10 +9,10 @@ import rich.console
 import safetensors.numpy
 
 import jaxsp
-from jaxsp.config import config_file, yaml_io
+from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import commands, test_library
 
 LENGTHS = (60, 9, 130, 31, 44, 17, 64)

@@ -7,9 +7,8 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp.config import config_file
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import commands, messages, tolerances, two_processes
 
 pytestmark = pytest.mark.usefixtures("default_signals")

@@ -1,11 +1,19 @@
 """Config section of adapters (LoRA)."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import pydantic
 
 from jaxsp.config import fields
-from jaxsp.config.fields import ConfigSection, Fraction, PositiveCount, PositiveFloat, with_examples
+from jaxsp.config.fields import (
+    HERE,
+    ConfigSection,
+    Fraction,
+    PositiveCount,
+    PositiveFloat,
+    with_examples,
+)
 
 SAVED_MODULES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 """Tensors of `adapter.modules_to_save`, by name."""
@@ -55,6 +63,19 @@ class AdapterConfig(ConfigSection):
     """Folder or hub name of a PEFT adapter to start from. null: a new adapter."""
 
     _expand_home = pydantic.field_validator("source")(fields.expand_home)
+
+    def find_problems(self) -> Iterator[str]:
+        if self.type == "dora" and self.dropout:
+            yield (
+                f"{self.show('dropout')}: must be 0 with {HERE}.type = dora. "
+                f"Set {HERE}.type=lora, or {HERE}.dropout=0."
+            )
+        for name, field in type(self).model_fields.items() if self.type == "none" else ():
+            if name != "type" and getattr(self, name) not in (field.default, None, ()):
+                yield (
+                    f"{self.show(name)}: has no effect, because {HERE}.type is none. "
+                    f"Set {HERE}.type=lora, or leave it out."
+                )
 
     @pydantic.field_validator("targets", mode="before")
     @classmethod

@@ -1,22 +1,20 @@
 """Help and error messages about config fields: meaning, rule, and a value that works."""
 
+import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import pydantic
+from pydantic.fields import FieldInfo
 
 from jaxsp.config import foreign_names, yaml_io
-from jaxsp.config.eval_schema import EvalConfig
-from jaxsp.config.fields import ConfigSection
+from jaxsp.config.fields import BROKEN_RULES, HERE, Choice, ConfigSection
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.config.schema import Config
 from jaxsp.core import errors
 
 Section = type[ConfigSection]
-
-SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
 
 _TYPE_NAMES: dict[Any, str] = {
     dict: "mapping",
@@ -27,13 +25,13 @@ _TYPE_NAMES: dict[Any, str] = {
 }
 """Names of types in --help; other types have their Python name."""
 
-
 _MAPPING_RULE = "must be a mapping of fields"
 
 _RULES = {
     "value_error": "{error}",
     "dict_type": _MAPPING_RULE,
     "model_type": _MAPPING_RULE,
+    "union_tag_not_found": _MAPPING_RULE,
     "tuple_type": "must be a list",
     "too_short": "must have at least 1 entry",
     "string_type": "must be text; quote text that looks like another type",
@@ -44,29 +42,377 @@ _RULES = {
 """Rules by pydantic's type of error; other types have pydantic's message."""
 
 
-def describe_fields(sections: Iterable[str] = tuple(SECTIONS)) -> str:
-    """Describes every field of sections with type, default and meaning, for --help."""
-    lines = []
-    for name in sections:
-        section = SECTIONS[name]
-        lines += [f"{name}: {section.__doc__}", *_describe_section(section, f"  {name}.", set())]
-    return "\n".join(lines)
+class _Field(NamedTuple):
+    """Classes of the sections in a field's value, and how they are selected."""
+
+    sections: tuple[Section, ...]
+    choice: Choice | None
+    is_list: bool
 
 
-def _describe_section(section: Section, prefix: str, described: set[Section]) -> list[str]:
-    """Args: described: classes of list entries that need no second description."""
+def read_field(field: FieldInfo) -> _Field:
+    """Reads the sections in a field's type: the section itself, the entries of a list, or those
+    that a choice selects from."""
+    annotation = field.annotation
+    if is_list := get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
+    parts = get_args(annotation)
+    metadata = [*field.metadata, *(parts[1:] if get_origin(annotation) is Annotated else ())]
+    for choice in metadata:
+        if isinstance(choice, Choice):
+            return _Field(choice.types, choice, is_list)
+    kinds = tuple(
+        kind
+        for kind in (annotation, *parts)
+        if isinstance(kind, type) and issubclass(kind, ConfigSection)
+    )
+    return _Field(kinds, None, is_list)
+
+
+class Schema:
+    """Names and descriptions of the fields of a config."""
+
+    def __init__(self, config: Section):
+        self.config = config
+        self.sections = {name: read_field(field) for name, field in config.model_fields.items()}
+
+    @functools.cache  # noqa: B019 - there are few schemas
+    def _adapter(self, name: str) -> pydantic.TypeAdapter[Any]:
+        return pydantic.TypeAdapter(self.config.model_fields[name].rebuild_annotation())
+
+    def validate(self, name: str, value: Any) -> ConfigSection:
+        """Makes a section from its fields. Raises: pydantic.ValidationError"""
+        return self._adapter(name).validate_python(value)
+
+    def describe_fields(self, names: Iterable[str] | None = None) -> str:
+        """Describes every field of sections with type, default and meaning, for --help."""
+        lines = []
+        for name in names or self.sections:
+            field = self.config.model_fields[name]
+            title = field.annotation.__doc__.partition("\n")[0]  # type: ignore[union-attr]
+            lines += [f"{name}: {title}", *_describe_field(field, f"  {name}.", set())]
+        return "\n".join(lines)
+
+    def find_fields(self, path: Sequence[str]) -> list[tuple[Section, FieldInfo]]:
+        """The classes that may declare the last field of a path, and what they declare."""
+        sections: tuple[Section, ...] = (self.config,)
+        for part in path[:-1]:
+            if not part.isdigit():
+                fields = [kind.model_fields[part] for kind in sections if part in kind.model_fields]
+                sections = tuple(kind for field in fields for kind in read_field(field).sections)
+        name = path[-1]
+        return [(kind, kind.model_fields[name]) for kind in sections if name in kind.model_fields]
+
+    def find_choice(self, path: Sequence[str]) -> Choice | None:
+        """The choice that selects the class of the section at a path."""
+        path = [part for part in path if not part.isdigit()]
+        choices = [read_field(field).choice for _, field in self.find_fields(path)]
+        return next(filter(None, choices), None)
+
+    def find_sections(self, path: Sequence[str]) -> tuple[Section, ...]:
+        """The classes of the section at a path."""
+        if not path:
+            return (self.config,)
+        path = [part for part in path if not part.isdigit()]
+        return tuple(
+            kind for _, field in self.find_fields(path) for kind in read_field(field).sections
+        )
+
+    def find_names(self, name: str) -> list[str]:
+        """Dotted names of all fields of that name; for entries of a list, with the index 0.
+
+        Names of model.rope and eval.tasks are too general: `seed` is run.seed. The table of
+        foreign names has those that fit.
+        """
+        found = []
+        for section_name, section in self.sections.items():
+            if any(name in kind.model_fields for kind in section.sections):
+                found.append(f"{section_name}.{name}")  # optimizer.weight_decay, not of a group
+                continue
+            if section_name == "eval":
+                continue
+            for kind in section.sections[:1]:
+                for field_name, field in kind.model_fields.items():
+                    inner = read_field(field)
+                    is_inner = inner.is_list or inner.choice is not None
+                    if is_inner and any(name in each.model_fields for each in inner.sections):
+                        index = ".0" if inner.is_list else ""
+                        found.append(f"{section_name}.{field_name}{index}.{name}")
+                        break  # data.eval has the fields of data.train
+        return found
+
+    def explain_errors(self, findings: Iterable[Any]) -> Iterator[str]:
+        """Yields one line per finding of a pydantic.ValidationError, or several for a section.
+
+        A line has the field, its value, the rule and a suggestion.
+        """
+        listed_sections: set[str] = set()
+        for finding in findings:
+            path, own, choice = self._resolve(finding["loc"])
+            name = ".".join(path)
+            value = finding["input"]
+            kind = finding["type"]
+            if kind == BROKEN_RULES:
+                yield from (line.replace(HERE, name) for line in finding["ctx"]["problems"])
+            elif kind == "missing":
+                yield f"{name}: missing.{self._describe_meaning(path)}"
+            elif kind.startswith("union_tag"):
+                yield self._explain_choice(path, value)
+            elif kind == "extra_forbidden":
+                yield from self._explain_extra(path, value, own, choice, listed_sections)
+            else:
+                rule = finding["msg"].replace("Input should be", "must be")
+                if kind in _RULES:
+                    rule = _RULES[kind].format_map(finding.get("ctx", {}))
+                known = foreign_names.find(name)
+                if rule == _MAPPING_RULE and known is not None:
+                    rule += f"; {value} is a value of {known.field_name}"
+                rule = rule.replace(HERE, ".".join(path[:-1]))
+                meaning = self._describe_meaning(path, value)
+                yield f"{_format_setting(name, value)}: {rule}.{meaning}"
+
+    def _resolve(self, location: Sequence[Any]) -> tuple[list[str], Section, Choice | None]:
+        """The path of an error without the names of classes that pydantic has in it, the class of
+        its last section, and the choice that selected it."""
+        own, choice = self.config, None
+        path: list[str] = []
+        field = _Field((), None, False)
+        for part in map(str, location):
+            if field.choice is not None and part in field.choice.by_name():
+                own, choice = field.choice.by_name()[part], field.choice
+                field = _Field((), None, False)
+                continue
+            path.append(part)
+            if field.is_list and part.isdigit():
+                field = field._replace(is_list=False)
+                continue
+            if len(field.sections) == 1:
+                own, choice = field.sections[0], None
+            known = part in own.model_fields
+            field = read_field(own.model_fields[part]) if known else _Field((), None, False)
+        return path, own, choice
+
+    def _explain_choice(self, path: list[str], value: Any) -> str:
+        """Explains a name that selects no class."""
+        field = next(iter(self.find_fields([part for part in path if not part.isdigit()])))[1]
+        choice = read_field(field).choice
+        assert choice is not None
+        name = ".".join(path)
+        if isinstance(value, dict):
+            name += f".{choice.selector}"
+            if choice.selector not in value:
+                return f"{name}: missing.{self._describe_meaning(name.split('.'))}"
+            value = value[choice.selector]
+        elif not choice.is_name:
+            known = foreign_names.find(name)
+            owner = f"; {value} is a value of {known.field_name}" if known is not None else ""
+            meaning = self._describe_meaning(path, value)
+            return f"{_format_setting(name, value)}: {_MAPPING_RULE}{owner}.{meaning}"
+        names = [f"'{each}'" for each in choice.by_name()]
+        meaning = self._describe_meaning(name.split("."), value)
+        return f"{_format_setting(name, value)}: must be {errors.format_choices(names)}.{meaning}"
+
+    def _explain_extra(
+        self,
+        path: list[str],
+        value: Any,
+        own: Section,
+        choice: Choice | None,
+        listed_sections: set[str],
+    ) -> Iterator[str]:
+        """Explains a field that a section does not have."""
+        name = ".".join(path)
+        owners = choice.owners(path[-1]) if choice is not None else []
+        if choice is not None and owners:
+            section = name.rpartition(".")[0]
+            selected = own.model_fields[choice.selector].default
+            if choice.is_name:
+                selected = f"the {section.rpartition('.')[2]} {selected}"
+            choices = [f"{section}.{choice.selector}={owner}" for owner in owners]
+            yield (
+                f"{_format_setting(name, value)}: must be null, because {selected} "
+                f"does not have it. Use {name}=null, or {errors.format_choices(choices)}."
+            )
+            return
+        near = self.find_near_section(path, value)
+        if near is not None:
+            yield f"{_format_setting(name, value)}: unknown. Did you mean {near}?"
+            return
+        known = foreign_names.find(name)
+        is_section = isinstance(value, dict) and (known is None or known.field is not None)
+        options = foreign_names.flatten(name, value) if is_section else [(name, value)]
+        for option, inner_value in options:
+            answer = self._explain_unknown(option, inner_value)
+            if answer is None:
+                answer = "unknown."
+                section = ".".join(path[:-1])
+                if section not in listed_sections:
+                    listed_sections.add(section)
+                    title = f"Fields of {section}" if section else "Sections"
+                    answer += f" {title}: {', '.join(own.model_fields)}."
+            yield f"{_format_setting(option, inner_value)}: {answer}"
+
+    def find_near_section(self, path: list[str], value: Any) -> str | None:
+        """Returns the section whose name was mistyped, for a mapping at the top of a config."""
+        if len(path) > 1 or not isinstance(value, dict):
+            return None
+        return errors.find_nearest(path[0], self.sections)
+
+    def _explain_unknown(self, name: str, value: Any) -> str | None:
+        """Returns the problem of a field that does not exist; None if there is no suggestion."""
+        counterpart = self.find_counterpart(name)
+        if counterpart is not None:
+            if counterpart.field is None:
+                return f"{counterpart.note}."
+            note = f" ({counterpart.note})" if counterpart.note else ""
+            # the value of a table would turn on what is off here
+            is_off = foreign_names.is_off(value)
+            field = counterpart.field_name if is_off else counterpart.field
+            return f"unknown. Use {field}{note}."
+        *section, last = name.split(".")
+        names = self.find_names(foreign_names.normalize(last))
+        known = {each: None for kind in self.find_sections(section) for each in kind.model_fields}
+        if not names and known and (near := errors.find_nearest(last, known)) is not None:
+            names = [".".join([*section, near])]
+        return f"unknown. Did you mean {errors.format_choices(names)}?" if names else None
+
+    def find_counterpart(self, name: str) -> Counterpart | None:
+        """Returns the counterpart in jaxsp of another system's option.
+
+        Also of the name of a field without its section, or in a section that jaxsp does not have.
+        """
+        counterpart = foreign_names.find(name)
+        section_name, dot, _ = name.partition(".")
+        if counterpart is not None or (dot and section_name in self.sections):
+            return counterpart
+        names = self.find_names(foreign_names.normalize(name.rpartition(".")[2]))
+        if len(names) != 1:
+            return None
+        return Counterpart(names=(name,), field=names[0], takes_value=True)
+
+    def suggest_override(self, name: str) -> str | None:
+        """Returns a `field=value` that works for the field that a name stands for, if that is
+        clear."""
+        example = self.format_example(name)
+        if example is not None:
+            return example
+        counterpart = self.find_counterpart(name)
+        field = counterpart.field if counterpart is not None else None
+        return field if field is None or "=" in field else self.format_example(field)
+
+    def coerce_value(self, name: str, value: Any) -> Any:
+        """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
+        path = name.split(".")
+        is_whole = isinstance(value, float) and value.is_integer()
+        for section, _ in self.find_fields(path):
+            for candidate in (value, int(value)) if is_whole else (value,):
+                try:
+                    section.model_validate({path[-1]: candidate})
+                except pydantic.ValidationError as error:
+                    if any(finding["loc"][:1] == (path[-1],) for finding in error.errors()):
+                        continue
+                return candidate
+        return None
+
+    def _describe_meaning(self, path: list[str], value: Any = None) -> str:
+        """The first sentence about a field, and a value that works; the fields of a section."""
+        for section, _ in self.find_fields(path)[:1]:
+            if description := _find_description(section, path[-1]):
+                first = re.split(r"(?<=\.)\s", description)[0]
+                return f" {first} For example {self.format_example('.'.join(path), value)}."
+        for section in self.find_sections(path)[:1]:
+            title = (section.__doc__ or "").partition("\n")[0]
+            return f" {title} Its fields: {', '.join(section.model_fields)}."
+        return ""
+
+    def format_example(self, name: str, value: Any = None) -> str | None:
+        """Returns `field=value` with a value that works, if possible one near an invalid value."""
+        path = name.split(".")
+        found = self.find_fields(path)
+        if not found or len(path) == 1:
+            return None
+        field = found[0][1]
+        choices = [
+            name
+            for _, each in found
+            if get_origin(each.annotation) is Literal
+            for name in get_args(each.annotation)
+        ]
+        if inner := read_field(field).choice:
+            choices = [*inner.by_name()]
+        example = field.examples[0] if field.examples else field.default
+        if inner is not None and inner.is_name:
+            example = getattr(example, inner.selector, example)
+        candidates = [
+            self.coerce_value(name, value) if value is not None else None,
+            errors.find_nearest(str(value), choices),
+            example,
+        ]
+        example = next((candidate for candidate in candidates if candidate is not None), None)
+        text = example if isinstance(example, str) else yaml_io.format_value(example)
+        return f"{name}={text}"
+
+
+def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> list[str]:
+    """Describes the fields of the sections in a field, those of a choice together.
+
+    Args: described: classes of list entries that need no second description.
+    """
+    sections, choice, _ = read_field(field)
     lines = []
-    for name, field in section.model_fields.items():
-        default = "required"
-        if not field.is_required():
-            default = f"default {yaml_io.format_value(field.get_default())}"
-        lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})")
-        lines.append(f"      {' '.join((field.description or '').split())}")
-        for entry in set(_inner_sections(field.annotation)) - described:
-            described.add(entry)
-            suffix = "[]" if get_origin(field.annotation) is tuple else ""
-            lines += _describe_section(entry, f"{prefix}{name}{suffix}.", described)
+    for name in dict.fromkeys(name for kind in sections for name in kind.model_fields):
+        if choice is not None and name == choice.selector:
+            lines += _describe_selector(choice, prefix)
+            continue
+        owners: dict[str, list[Section]] = {}
+        for kind in sections:
+            if name in kind.model_fields:
+                owners.setdefault(_describe_value(kind.model_fields[name]), []).append(kind)
+        for text, kinds in owners.items():
+            head, meaning = text.split("\n")
+            if choice is not None and len(kinds) < len(sections):
+                names = [str(kind.model_fields[choice.selector].default) for kind in kinds]
+                meaning = f"For {', '.join(names)}. {meaning}"
+            lines += [f"{prefix}{name}  {head}", f"      {meaning}"]
+            inner = kinds[0].model_fields[name]
+            nested = read_field(inner)
+            if not described.issuperset(nested.sections):
+                described.update(nested.sections)
+                suffix = "[]" if nested.is_list else ""
+                lines += _describe_field(inner, f"{prefix}{name}{suffix}.", described)
     return lines
+
+
+def _describe_selector(choice: Choice, prefix: str) -> list[str]:
+    """Describes the field that selects a class, with the first sentence about each."""
+    default = "required" if choice.default is None else f"default {choice.default}"
+    meaning = _find_description(choice.types[0], choice.selector)
+    for name, kind in choice.by_name().items():
+        about = re.split(r"(?<=\.)\s", " ".join((kind.__doc__ or "").split()))[0]
+        meaning += f" {name}: {about}"
+    head = f"{prefix}{choice.selector}  ({' | '.join(choice.by_name())}; {default})"
+    return [head, f"      {' '.join(meaning.split())}"]
+
+
+def _find_description(section: Section, name: str) -> str:
+    """Meaning of a field, that of a base class if it has no docstring of its own."""
+    bases = [base for base in section.__mro__ if name in getattr(base, "model_fields", {})]
+    found = filter(None, (base.model_fields[name].description for base in bases))
+    return " ".join(next(found, "").split())
+
+
+def _describe_value(field: FieldInfo) -> str:
+    """Type and default of a field, and its meaning in a second line."""
+    choice = read_field(field).choice
+    text = _type_name(field.annotation)
+    default = "required"
+    if not field.is_required():
+        value = field.get_default()
+        if choice is not None and choice.is_name:
+            text = f"{' | '.join(choice.by_name())} | mapping"
+            value = getattr(value, choice.selector)
+        default = f"default {yaml_io.format_value(value)}"
+    return f"({text}; {default})\n{' '.join((field.description or '').split())}"
 
 
 def _type_name(annotation: Any) -> str:
@@ -77,192 +423,10 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(get_args(annotation))
     if (origin or annotation) in _TYPE_NAMES:
         return _TYPE_NAMES[origin or annotation]
-    if _inner_sections(annotation) == [annotation]:
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return "mapping"
     return " | ".join(map(_type_name, get_args(annotation))) or annotation.__name__
 
 
-def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
-    """Yields one line per finding of a pydantic.ValidationError.
-
-    A line has the field, its value, the rule and a suggestion.
-    """
-    listed_sections: set[str] = set()
-    for finding in findings:
-        path = [str(part) for part in finding["loc"]]
-        name = ".".join(path)
-        value = finding["input"]
-        if finding["type"] == "missing":
-            yield f"{name}: missing.{_describe_meaning(path)}"
-            continue
-        known = foreign_names.find(name)
-        if finding["type"] != "extra_forbidden":
-            rule = finding["msg"].replace("Input should be", "must be")
-            if finding["type"] in _RULES:
-                rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
-            if rule == _MAPPING_RULE and known is not None:
-                rule += f"; {value} is a value of {known.field_name}"
-            yield f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"
-            continue
-        near = find_near_section(path, value)
-        if near is not None:
-            yield f"{_format_setting(name, value)}: unknown. Did you mean {near}?"
-            continue
-        section_name = ".".join(path[:-1])
-        section = _find_section(path)
-        is_section = isinstance(value, dict) and (known is None or known.field is not None)
-        options = foreign_names.flatten(name, value) if is_section else [(name, value)]
-        for name, inner_value in options:
-            answer = _explain_unknown(name, inner_value)
-            if answer is None:
-                answer = "unknown."
-                if section is not None and section_name not in listed_sections:
-                    listed_sections.add(section_name)
-                    title = f"Fields of {section_name}" if section_name else "Sections"
-                    answer += f" {title}: {', '.join(section.model_fields)}."
-            yield f"{_format_setting(name, inner_value)}: {answer}"
-
-
-def find_near_section(path: list[str], value: Any) -> str | None:
-    """Returns the section whose name was mistyped, for a mapping at the top of a config."""
-    if len(path) > 1 or not isinstance(value, dict):
-        return None
-    return errors.find_nearest(path[0], SECTIONS)
-
-
-def _explain_unknown(name: str, value: Any) -> str | None:
-    """Returns the problem of a field that does not exist; None if there is no suggestion."""
-    counterpart = find_counterpart(name)
-    if counterpart is not None:
-        if counterpart.field is None:
-            return f"{counterpart.note}."
-        note = f" ({counterpart.note})" if counterpart.note else ""
-        # the value of a table would turn on what is off here
-        is_off = foreign_names.is_off(value)
-        field = counterpart.field_name if is_off else counterpart.field
-        return f"unknown. Use {field}{note}."
-    section_name, _, last = name.rpartition(".")
-    names = _find_fields(foreign_names.normalize(last))
-    section = _find_section(name.split("."))
-    if not names and section is not None:
-        near = errors.find_nearest(last, section.model_fields)
-        if near is not None:
-            names = [f"{section_name}.{near}" if section_name else near]
-    return f"unknown. Did you mean {errors.format_choices(names)}?" if names else None
-
-
-def find_counterpart(name: str) -> Counterpart | None:
-    """Returns the counterpart in jaxsp of another system's option.
-
-    Also of the name of a field without its section, or in a section that jaxsp does not have.
-    """
-    counterpart = foreign_names.find(name)
-    section_name, dot, _ = name.partition(".")
-    if counterpart is not None or (dot and section_name in SECTIONS):
-        return counterpart
-    names = _find_fields(foreign_names.normalize(name.rpartition(".")[2]))
-    if len(names) != 1:
-        return None
-    return Counterpart(names=(name,), field=names[0], takes_value=True)
-
-
-def suggest_override(name: str) -> str | None:
-    """Returns a `field=value` that works for the field that a name stands for, if that is clear."""
-    example = format_example(name)
-    if example is not None:
-        return example
-    counterpart = find_counterpart(name)
-    field = counterpart.field if counterpart is not None else None
-    return field if field is None or "=" in field else format_example(field)
-
-
-def coerce_value(field: str, value: Any) -> Any:
-    """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
-    *_, name = path = field.split(".")
-    section = _find_section(path)
-    if section is None:
-        return None
-    is_whole = isinstance(value, float) and value.is_integer()
-    for candidate in (value, int(value)) if is_whole else (value,):
-        try:
-            section.model_validate({name: candidate})
-        except pydantic.ValidationError as error:
-            if any(finding["loc"][0] == name for finding in error.errors()):
-                continue
-        return candidate
-    return None
-
-
 def _format_setting(name: str, value: Any) -> str:
     return f"{name} = {yaml_io.format_value(value)}"
-
-
-def _inner_sections(annotation: Any) -> list[Section]:
-    """Sections in a field's type: the section itself, or the entries of a list."""
-    types = (annotation, *get_args(annotation))
-    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, ConfigSection)]
-
-
-def _find_section(path: list[str]) -> Section | None:
-    """The class that declares the last field of a path and its neighbors."""
-    section: Section = Config
-    for part in path[:-1]:
-        if not part.isdigit():
-            field = section.model_fields.get(part)
-            inner = _inner_sections(field.annotation) if field is not None else []
-            if not inner:
-                return None
-            section = inner[0]
-    return section
-
-
-def _find_fields(name: str) -> list[str]:
-    """Dotted names of all fields of that name; for entries of a list, with the index 0.
-
-    Names of model.rope and eval.tasks are too general: `seed` is run.seed. The table of foreign
-    names has those that fit.
-    """
-    found = []
-    for section_name, section in SECTIONS.items():
-        if name in section.model_fields:  # optimizer.weight_decay, and not that of a group
-            found.append(f"{section_name}.{name}")
-            continue
-        if section is EvalConfig:
-            continue
-        for field_name, field in section.model_fields.items():
-            entries = _inner_sections(field.annotation)
-            is_list = get_origin(field.annotation) is tuple
-            if is_list and any(name in entry.model_fields for entry in entries):
-                found.append(f"{section_name}.{field_name}.0.{name}")
-                break  # data.eval has the fields of data.train
-    return found
-
-
-def _describe_meaning(path: list[str], value: Any = None) -> str:
-    """The first sentence about a field, and a value that works; the fields of a section."""
-    section = _find_section(path)
-    field = section.model_fields.get(path[-1]) if section is not None else None
-    if field is not None and field.description:
-        first_sentence = re.split(r"(?<=\.)\s", " ".join(field.description.split()))[0]
-        return f" {first_sentence} For example {format_example('.'.join(path), value)}."
-    inner = _find_section([*path, ""])
-    if inner is None:
-        return ""
-    return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}."
-
-
-def format_example(name: str, value: Any = None) -> str | None:
-    """Returns `field=value` with a value that works, if possible one near an invalid value."""
-    section = _find_section(name.split("."))
-    field = section.model_fields.get(name.rpartition(".")[2]) if section is not None else None
-    if field is None or field.annotation in SECTIONS.values():
-        return None
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    candidates = [
-        coerce_value(name, value) if value is not None else None,
-        errors.find_nearest(str(value), choices),
-        field.examples[0] if field.examples else field.default,
-    ]
-    example = next((candidate for candidate in candidates if candidate is not None), None)
-    text = example if isinstance(example, str) else yaml_io.format_value(example)
-    return f"{name}={text}"

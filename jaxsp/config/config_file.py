@@ -1,34 +1,30 @@
 """Reading, checking and writing the YAML file of a config."""
 
 import copy
+import inspect
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pydantic
 import yaml
 
-from jaxsp.config import config_errors, cross_checks, foreign_names, yaml_io
-from jaxsp.config.schema import Config
+from jaxsp.config import foreign_names, yaml_io
+from jaxsp.config.config_errors import Schema
+from jaxsp.config.fields import ConfigSection
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
 _MIN_FOREIGN_OPTIONS = 5
 """Minimum number of unknown options in a config of another system."""
 
-_STARTER = {
-    "run": ("directory", "epochs"),
-    "model": ("source",),
-    "data": ("train", "row_tokens"),
-    "batch": ("rows_per_step",),
-    "optimizer": ("learning_rate",),
-}
-"""Fields of the smallest config."""
-
-
-def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
-    """Loads a YAML file, changed by `key.path=value` words. Raises: UserError with all problems."""
-    return parse(read(path), changes, name=str(path))
+_STARTER = """\
+run: {directory: runs/first, epochs: 1}
+model: {source: Qwen/Qwen3-0.6B}
+data: {train: [{source: notes/*.txt, format: text}], row_tokens: 8192}
+batch: {rows_per_step: 8}
+optimizer: {learning_rate: 1e-05}"""
+"""The smallest config."""
 
 
 def read(path: str | pathlib.Path) -> dict[str, Any]:
@@ -56,32 +52,62 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def parse(
-    fields: dict[str, Any], changes: Sequence[str] = (), *, name: str = "CONFIG.yaml"
-) -> Config:
+    schema: Schema,
+    fields: dict[str, Any],
+    changes: Sequence[str] = (),
+    *,
+    rules: Sequence[Callable[..., Iterable[str]]] = (),
+    name: str = "CONFIG.yaml",
+    optional: Collection[str] = (),
+) -> Any:
     """Checks nested fields, changed by `key.path=value` words.
 
-    Args: name: name of their file, for messages.
+    Args:
+        rules: functions that yield a line for each problem between sections; the names of their
+            parameters are those of the sections, and those of invalid sections are not called.
+        name: name of their file, for messages.
+        optional: sections that may be missing; their required fields are then not set.
+    Returns: a `schema.config`.
     Raises: UserError with all problems.
     """
     fields = copy.deepcopy(fields)
     problems = []
     for word in changes:
         key = word.partition("=")[0]
-        example = config_errors.suggest_override(key) or "mesh.seq=4"
-        problem = apply_override(fields, word, example_override=example)
-        if problem:
+        example = schema.suggest_override(key) or "mesh.seq=4"
+        if problem := apply_override(schema, fields, word, example_override=example):
             problems.append(problem)
-    problems += cross_checks.check(fields)
-    try:
-        config = Config.model_validate(fields)
-    except pydantic.ValidationError as error:
-        problems += _explain_problems(fields, error, name=name)
+    sections: dict[str, Any] = {}
+    findings: list[Any] = [
+        {"type": "extra_forbidden", "loc": (key,), "input": value}
+        for key, value in fields.items()
+        if key not in schema.sections
+    ]
+    for key, field in schema.config.model_fields.items():
+        if key in fields:
+            try:
+                sections[key] = schema.validate(key, fields[key])
+            except pydantic.ValidationError as error:
+                findings += [each | {"loc": (key, *each["loc"])} for each in error.errors()]
+        elif not field.is_required():
+            sections[key] = field.get_default()
+        elif key in optional:
+            sections[key] = schema.sections[key].sections[0].model_construct()
+        else:
+            findings.append({"type": "missing", "loc": (key,), "input": None})
+    for rule in rules:
+        needed = inspect.signature(rule).parameters
+        if sections.keys() >= needed.keys():
+            problems += rule(**{key: sections[key] for key in needed})
+    problems += _explain_problems(schema, fields, findings, name=name)
     if problems:
-        raise UserError(dict.fromkeys(problems))
-    return config
+        raise UserError(dict.fromkeys(problems), is_named=True)
+    return schema.config.model_construct(_fields_set={*fields}, **sections)
 
 
-def apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
+def apply_override(
+    schema: Schema, fields: dict[str, Any], override: str, *, example_override: str
+) -> str | None:
     """Sets one `key.path=value` in nested fields, or returns the problem with it.
 
     Args:
@@ -116,51 +142,49 @@ def apply_override(fields: dict[str, Any], override: str, *, example_override: s
             break
         if isinstance(parent, dict) and parent.get(index) is None:
             parent[index] = {}
+        choice = schema.find_choice(path[: depth + 1])
+        if isinstance(parent[index], str) and choice is not None and choice.is_name:
+            parent[index] = {choice.selector: parent[index]}
         parent = parent[index]
     return None
 
 
-def save(config: Config, path: pathlib.Path) -> None:
+def save(config: ConfigSection, path: pathlib.Path) -> None:
     """Writes the config with all defaults, so that `load(path, [])` returns it."""
     text = yaml_io.dump(config.model_dump(mode="json"))
     files.write_atomic(path, text)
 
 
 def _explain_problems(
-    fields: dict[str, Any], error: pydantic.ValidationError, *, name: str
+    schema: Schema, fields: dict[str, Any], findings: Sequence[Any], *, name: str
 ) -> list[str]:
     """Returns one line per finding; one line for all options of another system."""
-    findings = [
-        finding
-        for finding in error.errors()
-        # pydantic counts a list whose only entry is invalid as empty
-        if finding["type"] != "too_short" or not finding["input"]
-    ]
+    # pydantic counts a list whose only entry is invalid as empty
+    findings = [each for each in findings if each["type"] != "too_short" or not each["input"]]
     # names at the top of the config that are in no section of jaxsp
     options = [
-        str(name)
-        for name, value in fields.items()
-        if config_errors.find_near_section([str(name)], value) is None
+        str(key)
+        for key, value in fields.items()
+        if schema.find_near_section([str(key)], value) is None
         and (
-            name not in config_errors.SECTIONS
+            key not in schema.sections
             # optimizer: adamw is another system's
-            or (not isinstance(value, dict | None) and foreign_names.find(name) is not None)
+            or (not isinstance(value, dict | None) and foreign_names.find(key) is not None)
         )
     ]
     if len(options) < _MIN_FOREIGN_OPTIONS:
-        return list(config_errors.explain_errors(findings))
+        return list(schema.explain_errors(findings))
     own_findings = [
         finding
         for finding in findings
         if finding["loc"][0] not in options
         and (finding["type"] != "missing" or len(finding["loc"]) > 1)
     ]
-    examples = ", ".join(list(options)[:3])
     return [
-        f"{name}: has {len(options)} options of another system ({examples}, ...). "
+        f"{name}: has {len(options)} options of another system ({', '.join(options[:3])}, ...). "
         f"Convert it: jaxsp convert {name} --gpus 8 > my.yaml. A jaxsp config has the sections "
-        f"{', '.join(config_errors.SECTIONS)}.",
-        *config_errors.explain_errors(own_findings),
+        f"{', '.join(schema.sections)}.",
+        *schema.explain_errors(own_findings),
     ]
 
 
@@ -172,9 +196,4 @@ def _suggest_start() -> list[str]:
         if path.is_file():
             return [f"Try {path}."]
     first = "Write a config such as this one (python -m jaxsp.train --help lists all fields):"
-    lines = []
-    for section, names in _STARTER.items():
-        examples = [config_errors.format_example(f"{section}.{name}") or "" for name in names]
-        fields = [example.partition(".")[2].replace("=", ": ", 1) for example in examples]
-        lines.append(f"{section}: {{{', '.join(fields)}}}")
-    return [first, *lines]
+    return [first, *_STARTER.splitlines()]

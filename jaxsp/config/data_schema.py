@@ -1,11 +1,13 @@
 """Config sections of the data and the batch."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import (
+    HERE,
     ConfigSection,
     Date,
     NonNegativeCount,
@@ -130,6 +132,56 @@ class DataConfig(ConfigSection):
     """Maximum number of skipped records per source. With more, the run does not start."""
     num_workers: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of processes that tokenize. null: one per core, or fewer for little data."""
+
+    @property
+    def eval_names(self) -> list[str]:
+        """Names of the eval sets."""
+        names = [source.name or source.source for source in self.eval]
+        return names if self.eval_fraction is None else [*names, "held_out"]
+
+    def find_problems(self) -> Iterator[str]:
+        for number, source in enumerate(self.eval):
+            if source.weight is not None:
+                yield (
+                    f"{HERE}.eval.{number}.weight: must not be set, because each eval set is "
+                    "evaluated separately, as a whole. Leave it out."
+                )
+                break
+        has_weight = [source.weight is not None for source in self.train]
+        if any(has_weight) and not all(has_weight):
+            index = has_weight.index(False)
+            yield (
+                f"{HERE}.train.{index}.weight: missing. Set it for all sources or for none: "
+                f"{HERE}.train.{index}.weight=1."
+            )
+        formats = [source.format for source in (*self.train, *self.eval)]
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(self, name) and not {*formats} - {"text", "tokens"}:
+                yield (
+                    f"{self.show(name)}: has no effect, because all sources have the format text "
+                    "or tokens. Leave it out."
+                )
+        pairs = [name for name in formats if name in PAIR_FORMATS]
+        if self.train_on == "all" and pairs:
+            yield (
+                f"{HERE}.train_on = all: only completions of records with format: {pairs[0]} have "
+                f"a loss. Use {HERE}.train_on=assistant."
+            )
+        default = type(self).model_fields["max_segments_per_row"].default
+        # A run saves its config with all defaults, so this default must be valid for short rows too
+        if default != self.max_segments_per_row > self.row_tokens:
+            yield (
+                f"{self.show('max_segments_per_row')}: must be at most {self.row_tokens}, the "
+                f"tokens of a row. Use {min(default, self.row_tokens)}, or the number your "
+                "documents need."
+            )
+        names = self.eval_names
+        if self.eval_fraction is not None and "held_out" in names[:-1]:
+            name = f"{HERE}.eval.{names.index('held_out')}.name"
+            yield (
+                f"{name} = held_out: is also the name of the documents that {HERE}.eval_fraction "
+                f"holds out. Use another name: {name}=held_out-{names.index('held_out')}."
+            )
 
 
 class BatchConfig(ConfigSection):

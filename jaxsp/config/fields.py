@@ -1,11 +1,21 @@
 """Base class and field types of the config's sections."""
 
+import dataclasses
+from collections.abc import Iterator
 from datetime import date, timedelta
 from typing import Annotated, Any
 
 import pydantic
+from pydantic_core import PydanticCustomError, core_schema
 
+from jaxsp.config import yaml_io
 from jaxsp.core import durations, paths, urls
+
+HERE = "\0"
+"""The name of a section in the texts of its rules, which do not know it."""
+
+BROKEN_RULES = "rules"
+"""Type of pydantic's error for `ConfigSection.find_problems`."""
 
 
 class ConfigSection(pydantic.BaseModel):
@@ -17,6 +27,88 @@ class ConfigSection(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
+
+    def find_problems(self) -> Iterator[str]:
+        """Yields a line for each rule about several fields of the section that is broken.
+
+        The section is HERE: `f"{self.show('momentum')}: must be 0. Use {HERE}.momentum=0."`
+        """
+        yield from ()
+
+    def check_exactly_one(self, first: str, second: str, role: str) -> Iterator[str]:
+        """Checks that exactly one of two fields of a section is set."""
+        if getattr(self, first) is None and getattr(self, second) is None:
+            yield f"{HERE}.{first}, {HERE}.{second}: missing. Set one of them for {role}."
+        elif getattr(self, first) is not None and getattr(self, second) is not None:
+            yield (
+                f"{self.show(first)}, {self.show(second)}: only one of them may be set. "
+                f"Write {HERE}.{first}=null or {HERE}.{second}=null."
+            )
+
+    def show(self, name: str) -> str:
+        """A field with its value, for the lines of `find_problems`."""
+        return f"{HERE}.{name} = {yaml_io.format_value(getattr(self, name))}"
+
+    @pydantic.model_validator(mode="after")
+    def _check_rules(self) -> "ConfigSection":
+        problems = [
+            f"{self.show(name)}: must not contain a NUL character. Remove it."
+            for name, value in self
+            if not isinstance(value, ConfigSection) and "\\0" in repr(value)
+        ]
+        if problems := [*problems, *self.find_problems()]:
+            raise PydanticCustomError(BROKEN_RULES, "rules", {"problems": problems})
+        return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Annotation of a field whose value selects one of several classes, each with own fields.
+
+    `optimizer: Annotated[Optimizer, Choice(selector="name", types=(AdamW, Sgd), default="adamw")]`
+    reads `{name: sgd, momentum: 0.9}` as Sgd(momentum=0.9). The selector is a field of each class,
+    whose default is the name of the class.
+    """
+
+    selector: str
+    types: tuple[type[ConfigSection], ...]
+    default: str | None = None
+    """Name of the class if the selector is not set."""
+    is_name: bool = False
+    """True if the name of a class stands for it with the defaults of its fields."""
+
+    def by_name(self) -> dict[str, type[ConfigSection]]:
+        """The classes by name."""
+        return {own.model_fields[self.selector].default: own for own in self.types}
+
+    def find(self, value: Any) -> str | None:
+        """Name of the class that a value selects, right or wrong."""
+        if isinstance(value, dict):
+            found = value.get(self.selector, self.default)
+            return found if self.selector not in value else str(found)
+        return getattr(value, self.selector, None)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        by_name = {name: handler.generate_schema(own) for name, own in self.by_name().items()}
+        union = core_schema.tagged_union_schema(by_name, discriminator=self.find)
+        return core_schema.no_info_before_validator_function(self._prepare, union)
+
+    def _prepare(self, value: Any) -> Any:
+        """The mapping for a name, and without fields of other classes that are null."""
+        if self.is_name and isinstance(value, str):
+            return {self.selector: value}
+        own = self.by_name().get(self.find(value) or "")
+        if own is None or not isinstance(value, dict):
+            return value
+        return {
+            name: entry
+            for name, entry in value.items()
+            if entry is not None or name in own.model_fields or not self.owners(name)
+        }
+
+    def owners(self, name: str) -> list[str]:
+        """Names of the classes that have a field."""
+        return [own for own, kind in self.by_name().items() if name in kind.model_fields]
 
 
 MAX_COUNT = 2**31 - 1

@@ -1,5 +1,6 @@
 """Config sections of the run, its checkpoints and its logs."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -7,6 +8,7 @@ import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import (
+    HERE,
     ConfigSection,
     Duration,
     NonNegativeCount,
@@ -121,6 +123,24 @@ class RunConfig(ConfigSection):
     on GPUs, each of which times kernels for itself, also have that of auto. null: none."""
 
     _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
+
+    def find_problems(self) -> Iterator[str]:
+        yield from self.check_exactly_one(
+            "steps", "epochs", f"the length of training, for example {HERE}.epochs=1"
+        )
+        for name in ("save_every", "eval_every"):
+            if self.epochs is None and getattr(self, name) == "epoch":
+                yield (
+                    f"{HERE}.{name} = epoch: needs {HERE}.epochs. "
+                    f"Use {HERE}.epochs=1 instead of {HERE}.steps, or {HERE}.{name}=100."
+                )
+        if self.early_stopping_patience is None:
+            for name, unset in (("early_stopping_min_delta", 0), ("early_stopping_metric", "loss")):
+                if getattr(self, name) != unset:
+                    yield (
+                        f"{self.show(name)}: has no effect without {HERE}.early_stopping_patience. "
+                        f"Set {HERE}.early_stopping_patience=3, or {HERE}.{name}={unset}."
+                    )
 
     @pydantic.field_validator("save_every", mode="before")
     @classmethod

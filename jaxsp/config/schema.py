@@ -1,5 +1,6 @@
 """The config of a run: its sections, and the fields of model, mesh, attention and memory."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -9,14 +10,13 @@ from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import (
+    HERE,
     MAX_COUNT,
     ConfigSection,
     NonNegativeFloat,
     PositiveCount,
     with_examples,
 )
-from jaxsp.config.objective_schema import ObjectiveConfig
-from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.config.rope_schema import RopeConfig
 from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
 
@@ -69,6 +69,11 @@ class ModelSourceConfig(ConfigSection):
 
     _expand_home = pydantic.field_validator("source", "tokenizer")(fields.expand_home)
 
+    def find_problems(self) -> Iterator[str]:
+        yield from self.check_exactly_one(
+            "source", "config", "the model, for example model.source=Qwen/Qwen3-0.6B"
+        )
+
 
 class MeshConfig(ConfigSection):
     """Device mesh of replica x data x seq devices."""
@@ -85,6 +90,10 @@ class MeshConfig(ConfigSection):
     virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
     """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
     with an accelerator."""
+
+    def find_problems(self) -> Iterator[str]:
+        if self.seq == "auto" and self.data != -1:
+            yield f"{HERE}.seq = auto: needs a mesh.data that follows from it. Use {HERE}.data=-1."
 
     @pydantic.field_validator("data")
     @classmethod
@@ -194,6 +203,28 @@ class MemoryConfig(ConfigSection):
     """Dtype in which gradients of sharded weights are sent and summed. Gradients of small weights
     are always summed in float32."""
 
+    def find_problems(self) -> Iterator[str]:
+        offloaded = self.offload_activations
+        if self.remat == "full" and offloaded == "layer_inputs_and_attention":
+            yield (
+                f"{self.show('offload_activations')}: memory.remat = full keeps no results of "
+                f"attention. Use {HERE}.offload_activations=layer_inputs, or "
+                f"{HERE}.remat=save_attention."
+            )
+        for name, off in (("offload_every", (1,)), ("offload_during_attention", ("auto", "never"))):
+            if getattr(self, name) in off:
+                continue
+            if offloaded != "layer_inputs":
+                yield (
+                    f"{self.show(name)}: needs layer inputs in host memory. Use "
+                    f"{HERE}.offload_activations=layer_inputs, or {HERE}.{name}={off[0]}."
+                )
+            if self.remat not in ("auto", "full"):
+                yield (
+                    f"{self.show(name)}: {HERE}.remat = {self.remat} keeps more than layer inputs. "
+                    f"Use {HERE}.remat=full."
+                )
+
     @pydantic.field_validator("kept_mlp_layers", mode="before")
     @classmethod
     def _check_kept_layers(cls, value: Any) -> Any:
@@ -210,7 +241,7 @@ class MemoryConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """The config of a run."""
+    """The config of a run; setup/config_file.py has the classes of its optimizer and objective."""
 
     run: RunConfig
     model: ModelSourceConfig
@@ -218,8 +249,8 @@ class Config(ConfigSection):
     attention: AttentionConfig = AttentionConfig()
     data: DataConfig
     batch: BatchConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
-    optimizer: OptimizerConfig
+    objective: Any
+    optimizer: Any
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
     eval: EvalConfig = EvalConfig()

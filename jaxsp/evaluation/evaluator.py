@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.blocks import layers
-from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
@@ -26,8 +25,9 @@ from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
 from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
-from jaxsp.objectives import objective
-from jaxsp.objectives.objective import PairSums
+from jaxsp.objectives import pair_sums
+from jaxsp.objectives.objective import Sft
+from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.runtime import device_mesh
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
@@ -114,7 +114,7 @@ class Evaluator:
                 "objective.type = reward: a reward model predicts no tokens, so it has no answers. "
                 "Leave out eval.tasks and --lm-eval."
             )
-        config = self.config.model_copy(update={"objective": ObjectiveConfig()})
+        config = self.config.model_copy(update={"objective": Sft()})
         return Evaluator(dataclasses.replace(self.spec, config=config, has_split_pairs=False), [])
 
     def run(
@@ -218,7 +218,6 @@ class Evaluator:
 
 def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums:
     """Sums over the pairs of a whole data set, of which an objective may need all."""
-    config = spec.config.objective
     assert spec.objective is not None
     num_pairs = len(documents.lengths) // 2
     references_D = documents.references
@@ -238,8 +237,8 @@ def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums
         num_pairs=jnp.float32(num_pairs),
         num_first_tokens=jnp.float32(sums.num_tokens_D[::2].sum()),
     )
-    losses_P = objective.compute_losses(spec.objective, config, pairs)
-    measured = objective.measure(spec.objective, config, pairs, losses_P)
+    losses_P = pair_sums.compute_losses(spec.objective, pairs)
+    measured = pair_sums.measure(spec.objective, pairs, losses_P)
     counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
     return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 

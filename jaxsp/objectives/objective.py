@@ -1,124 +1,69 @@
-"""Interface of objectives: losses of pairs of documents, from sums over their tokens.
+"""Base classes of objectives: what a step minimizes."""
 
-The sums are taken over the mesh in the forward pass. The derivative of the loss by a document's
-log-probability is the weight of its tokens in the backward pass, so that no collective is ever
-differentiated, and an objective is a function of a few numbers for each pair.
+import abc
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-Dims: P pairs of documents, of which not all may be real; 2 documents: chosen and rejected, or the
-answer and the mismatched one of an unpaired record.
-"""
+from jaxsp.config.fields import ConfigSection, NonNegativeFloat, PositiveFloat, with_examples
 
-import dataclasses
-from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
-
-from jaxsp.config.objective_schema import ObjectiveConfig
+if TYPE_CHECKING:
+    from jaxsp.objectives.pair_sums import PairSums
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PairSums:
-    """Sums over the documents of pairs. All are 0 for pairs that are not real."""
+class Objective(ConfigSection):
+    """Objective: what a step minimizes."""
 
-    logps_P2: Float32[Array, "P 2"]
-    """Log-probability of each document's loss tokens by the trained model."""
-    references_P2: Float32[Array, "P 2"]
-    """The same by the reference model."""
-    counts_P2: Float32[Array, "P 2"]
-    """Number of each document's loss tokens."""
-    is_real_P: Bool[Array, "P"]
-    is_desirable_P: Bool[Array, "P"]
-    """Label of unpaired records."""
-    num_pairs: Float32[Array, ""]
-    """Number of pairs of the whole step."""
-    num_first_tokens: Float32[Array, ""]
-    """Number of loss tokens of the first documents of all pairs of the step."""
+    type: str
+    """Objective. All except sft learn from preferences; the loss of a step is the mean over its
+    pairs."""
 
-    @property
-    def ratios_P2(self) -> Float32[Array, "P 2"]:
-        """Log-ratio of each document's probability by the trained and the reference model."""
-        return self.logps_P2 - self.references_P2
-
-    @property
-    def mean_logps_P2(self) -> Float32[Array, "P 2"]:
-        """Log-probability of each document per loss token."""
-        return self.logps_P2 / jnp.maximum(self.counts_P2, 1)
+    format: ClassVar[str | None] = None
+    """Format of records that it needs; None for sft, which takes the others."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Objective:
-    """An objective; `registry.OBJECTIVES` has all of them."""
+class Sft(Objective):
+    """Mean token loss."""
 
-    losses: Callable[[ObjectiveConfig, PairSums], Float32[Array, "P"]]
-    """Loss of each pair, without the SFT term."""
-    rewards: Callable[[ObjectiveConfig, PairSums], Float32[Array, "P 2"]]
-    """Implicit reward of each document, for metrics."""
-    measure: Callable[[PairSums], dict[str, Array]] = lambda pairs: {}
-    """Sums for metrics that only this objective has."""
-    needs_reference: bool = True
-    needs_step: bool = False
+    type: Literal["sft"] = "sft"
+
+
+class PairObjective(Objective, abc.ABC):
+    """Objective of pairs of documents, with defaults as in TRL 1.16.
+
+    Losses and rewards are functions of `PairSums`, inside jit.
+    """
+
+    format: ClassVar[str | None] = "preference"
+    needs_reference: ClassVar[bool] = False
+    """True if it compares with a reference model."""
+    needs_step: ClassVar[bool] = False
     """True if the loss of a pair depends on other pairs of the step."""
 
+    @abc.abstractmethod
+    def losses(self, pairs: "PairSums") -> Any:
+        """Loss of each pair, float32[P], without the SFT term."""
 
-def compute_losses(
-    objective: Objective, config: ObjectiveConfig, pairs: PairSums
-) -> Float32[Array, "P"]:
-    """Loss of each pair, 0 if it is not real; the step's loss is their mean."""
-    losses_P = objective.losses(config, pairs)
-    sft_weight = config.value("sft_weight") if "sft_weight" in config.defaults else 0
-    if sft_weight:
-        # so that the mean over pairs is the mean over all tokens of chosen answers
-        factor = sft_weight * pairs.num_pairs / jnp.maximum(pairs.num_first_tokens, 1)
-        losses_P = losses_P - factor * pairs.logps_P2[:, 0]
-    return jnp.where(pairs.is_real_P, losses_P, 0)
+    @abc.abstractmethod
+    def rewards(self, pairs: "PairSums") -> Any:
+        """Implicit reward of each document, float32[P, 2], for metrics."""
 
-
-def differentiate(
-    objective: Objective, config: ObjectiveConfig, pairs: PairSums
-) -> tuple[Float32[Array, "P"], Float32[Array, "P 2"]]:
-    """Losses of pairs, and the derivative of their sum by the log-probability of each document."""
-
-    def compute(logps_P2: Array) -> Array:
-        return compute_losses(objective, config, dataclasses.replace(pairs, logps_P2=logps_P2))
-
-    losses_P, pull = jax.vjp(compute, pairs.logps_P2)
-    return losses_P, pull(jnp.ones_like(losses_P))[0]
+    def measure(self, pairs: "PairSums") -> dict[str, Any]:
+        """Sums for metrics that only this objective has."""
+        return {}
 
 
-def measure(
-    objective: Objective, config: ObjectiveConfig, pairs: PairSums, losses_P: Float32[Array, "P"]
-) -> dict[str, Array]:
-    """Sums over pairs, of which `metric_table` makes metrics.
+class Relative(PairObjective):
+    """Objective with a reference model, whose rewards are log-ratios to it."""
 
-    Unpaired records are chosen if they are desirable, and otherwise rejected.
-    """
-    rewards_P2 = objective.rewards(config, pairs)
-    first_P, second_P = jnp.moveaxis(jnp.stack([rewards_P2, pairs.logps_P2]), 2, 0)
-    sums = {"loss_sum": losses_P.sum()} | objective.measure(pairs)
-    is_chosen_P = pairs.is_real_P
-    is_rejected_P = pairs.is_real_P
-    if config.format == "unpaired":
-        is_chosen_P &= pairs.is_desirable_P
-        is_rejected_P &= ~pairs.is_desirable_P
-        second_P = first_P
-    else:
-        # relative to a reference, all margins are rounding errors before the first update
-        scale = 1e-6 * config.value("beta") if objective.needs_reference else 0.0
-        tolerance_P = scale * jnp.abs(pairs.logps_P2).sum(1)
-        is_right_P = pairs.is_real_P & (rewards_P2[:, 0] - rewards_P2[:, 1] > tolerance_P)
-        sums["num_pairs_right"] = is_right_P.sum(dtype=jnp.int32)
-    sums["num_both"] = jnp.minimum(is_chosen_P.sum(), is_rejected_P.sum()).astype(jnp.int32)
-    for name, is_used_P, used_P in (
-        ("chosen", is_chosen_P, first_P),
-        ("rejected", is_rejected_P, second_P),
-    ):
-        reward_sum, logp_sum = jnp.where(is_used_P[None], used_P, 0).sum(-1)
-        sums |= {
-            f"num_{name}": is_used_P.sum(dtype=jnp.int32),
-            f"{name}_reward_sum": reward_sum,
-            f"{name}_logp_sum": logp_sum,
-        }
-    return sums
+    needs_reference: ClassVar[bool] = True
+    beta: Annotated[PositiveFloat, with_examples(0.1)] = 0.1
+    """Strength of the pull toward the reference model; for ipo the tau of the paper."""
+
+    def rewards(self, pairs: "PairSums") -> Any:
+        return self.beta * pairs.ratios_P2
+
+
+class WithSft(PairObjective):
+    """Objective whose loss can have the loss of chosen answers added."""
+
+    sft_weight: Annotated[NonNegativeFloat, with_examples(0.1)] = 0.0
+    """Factor of the mean loss of the chosen answers' tokens, which is added to the loss."""

@@ -1,103 +1,149 @@
-"""Losses of pairs: a chosen and a rejected answer to one prompt.
+"""Objectives of pairs: a chosen and a rejected answer to one prompt.
 
-Names, signs and defaults are those of TRL 1.16 (DPOTrainer; CPOTrainer for SimPO; ORPOTrainer;
-RewardTrainer).
+Names, signs and defaults are those of TRL 1.16 (DPOTrainer; CPOTrainer for SimPO, which adds the
+SFT term by default, unlike the paper; ORPOTrainer; RewardTrainer).
 """
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from jaxsp.config.objective_schema import ObjectiveConfig
-from jaxsp.objectives.objective import PairSums
+from jaxsp.config.fields import NonNegativeFloat, PositiveFloat, with_examples
+from jaxsp.objectives.objective import PairObjective, Relative, WithSft
 
-Losses = Float32[Array, "P"]
-Rewards = Float32[Array, "P 2"]
+if TYPE_CHECKING:
+    from jaxsp.objectives.pair_sums import PairSums
 
 
-def compute_dpo(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Sigmoid loss of the margin. Source: DPO, arXiv:2305.18290, equation 7; with label smoothing
-    conservative DPO, Mitchell 2023."""
-    return _smooth_sigmoid_loss(config, _dpo_margin(config, pairs))
+class _Smoothed(PairObjective):
+    label_smoothing: Annotated[float, with_examples(0.1, ge=0, lt=0.5, allow_inf_nan=False)] = 0.0
+    """Assumed probability that chosen and rejected are swapped; dpo is then conservative DPO."""
+
+    def smooth(self, margin_P: Any) -> Any:
+        """Sigmoid loss of a margin, float32[P]."""
+        import jax
+
+        right_P = (1 - self.label_smoothing) * jax.nn.log_sigmoid(margin_P)
+        return -right_P - self.label_smoothing * jax.nn.log_sigmoid(-margin_P)
 
 
-def compute_hinge(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Hinge loss of the margin. Source: SLiC, arXiv:2305.10425, on DPO's margin."""
-    return jax.nn.relu(1 - _dpo_margin(config, pairs))
+class _RelativePair(Relative, WithSft):
+    def margin(self, pairs: "PairSums") -> Any:
+        """Difference of the implicit rewards, float32[P]."""
+        rewards_P2 = self.rewards(pairs)
+        return rewards_P2[:, 0] - rewards_P2[:, 1]
 
 
-def compute_ipo(config: ObjectiveConfig, pairs: PairSums) -> Losses:
+class Dpo(_RelativePair, _Smoothed):
+    """Sigmoid loss of the difference between log-probabilities of chosen and rejected, relative to
+    the reference model.
+
+    Source: DPO, arXiv:2305.18290, equation 7; conservative DPO, Mitchell 2023.
+    """
+
+    type: Literal["dpo"] = "dpo"
+
+    def losses(self, pairs: "PairSums") -> Any:
+        return self.smooth(self.margin(pairs))
+
+
+class Hinge(_RelativePair):
+    """Hinge loss of dpo's margin. Source: SLiC, arXiv:2305.10425."""
+
+    type: Literal["hinge"] = "hinge"
+
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax
+
+        return jax.nn.relu(1 - self.margin(pairs))
+
+
+class Ipo(_RelativePair):
     """Squared loss of the log-ratios per token. Source: IPO, arXiv:2310.12036, equation 17."""
-    ratios_P2 = pairs.ratios_P2 / jnp.maximum(pairs.counts_P2, 1)
-    return (ratios_P2[:, 0] - ratios_P2[:, 1] - 1 / (2 * config.value("beta"))) ** 2
+
+    type: Literal["ipo"] = "ipo"
+
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax.numpy as jnp
+
+        ratios_P2 = pairs.ratios_P2 / jnp.maximum(pairs.counts_P2, 1)
+        return (ratios_P2[:, 0] - ratios_P2[:, 1] - 1 / (2 * self.beta)) ** 2
 
 
-def compute_robust(config: ObjectiveConfig, pairs: PairSums) -> Losses:
+class Robust(_RelativePair, _Smoothed):
     """DPO without the bias of swapped labels. Source: arXiv:2403.00409, equation 4."""
-    margin_P = _dpo_margin(config, pairs)
-    smoothing = config.value("label_smoothing")
-    right_P = (1 - smoothing) * jax.nn.log_sigmoid(margin_P)
-    swapped_P = smoothing * jax.nn.log_sigmoid(-margin_P)
-    return (swapped_P - right_P) / (1 - 2 * smoothing)
+
+    type: Literal["robust"] = "robust"
+
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax
+
+        margin_P = self.margin(pairs)
+        right_P = (1 - self.label_smoothing) * jax.nn.log_sigmoid(margin_P)
+        swapped_P = self.label_smoothing * jax.nn.log_sigmoid(-margin_P)
+        return (swapped_P - right_P) / (1 - 2 * self.label_smoothing)
 
 
-def compute_simpo(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Sigmoid loss of mean log-probabilities. Source: SimPO, arXiv:2405.14734, equation 6."""
-    rewards_P2 = mean_rewards(config, pairs)
-    return _smooth_sigmoid_loss(config, rewards_P2[:, 0] - rewards_P2[:, 1] - config.value("gamma"))
+class _Mean(WithSft):
+    beta: Annotated[PositiveFloat, with_examples(0.1)] = 0.1
+    """Scale of the rewards of simpo, and weight of orpo's odds ratio."""
+
+    def rewards(self, pairs: "PairSums") -> Any:
+        return self.beta * pairs.mean_logps_P2
 
 
-def compute_orpo(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Sigmoid loss of the odds ratio; the SFT term is part of it (objective.sft_weight).
+class Simpo(_Mean, _Smoothed):
+    """Sigmoid loss of mean log-probabilities, without a reference model.
+
+    Source: SimPO, arXiv:2405.14734, equation 6.
+    """
+
+    type: Literal["simpo"] = "simpo"
+    gamma: Annotated[NonNegativeFloat, with_examples(0.5)] = 0.5
+    """Target margin."""
+
+    def losses(self, pairs: "PairSums") -> Any:
+        rewards_P2 = self.rewards(pairs)
+        return self.smooth(rewards_P2[:, 0] - rewards_P2[:, 1] - self.gamma)
+
+
+class Orpo(_Mean):
+    """Sigmoid loss of the odds ratio, without a reference model; the SFT term is part of it.
 
     Source: ORPO, arXiv:2403.07691, equations 6 and 7. Differs: TRL's SFT term includes the tokens
         of prompts.
     """
-    logps_P2 = jnp.where(pairs.is_real_P[:, None], pairs.mean_logps_P2, -1)
-    logps_P2 = jnp.minimum(logps_P2, -1e-6)  # the odds of probability 1 are infinite
-    log_odds_P2 = logps_P2 - _log_complement(logps_P2)
-    log_ratio_P = log_odds_P2[:, 0] - log_odds_P2[:, 1]
-    return -config.value("beta") * jax.nn.log_sigmoid(log_ratio_P)
+
+    type: Literal["orpo"] = "orpo"
+    sft_weight: Annotated[NonNegativeFloat, with_examples(1.0)] = 1.0
+    """Factor of the mean loss of the chosen answers' tokens."""
+
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        logps_P2 = jnp.where(pairs.is_real_P[:, None], pairs.mean_logps_P2, -1)
+        logps_P2 = jnp.minimum(logps_P2, -1e-6)  # the odds of probability 1 are infinite
+        # log(1 - exp(logps)), exact near 0 and far from it
+        is_near_0 = logps_P2 > -jnp.log(2.0)
+        near = jnp.where(is_near_0, logps_P2, -1)
+        far = jnp.where(is_near_0, -1, logps_P2)
+        complement = jnp.where(is_near_0, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))
+        log_odds_P2 = logps_P2 - complement
+        return -self.beta * jax.nn.log_sigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1])
 
 
-def compute_reward(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Bradley-Terry loss of scores. Source: arXiv:2203.02155, equation 1; the term that centers
-    rewards is that of arXiv:2312.09244, appendix A.3."""
-    scores_P2 = pairs.logps_P2
-    losses_P = -jax.nn.log_sigmoid(scores_P2[:, 0] - scores_P2[:, 1])
-    return losses_P + config.value("center_rewards_coefficient") * scores_P2.sum(1) ** 2
+class Reward(PairObjective):
+    """Reward model with a scalar head (Bradley-Terry). Source: arXiv:2203.02155, equation 1."""
 
+    type: Literal["reward"] = "reward"
+    center_rewards_coefficient: Annotated[NonNegativeFloat, with_examples(0.01)] = 0.0
+    """Factor of the squared sum of both rewards of a pair (arXiv:2312.09244, appendix A.3)."""
 
-def ratio_rewards(config: ObjectiveConfig, pairs: PairSums) -> Rewards:
-    """Implicit rewards of objectives with a reference model."""
-    return config.value("beta") * pairs.ratios_P2
+    def losses(self, pairs: "PairSums") -> Any:
+        import jax
 
+        scores_P2 = pairs.logps_P2
+        losses_P = -jax.nn.log_sigmoid(scores_P2[:, 0] - scores_P2[:, 1])
+        return losses_P + self.center_rewards_coefficient * scores_P2.sum(1) ** 2
 
-def mean_rewards(config: ObjectiveConfig, pairs: PairSums) -> Rewards:
-    """Implicit rewards of objectives without a reference model, per token."""
-    return config.value("beta") * pairs.mean_logps_P2
-
-
-def scores(config: ObjectiveConfig, pairs: PairSums) -> Rewards:
-    """Scores of a reward model."""
-    return pairs.logps_P2
-
-
-def _dpo_margin(config: ObjectiveConfig, pairs: PairSums) -> Losses:
-    """Difference of the implicit rewards."""
-    rewards_P2 = ratio_rewards(config, pairs)
-    return rewards_P2[:, 0] - rewards_P2[:, 1]
-
-
-def _smooth_sigmoid_loss(config: ObjectiveConfig, margin_P: Losses) -> Losses:
-    smoothing = config.value("label_smoothing")
-    right_P = (1 - smoothing) * jax.nn.log_sigmoid(margin_P)
-    return -right_P - smoothing * jax.nn.log_sigmoid(-margin_P)
-
-
-def _log_complement(logps: Array) -> Array:
-    """log(1 - exp(logps)), exact near 0 and far from it."""
-    is_near_0 = logps > -jnp.log(2.0)
-    near = jnp.where(is_near_0, logps, -1)
-    far = jnp.where(is_near_0, -1, logps)
-    return jnp.where(is_near_0, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))
+    def rewards(self, pairs: "PairSums") -> Any:
+        return pairs.logps_P2

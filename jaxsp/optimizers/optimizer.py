@@ -13,37 +13,33 @@ from jaxtyping import Array, Bool, Float32
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.optimizer_schema import OptimizerConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.units import format_count
-from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups, registry, schedules
+from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups
+from jaxsp.optimizers.choices import Optimizer
 from jaxsp.optimizers.optimizer_state import StateBytes
-from jaxsp.optimizers.registry import OPTIMIZERS
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 
 
-def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
+def build_transform(config: Optimizer, param: Parameter) -> optax.GradientTransformation:
     """Optax transform of one layer's gradient, without the learning rate; only matrices decay.
 
     Each expert is transformed for itself, and has its own state. Of updates that need whole
     matrices, it is the part before `Optimizer.finish_matrices`.
     """
-    own = OPTIMIZERS[config.name]
-    decay = optax.add_decayed_weights(param_groups.weight_decay(config, param))
-    if not registry.is_layer_matrix(param) or own.make_matrix_transform is None:
-        transform = optax.chain(own.make_transform(config), decay)
-    elif own.finish_matrices is None:
-        transform = optax.chain(own.make_matrix_transform(config), decay)
-    else:
-        transform = own.make_matrix_transform(config)
+    is_matrix = is_layer_matrix(param)
+    transform = config.make_matrix_transform() if is_matrix else config.make_transform()
+    if not (is_matrix and config.needs_whole_matrices):
+        decay = optax.add_decayed_weights(param_groups.weight_decay(config, param))
+        transform = optax.chain(transform, decay)
     if param.num_experts is None:
         return transform
     return optax.GradientTransformation(jax.vmap(transform.init), jax.vmap(transform.update))
 
 
 @functools.lru_cache(maxsize=1024)
-def describe_state(config: OptimizerConfig, param: Parameter) -> Any:
+def describe_state(config: Optimizer, param: Parameter) -> Any:
     """Shapes, without padding, of a weight's optimizer state, all layers together.
 
     None for a frozen weight.
@@ -53,20 +49,20 @@ def describe_state(config: OptimizerConfig, param: Parameter) -> Any:
     return jax.eval_shape(functools.partial(init, config, param))
 
 
-def init(config: OptimizerConfig, param: Parameter) -> Any:
+def init(config: Optimizer, param: Parameter) -> Any:
     """Initial optimizer state of a weight, without padding: each layer has its own."""
     init_layer = build_transform(config, param).init
     weight = jnp.zeros(param.stacked_shape)
     return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
 
 
-def state_bytes(config: OptimizerConfig, param: Parameter, num_shards: int) -> StateBytes:
+def state_bytes(config: Optimizer, param: Parameter, num_shards: int) -> StateBytes:
     """Bytes of a weight's optimizer state on each device. Example: 8 per element for AdamW."""
     return optimizer_state.held_bytes(param, describe_state(config, param), num_shards)
 
 
 def sent_bytes(
-    config: OptimizerConfig, table: layers.Weights, *, num_shards: int, itemsize: int
+    config: Optimizer, table: layers.Weights, *, num_shards: int, itemsize: int
 ) -> dict[str, float]:
     """Bytes that a device sends in a step for the update, by collective operation.
 
@@ -74,16 +70,16 @@ def sent_bytes(
     """
     totals: Counter[str] = Counter()
     for param in filter(lambda param: param.is_trainable, jax.tree.leaves(table)):
-        if _needs_whole_matrices(config, param):
+        if config.needs_whole_matrices and is_layer_matrix(param):
             totals.update(matrix_exchange.sent_bytes(param, num_shards, itemsize))
         state = describe_state(config, param)
         totals.update(optimizer_state.sent_bytes(param, state, num_shards))
     return dict(totals)
 
 
-def _needs_whole_matrices(config: OptimizerConfig, param: Parameter) -> bool:
-    has_finish = OPTIMIZERS[config.name].finish_matrices is not None
-    return has_finish and registry.is_layer_matrix(param)
+def is_layer_matrix(param: Parameter) -> bool:
+    """True for matrices of the layers; not for the embedding, the head, norms and biases."""
+    return param.num_layers is not None and len(param.matrix_shape) == 2
 
 
 def map_weights_and_state(
@@ -101,7 +97,7 @@ def map_weights_and_state(
 
 
 def update(
-    config: OptimizerConfig,
+    config: Optimizer,
     table: layers.Weights,
     gradients: layers.Weights,
     state: Any,
@@ -136,7 +132,7 @@ def update(
             "learning_rate": learning_rate * group.learning_rate_factor,
             "grad_scale": grad_scale,
         }
-        if _needs_whole_matrices(config, param):
+        if config.needs_whole_matrices and is_layer_matrix(param):
             group_size = matrix_exchange.group_size(param, num_shards)
             update_layers = _make_group_update(config, param, mesh=mesh, dtype=dtype, **scales)
         else:
@@ -158,12 +154,10 @@ def update(
     return map_weights_and_state(table, update_param, gradients, state, master)
 
 
-def _is_updated_at_once(
-    config: OptimizerConfig, param: Parameter, weight: Array, arrays: Any
-) -> bool:
+def _is_updated_at_once(config: Optimizer, param: Parameter, weight: Array, arrays: Any) -> bool:
     """True if all layers of a weight can be updated at once without temporaries."""
     return (
-        OPTIMIZERS[config.name].is_elementwise
+        config.is_elementwise
         and weight.shape == param.stacked_shape  # without padding
         and param.num_layers is not None
         and not any(map(host_memory.is_on_host, jax.tree.leaves(arrays)))
@@ -175,7 +169,7 @@ UpdateLayers = Callable[[tuple[Array, Any], Array], tuple[Array, Any]]
 
 
 def _make_update(
-    config: OptimizerConfig, param: Parameter, *, learning_rate: Array, grad_scale: Array
+    config: Optimizer, param: Parameter, *, learning_rate: Array, grad_scale: Array
 ) -> UpdateLayers:
     """Update of one layer, from what is stored of it."""
     transform = build_transform(config, param)
@@ -193,7 +187,7 @@ def _make_update(
 
 
 def _make_group_update(
-    config: OptimizerConfig,
+    config: Optimizer,
     param: Parameter,
     *,
     mesh: Mesh,
@@ -207,9 +201,7 @@ def _make_group_update(
     """
     transform = build_transform(config, param)
     decay = param_groups.weight_decay(config, param)
-    function = OPTIMIZERS[config.name].finish_matrices
-    assert function is not None, "see _needs_whole_matrices"
-    finish = functools.partial(function, param)
+    finish = functools.partial(config.finish_matrices, param)
 
     def update_group(old: tuple[Array, Any], gradients: Array) -> tuple[Array, Any]:
         weights, state = old
@@ -224,12 +216,12 @@ def _make_group_update(
 
 
 def describe(
-    config: OptimizerConfig, table: layers.Weights, *, num_steps: int, num_shards: int
+    config: Optimizer, table: layers.Weights, *, num_steps: int, num_shards: int
 ) -> tuple[str, str]:
     """Describes the optimizer of a run: everything, and what a user checks first."""
     num_warmup_steps = config.num_warmup_steps(num_steps)
     short = (
-        f"{config.name}, {schedules.describe(config, num_steps)}, "
+        f"{config.name}, {config.schedule.describe(num_steps, num_warmup_steps)}, "
         f"{format_count(num_warmup_steps, 'warmup step')}"
     )
     if num_warmup_steps >= num_steps:

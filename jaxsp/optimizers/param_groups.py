@@ -8,14 +8,14 @@ import jax
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.optimizer_schema import OptimizerConfig, ParameterGroup
 from jaxsp.core import errors
+from jaxsp.optimizers.choices import Optimizer, ParameterGroup
 
 DEFAULT = ParameterGroup(pattern="*")
 """Group of the weights that no pattern matches."""
 
 
-def find_group(config: OptimizerConfig, param: Parameter) -> ParameterGroup:
+def find_group(config: Optimizer, param: Parameter) -> ParameterGroup:
     """The first group whose pattern matches a weight; DEFAULT if there is none.
 
     `*` matches the numbers of layers and experts, which are `{layer}` and `{expert}` in the name of
@@ -24,12 +24,12 @@ def find_group(config: OptimizerConfig, param: Parameter) -> ParameterGroup:
     return next((group for group in config.groups if _matches(group, param)), DEFAULT)
 
 
-def is_frozen(config: OptimizerConfig, param: Parameter) -> bool:
+def is_frozen(config: Optimizer, param: Parameter) -> bool:
     """True if a weight is not trained."""
     return find_group(config, param).frozen
 
 
-def weight_decay(config: OptimizerConfig, param: Parameter) -> float:
+def weight_decay(config: Optimizer, param: Parameter) -> float:
     """Weight decay of a weight; only matrices decay."""
     if not param.is_matrix:
         return 0.0
@@ -37,7 +37,7 @@ def weight_decay(config: OptimizerConfig, param: Parameter) -> float:
     return config.weight_decay if own is None else own
 
 
-def find_problems(config: OptimizerConfig, table: layers.Weights) -> list[str]:
+def find_problems(config: Optimizer, table: layers.Weights) -> list[str]:
     """Groups that would have no effect, because no weight matches or earlier groups match all.
 
     A config with weights that all are frozen is a problem too.
@@ -52,7 +52,7 @@ def find_problems(config: OptimizerConfig, table: layers.Weights) -> list[str]:
     return problems
 
 
-def describe(config: OptimizerConfig, table: layers.Weights) -> list[str]:
+def describe(config: Optimizer, table: layers.Weights) -> list[str]:
     """Describes each group. Example: `model.embed_tokens*: 1,024 weights, frozen`."""
     params = jax.tree.leaves(table)
     lines = []
@@ -70,7 +70,7 @@ def describe(config: OptimizerConfig, table: layers.Weights) -> list[str]:
     return lines
 
 
-def _check_patterns(config: OptimizerConfig, params: list[Parameter]) -> Iterator[str]:
+def _check_patterns(config: Optimizer, params: list[Parameter]) -> Iterator[str]:
     """Yields a message for each group without weights."""
     names = list(dict.fromkeys(param.hf_name for param in params))
     for index, group in enumerate(config.groups):

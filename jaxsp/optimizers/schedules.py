@@ -1,110 +1,173 @@
-"""Learning-rate schedules: warmup, then a schedule of the registry.
+"""Learning-rate schedules after the warmup: a class each, with its fields."""
 
-Sources: wsd (warmup, stable, decay), arXiv:2404.06395; its decay by 1 - sqrt, arXiv:2405.18392,
-section 3; inverse_sqrt, arXiv:1706.03762, section 5.3.
-"""
+import abc
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
 
-from collections.abc import Callable, Mapping
+import pydantic
 
-import jax
-import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Float32, Int32
+from jaxsp.config import fields
+from jaxsp.config.fields import HERE, Choice, ConfigSection, PositiveCount, with_examples
 
-from jaxsp.config.optimizer_schema import OptimizerConfig
+Rate = Callable[[Any], Any]
+"""Learning rate as a function of the number of steps after the warmup, inside jit."""
 
-Schedule = Callable[[Array], Array]
-"""Learning rate as a function of the number of steps after the warmup."""
-
-_DECAYS: Mapping[str, Callable[[Array], Array]] = {
-    "sqrt": lambda x: 1 - jnp.sqrt(x),
-    "linear": lambda x: 1 - x,
-    "cosine": lambda x: (1 + jnp.cos(jnp.pi * x)) / 2,
-}
-"""Remaining fraction of the distance to the minimum, after a fraction of wsd's decay."""
+_MinFraction = Annotated[float, pydantic.Field(ge=0, le=1, examples=[0.1])]
 
 
-def build_schedule(
-    config: OptimizerConfig, num_steps: int
-) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
-    """Learning rate as a function of the step, counted from 0.
+def round_up(steps: float) -> int:
+    """Rounds up to whole steps: 0.07 * 100 is 7.000000000000001, and 7 steps are meant."""
+    return math.ceil(round(steps, 6))
 
-    It grows from lr / warmup_steps to lr, then follows the schedule. Schedules that decay reach
-    their minimum at `num_steps`, which is the step after the last.
+
+def refuse_fraction(value: Any, info: Any) -> Any:
+    """Validates a number of steps. Raises: ValueError for a fraction, with the field for that."""
+    if isinstance(value, float) and 0 < value < 1:
+        name = str(info.field_name).replace("steps", "fraction")
+        raise ValueError(
+            f"must be an integer. For a fraction of all steps, set {HERE}.{name}={value}"
+        )
+    return value
+
+
+def refuse_steps(value: Any, info: Any) -> Any:
+    """Validates a fraction. Raises: ValueError for a number of steps, with the field for that."""
+    if fields.is_count(value) and (value > 1 or info.field_name == "warmup_fraction"):
+        name = str(info.field_name).replace("fraction", "steps")
+        raise ValueError(f"must be less than 1. For a number of steps, set {HERE}.{name}={value}")
+    return value
+
+
+class Schedule(ConfigSection, abc.ABC):
+    """Learning rate after the warmup."""
+
+    type: str
+    """Learning rate after warmup."""
+
+    @abc.abstractmethod
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        """Args: num_steps: steps of the run, warmup included, after which a decay has ended."""
+
+    def describe(self, num_steps: int, num_warmup_steps: int) -> str:
+        """Example: `cosine schedule to 10 % of the peak`."""
+        return f"{self.type} schedule"
+
+
+class Constant(Schedule):
+    """The peak."""
+
+    type: Literal["constant"] = "constant"
+
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        return lambda step: peak
+
+
+class InverseSqrt(Schedule):
+    """peak * sqrt(warmup steps / step). Source: arXiv:1706.03762, section 5.3."""
+
+    type: Literal["inverse_sqrt"] = "inverse_sqrt"
+
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        import jax.numpy as jnp
+
+        warmup = num_warmup_steps
+        return lambda step: peak * jnp.sqrt(warmup / jnp.maximum(warmup + step + 1, 1))
+
+
+class _Decay(Schedule):
+    min_learning_rate_fraction: _MinFraction = 0.0
+    """Learning rate at the end of the schedule, as a fraction of the peak."""
+
+    def describe(self, num_steps: int, num_warmup_steps: int) -> str:
+        text = super().describe(num_steps, num_warmup_steps)
+        if self.min_learning_rate_fraction:
+            text += f" to {100 * self.min_learning_rate_fraction:g} % of the peak"
+        return text
+
+
+class Cosine(_Decay):
+    """Half a cosine, whose minimum the step after the last one would have."""
+
+    type: Literal["cosine"] = "cosine"
+
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        import optax
+
+        steps = max(1, num_steps - num_warmup_steps)
+        return optax.cosine_decay_schedule(peak, steps, alpha=self.min_learning_rate_fraction)
+
+
+class Linear(_Decay):
+    """A line, whose end the step after the last one would have."""
+
+    type: Literal["linear"] = "linear"
+
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        import optax
+
+        steps = max(1, num_steps - num_warmup_steps)
+        return optax.linear_schedule(peak, peak * self.min_learning_rate_fraction, steps)
+
+
+class Wsd(_Decay):
+    """The peak, then a decay in the last steps of the run (warmup, stable, decay).
+
+    Sources: arXiv:2404.06395; decay of 1 - sqrt(x) in the last fifth: arXiv:2405.18392, sections 3
+    and 4.1.
     """
-    peak = config.learning_rate
-    warmup = config.num_warmup_steps(num_steps)
-    after_warmup = _SCHEDULES[config.schedule](config, num_steps)
 
-    def rate(step: Array) -> Array:
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            increasing = peak * (step + 1) / max(1, warmup)
-            later = after_warmup(step - warmup)
-            return jnp.where(step < warmup, increasing, later).astype(jnp.float32)
+    type: Literal["wsd"] = "wsd"
+    decay_fraction: Annotated[float | None, pydantic.Field(gt=0, le=1, examples=[0.2])] = None
+    """Steps of the decay, as a fraction of all steps of the run, rounded up. null: 0.2, unless
+    decay_steps is set."""
+    decay_steps: Annotated[PositiveCount | None, with_examples(200)] = None
+    """Number of last steps in which it decays. Set this or decay_fraction."""
+    decay_shape: Annotated[Literal["sqrt", "linear", "cosine"], with_examples("sqrt")] = "sqrt"
+    """Shape of the decay, at a fraction x of it. sqrt: 1 - sqrt(x). linear: 1 - x. cosine:
+    (1 + cos(pi x)) / 2."""
 
-    return rate
+    _check_steps = pydantic.field_validator("decay_steps", mode="before")(refuse_fraction)
+    _check_fraction = pydantic.field_validator("decay_fraction", mode="before")(refuse_steps)
 
+    def find_problems(self) -> Iterator[str]:
+        if self.decay_steps and self.decay_fraction is not None:
+            yield (
+                f"{self.show('decay_steps')}, {self.show('decay_fraction')}: only one of them may "
+                f"be set. Use {HERE}.decay_steps=null or {HERE}.decay_fraction=null."
+            )
 
-def _cosine(config: OptimizerConfig, num_steps: int) -> Schedule:
-    floor = config.min_learning_rate_fraction or 0.0
-    return optax.cosine_decay_schedule(
-        config.learning_rate, _num_steps_after_warmup(config, num_steps), alpha=floor
-    )
+    def num_decay_steps(self, num_steps: int, num_warmup_steps: int) -> int:
+        """Number of steps of the decay, at most those after the warmup."""
+        fraction = 0.2 if self.decay_fraction is None else self.decay_fraction
+        steps = self.decay_steps or round_up(fraction * num_steps)
+        return min(steps, max(1, num_steps - num_warmup_steps))
 
+    def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
+        import jax.numpy as jnp
 
-def _linear(config: OptimizerConfig, num_steps: int) -> Schedule:
-    peak = config.learning_rate
-    floor = peak * (config.min_learning_rate_fraction or 0.0)
-    return optax.linear_schedule(peak, floor, _num_steps_after_warmup(config, num_steps))
+        floor = peak * self.min_learning_rate_fraction
+        num_decay_steps = self.num_decay_steps(num_steps, num_warmup_steps)
+        begin = max(1, num_steps - num_warmup_steps) - num_decay_steps
 
+        def rate(step: Any) -> Any:
+            x = jnp.clip((step - begin) / num_decay_steps, 0.0, 1.0)
+            remaining = {
+                "sqrt": lambda: 1 - jnp.sqrt(x),
+                "linear": lambda: 1 - x,
+                "cosine": lambda: (1 + jnp.cos(jnp.pi * x)) / 2,
+            }[self.decay_shape]()
+            return floor + (peak - floor) * remaining
 
-def _constant(config: OptimizerConfig, num_steps: int) -> Schedule:
-    return optax.constant_schedule(config.learning_rate)
+        return rate
 
-
-def _wsd(config: OptimizerConfig, num_steps: int) -> Schedule:
-    peak = config.learning_rate
-    floor = peak * (config.min_learning_rate_fraction or 0.0)
-    num_decay_steps = config.num_decay_steps(num_steps)
-    begin = _num_steps_after_warmup(config, num_steps) - num_decay_steps
-    decay = _DECAYS[config.decay_shape or "sqrt"]
-
-    def rate(step: Array) -> Array:
-        progress = jnp.clip((step - begin) / num_decay_steps, 0.0, 1.0)
-        return floor + (peak - floor) * decay(progress)
-
-    return rate
-
-
-def _inverse_sqrt(config: OptimizerConfig, num_steps: int) -> Schedule:
-    warmup = config.num_warmup_steps(num_steps)
-
-    def rate(step: Array) -> Array:
-        return config.learning_rate * jnp.sqrt(warmup / jnp.maximum(warmup + step + 1, 1))
-
-    return rate
-
-
-def _num_steps_after_warmup(config: OptimizerConfig, num_steps: int) -> int:
-    return max(1, num_steps - config.num_warmup_steps(num_steps))
-
-
-_SCHEDULES: Mapping[str, Callable[[OptimizerConfig, int], Schedule]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
-    "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
-}
-
-
-def describe(config: OptimizerConfig, num_steps: int) -> str:
-    """Describes the schedule of a run. Example: `cosine schedule to 10 % of the peak`."""
-    text = f"{config.schedule} schedule"
-    if config.schedule == "wsd":
-        steps = config.num_decay_steps(num_steps)
+    def describe(self, num_steps: int, num_warmup_steps: int) -> str:
+        steps = self.num_decay_steps(num_steps, num_warmup_steps)
         last_steps = "step" if steps == 1 else f"{steps:,} steps"
-        text += f", {config.decay_shape or 'sqrt'} decay in the last {last_steps}"
-    if config.min_learning_rate_fraction:
-        text += f" to {100 * config.min_learning_rate_fraction:g} % of the peak"
-    return text
+        decay = f"wsd schedule, {self.decay_shape} decay in the last {last_steps}"
+        return super().describe(num_steps, num_warmup_steps).replace("wsd schedule", decay)
+
+
+SCHEDULES = (Cosine, Linear, Constant, Wsd, InverseSqrt)
+
+SCHEDULE = Choice(selector="type", types=SCHEDULES, default="cosine", is_name=True)

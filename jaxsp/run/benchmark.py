@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxsp.attention import HasHeads
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
@@ -28,7 +27,7 @@ from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.processes import hardware
 from jaxsp.reporting import metrics
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.training import train_state
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
@@ -24,9 +23,10 @@ from jaxsp.hf import model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
-from jaxsp.optimizers import param_groups, schedules
+from jaxsp.optimizers import param_groups
 from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.setup import (
+    config_file,
     data_sets,
     initial_weights,
     model_files,
@@ -215,8 +215,8 @@ def _with_rate_change(
         num_steps = start.step + len(rows)
     schedules_of = ((saved.optimizer, num_steps), (config.optimizer, spec.num_steps))
     before, now = (
-        f"{float(schedules.build_schedule(*each)(jnp.int32(start.step))):.3g}"
-        for each in schedules_of
+        f"{float(optimizer.make_rate(num_steps)(jnp.int32(start.step))):.3g}"
+        for optimizer, num_steps in schedules_of
     )
     if before == now:
         return start

@@ -9,14 +9,13 @@ import jax
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config import config_file
 from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build, initial_weights, resume
+from jaxsp.setup import build, config_file, initial_weights, resume
 from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
 

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config import config_file, yaml_io
+from jaxsp.config import yaml_io
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
@@ -24,7 +24,7 @@ from jaxsp.hf import model_config
 from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_dir, run_paths
-from jaxsp.setup import config_changes
+from jaxsp.setup import config_changes, config_file
 from jaxsp.storage import run_storage
 from jaxsp.training.inputs import StartPoint
 

@@ -19,8 +19,7 @@ from jaxsp.core.units import format_count
 from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.model import decoder, layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
-from jaxsp.objectives.objective import Objective
-from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.objectives.objective import PairObjective
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 from jaxsp.sharding.sharding import Gather
@@ -51,20 +50,20 @@ class StepSpec:
     """True if the data have pairs of documents that do not fit into one row."""
 
     @property
-    def objective(self) -> Objective | None:
+    def objective(self) -> PairObjective | None:
         """Objective of preference training; None for sft."""
-        return OBJECTIVES.get(self.config.objective.type)
+        objective = self.config.objective
+        return objective if isinstance(objective, PairObjective) else None
 
     def describe_objective(self) -> str:
         """Describes the objective of preference training; empty for sft.
 
         Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is Qwen/Qwen3-8B`.
         """
-        config = self.config.objective
         if self.objective is None:
             return ""
-        values = [f"{name} {config.value(name):g}" for name in config.defaults]
-        text = f"{config.type}: {', '.join(values)}"
+        values = [f"{name} {value:g}" for name, value in self.objective if name != "type"]
+        text = f"{self.objective.type}: {', '.join(values)}"
         if self.objective.needs_reference:
             source = self.config.model.source
             text += f"; the reference is {source or 'the random model of step 0'}"

@@ -13,7 +13,7 @@ from jaxsp import attention
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import Batch
-from jaxsp.optimizers import optimizer, schedules
+from jaxsp.optimizers import optimizer
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, step_gradients, train_state
 from jaxsp.training.specs import StepSpec
@@ -34,7 +34,7 @@ Means are 0 in a step without loss tokens.
 def build_step(spec: StepSpec) -> jax.stages.Wrapped:
     """Jitted step, which reuses the old state's memory for the new state."""
     config = spec.config.optimizer
-    schedule = schedules.build_schedule(config, spec.num_steps)
+    schedule = config.make_rate(spec.num_steps)
 
     # Do not rename step, state and batch: the planner looks for these names in the compiled program
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResults]:

@@ -11,9 +11,9 @@ from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.attention.strategies.ulysses import Ulysses
-from jaxsp.config import config_file
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
+from jaxsp.setup import config_file
 from tests import batches
 from tests.messages import assert_names
 

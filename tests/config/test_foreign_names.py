@@ -5,11 +5,10 @@ import re
 
 import pytest
 
-from jaxsp.config import config_errors, config_file, foreign_names
-from jaxsp.config.data_schema import SourceConfig
-from jaxsp.config.schema import Config
+from jaxsp.config import foreign_names
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.setup import config_file
 
 FOLDER = pathlib.Path(__file__).parent / "foreign"
 
@@ -36,7 +35,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
         name for counterpart in foreign_names.list_counterparts() for name in counterpart.names
     ]
     assert len(names) == len(set(names)) >= 250
-    groups = "|".join(Config.model_fields)
+    groups = "|".join(config_file.SCHEMA.sections)
     pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]-]+)?")
     num_fields = 0
     for counterpart in foreign_names.list_counterparts():
@@ -46,7 +45,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
             num_fields += 1
             known = value and value.replace("FOLDER", "x")
             given = int(value) if value.isdecimal() else known
-            assert not value or config_errors.coerce_value(field, given) is not None, name
+            assert not value or config_file.SCHEMA.coerce_value(field, given) is not None, name
         if counterpart.field is None:
             assert counterpart.note.startswith((NOT_NEEDED, NOT_OFFERED))
             assert not counterpart.note.endswith(": "), counterpart.names
@@ -55,11 +54,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
 
 def resolve(field: str) -> None:
     """Asserts that the config has a dotted field."""
-    group: type = Config
-    for part in field.split("."):
-        if not part.isdigit():
-            assert part in group.model_fields, field
-            group = {"train": SourceConfig}.get(part, group.model_fields[part].annotation)
+    assert config_file.SCHEMA.find_fields(field.split(".")), field
 
 
 def test_no_name_with_a_group_is_a_field():

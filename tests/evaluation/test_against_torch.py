@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from jaxsp import eval as evaluation
-from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.setup import build, initial_weights
+from jaxsp.setup import build, config_file, initial_weights
 from tests import tolerances
 
 oracle = pytest.importorskip(

@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
-from jaxsp.setup import build, initial_weights
+from jaxsp.setup import build, config_file, initial_weights
 from tests import batches
 
 ROW_TOKENS = 384

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.retrieval import RetrievalEvaluator
+from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.tasks.task import Sample
 from tests.evaluation import plain
 from tests.evaluation.test_token_losses import ROW_TOKENS, make_spec
@@ -65,7 +65,7 @@ def test_models_that_are_trained_on_pairs_answer_too():
 
 
 def with_objective(spec, name):
-    objective = ObjectiveConfig(type=name)
+    objective = OBJECTIVE.by_name()[name]()
     return dataclasses.replace(spec, config=spec.config.model_copy(update={"objective": objective}))
 
 

@@ -20,10 +20,9 @@ import numpy as np
 import rich.console
 
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.sharding import sharding
 from jaxsp.training import train_state
 from jaxsp.training.specs import StepSpec

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import yaml
 
-from jaxsp.config import config_errors, config_file
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
-from jaxsp.setup import model_files
+from jaxsp.setup import config_file, model_files
 from tests import batches
 from tests.faults.fuzz_values import (
     HOSTILE_TEMPLATES,
@@ -51,7 +50,7 @@ CHATML = (
 
 def list_fields() -> list[str]:
     """Dotted names of all fields of a config."""
-    text = config_errors.describe_fields()
+    text = config_file.SCHEMA.describe_fields()
     lines = (line.strip() for line in text.splitlines())
     names = [line.split("  (")[0] for line in lines if "; default " in line or "; required" in line]
     return [name.replace("[]", ".0") for name in names]

@@ -13,9 +13,9 @@ from jaxsp import eval as evaluation
 from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
+from jaxsp.setup import config_file
 from jaxsp.sharding import sharding
 from tests import batches, commands, messages
 from tests.faults import damage

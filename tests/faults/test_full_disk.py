@@ -15,14 +15,13 @@ import rich.console
 
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import config_file
 from jaxsp.core import files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import trainer
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat import RenderedRecord
@@ -14,7 +13,7 @@ from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.rope.rope_fields import ORIGINAL
-from jaxsp.setup import model_files
+from jaxsp.setup import config_file, model_files
 from tests.faults import fuzz, fuzz_inputs, fuzz_values
 
 

@@ -7,10 +7,9 @@ import pytest
 import rich.console
 
 from jaxsp import export, generate
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches
 
 pytestmark = pytest.mark.e2e

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import in_memory
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
 from jaxsp.generation.text_stream import TextStream
-from jaxsp.setup import stop_tokens
+from jaxsp.setup import config_file, stop_tokens
 from tests import batches
 
 

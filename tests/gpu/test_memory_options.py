@@ -15,7 +15,6 @@ from jaxsp.attention import KernelSettings, ScoreConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import config_file
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.memory import memory_compile, memory_problems
@@ -23,6 +22,7 @@ from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
 from jaxsp.run import selfcheck
 from jaxsp.runtime import device_mesh
+from jaxsp.setup import config_file
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
 from jaxsp.training.specs import StepSpec

@@ -8,7 +8,6 @@ import pytest
 
 from jaxsp.attention.kernels.cudnn.cudnn_kernel import CudnnKernel
 from jaxsp.attention.kernels.kernel import UnsupportedReason
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.memory import (
@@ -20,6 +19,7 @@ from jaxsp.memory import (
 )
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.runtime import memory_limits
+from jaxsp.setup import config_file
 from tests import batches, messages
 
 FIELDS = batches.SMALL_LLAMA | {

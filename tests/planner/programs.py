@@ -5,11 +5,11 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.hf import model_config
 from jaxsp.memory import row_meshes
 from jaxsp.model import adapters
 from jaxsp.planner.compile import compiled
+from jaxsp.setup import config_file
 
 LLAMA = {
     "model_type": "llama",

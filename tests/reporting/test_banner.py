@@ -3,9 +3,8 @@
 import jax
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.reporting import banner
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import commands
 
 

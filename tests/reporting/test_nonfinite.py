@@ -9,7 +9,6 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import writer
@@ -18,7 +17,7 @@ from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.sharding import host_offload
 from jaxsp.training import train_state
 from jaxsp.training.train_state import TrainState

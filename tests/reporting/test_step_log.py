@@ -11,14 +11,13 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint.schedule import CheckpointSchedule
-from jaxsp.config import config_file
 from jaxsp.processes import distributed
 from jaxsp.reporting import progress as progress_module
 from jaxsp.reporting import step_log
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import EndTime
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, messages
 
 

@@ -8,11 +8,11 @@ import time
 import pytest
 import yaml
 
-from jaxsp.config import config_file
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers import mlflow_tracker, trackers
 from jaxsp.reporting.trackers.trackers import Trackers
+from jaxsp.setup import config_file
 from tests import batches, commands
 
 

@@ -9,10 +9,9 @@ import rich.console
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import commands, messages, tolerances
 from tests.hf import oracle
 from tests.messages import assert_names

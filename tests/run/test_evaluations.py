@@ -8,10 +8,9 @@ import pytest
 import rich.console
 
 from jaxsp import eval as evaluation
-from jaxsp.config import config_file
 from jaxsp.reporting import comparison
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import batches, commands
 from tests.reporting import synthetic_runs
 

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.setup import build, initial_weights
+from jaxsp.setup import build, config_file, initial_weights
 from tests.data.chat import chats
 
 torch = pytest.importorskip("torch", reason="the harness's own model needs torch")

@@ -5,9 +5,9 @@ import types
 import pytest
 
 from jaxsp.attention import ScoreConfig
-from jaxsp.config import config_file
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run.benchmark import BenchmarkResult
+from jaxsp.setup import config_file
 from tests import messages
 
 MESHES = [

@@ -12,12 +12,11 @@ import rich.console
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.hf import peft
 from jaxsp.run import references, trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.training import trainable
 from tests import batches, commands
 

@@ -10,11 +10,10 @@ import transformers
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.setup.given_model import GivenModel
 from tests import batches, commands
 from tests.hf import oracle

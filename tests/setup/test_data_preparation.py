@@ -8,10 +8,9 @@ import jax
 import pytest
 
 from jaxsp import train
-from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenize
-from jaxsp.setup import build, data_sets
+from jaxsp.setup import build, config_file, data_sets
 from tests.data.chat import chats
 from tests.messages import assert_names
 

@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import model_config
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.setup import data_sets, model_files, stop_tokens
+from jaxsp.setup import config_file, data_sets, model_files, stop_tokens
 from jaxsp.setup.model_files import ModelFiles
 from jaxsp.setup.stop_tokens import StopTokens
 from tests import batches

@@ -9,9 +9,8 @@ import pytest
 import rich.console
 
 from jaxsp import train
-from jaxsp.config import config_file
 from jaxsp.data.tokenization import encoding
-from jaxsp.setup import preview
+from jaxsp.setup import config_file, preview
 from tests import messages
 from tests.data.chat import chats
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.blocks.layers import Parameter
 from jaxsp.config.schema import Config
-from jaxsp.optimizers import adamw8bit, optimizer, optimizer_state, registry, schedules
+from jaxsp.optimizers import adamw8bit, optimizer, optimizer_state
 from jaxsp.sharding import host_offload
 from tests import batches
 from tests.training import runs
@@ -114,7 +114,7 @@ def describe_state(config: Config, mesh: jax.sharding.Mesh, *, offload: bool = F
 
 def compile_update(config: Config, mesh: jax.sharding.Mesh, master: Any, state: Any) -> Any:
     """Compiled update: (gradients, state, master, step) -> (master, state)."""
-    schedule = schedules.build_schedule(config.optimizer, NUM_STEPS)
+    schedule = config.optimizer.make_rate(NUM_STEPS)
 
     def update(gradients, state, master, step):
         return optimizer.update(
@@ -204,7 +204,7 @@ def make_optax(config: Config) -> optax.GradientTransformation:
         for index in range((param.num_layers or 1) * (param.num_experts or 1))
     ]
     decays = {key: params[key[0]].is_matrix for key in names}
-    is_layer_matrix = {key: registry.is_layer_matrix(params[key[0]]) for key in names}
+    is_layer_matrix = {key: optimizer.is_layer_matrix(params[key[0]]) for key in names}
     decay = {"weight_decay": own.weight_decay, "mask": decays}
     scale = optax.scale_by_learning_rate(rate)
     adamw = optax.adamw(rate, b1=0.9, b2=own.beta2 or 0.95, eps=1e-8, **decay)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -127,14 +126,14 @@ def log_probabilities(weights: Any, rows: Batch) -> jax.Array:
     return jnp.where(has_label, chosen, 0).sum(1)
 
 
-def reference_loss(objective: ObjectiveConfig, logps: Any, records: Records) -> Any:
+def reference_loss(objective: Any, logps: Any, records: Records) -> Any:
     """Loss of a step, by the formulas of the papers."""
-    beta = 0.1 if objective.beta is None else objective.beta
+    beta = objective.beta
     counts = np.array([(x != NO_LABEL).sum() for x in records.labels], np.float32)
     references = np.float32(records.references)
     chosen = logps[::2] - references[::2]
     rejected = logps[1::2] - references[1::2]
-    smoothing = objective.label_smoothing or 0.0
+    smoothing = getattr(objective, "label_smoothing", 0.0)
     sigmoid_loss = lambda x: jnp.log1p(jnp.exp(-x))
     smooth_loss = lambda x: (1 - smoothing) * sigmoid_loss(x) + smoothing * sigmoid_loss(-x)
     mean_chosen = logps[::2] / counts[::2]
@@ -151,33 +150,30 @@ def reference_loss(objective: ObjectiveConfig, logps: Any, records: Records) -> 
             losses = (1 - smoothing) * sigmoid_loss(margin) - smoothing * sigmoid_loss(-margin)
             losses = losses / (1 - 2 * smoothing)
         case "simpo":
-            gamma = 0.5 if objective.gamma is None else objective.gamma
-            losses = smooth_loss(beta * (mean_chosen - mean_rejected) - gamma)
+            losses = smooth_loss(beta * (mean_chosen - mean_rejected) - objective.gamma)
         case "orpo":
             odds = lambda x: jnp.exp(x) / (1 - jnp.exp(x))
             losses = beta * sigmoid_loss(jnp.log(odds(mean_chosen) / odds(mean_rejected)))
         case "kto":
             point = jax.lax.stop_gradient(jnp.maximum(rejected.mean(), 0))
             value = jnp.where(records.is_desirable, chosen - point, point - chosen)
-            factors = (objective.desirable_weight or 1, objective.undesirable_weight or 1)
+            factors = (objective.desirable_weight, objective.undesirable_weight)
             factor = np.where(records.is_desirable, *np.float32(factors))
             losses = factor * (1 - 1 / (1 + jnp.exp(-beta * value)))
-    sft_weight = objective.sft_weight
-    if sft_weight is None:
-        sft_weight = 1.0 if objective.type == "orpo" else 0.0
+    sft_weight = getattr(objective, "sft_weight", 0.0)
     return losses.mean() - sft_weight * logps[::2].sum() / counts[::2].sum()
 
 
 @functools.cache
 def _reference_gradients():
-    def compute(objective: ObjectiveConfig, records: Records, weights: Any, rows: Batch) -> Any:
+    def compute(objective: Any, records: Records, weights: Any, rows: Batch) -> Any:
         loss = lambda weights: reference_loss(objective, log_probabilities(weights, rows), records)
         return jax.value_and_grad(loss)(weights)
 
     return compute
 
 
-def reference(objective: ObjectiveConfig, weights: Any, records: Records) -> tuple[Any, Any]:
+def reference(objective: Any, weights: Any, records: Records) -> tuple[Any, Any]:
     """Loss and gradients of all records as one step."""
     rows = pad(records)
     compute = functools.partial(_reference_gradients(), objective, records)

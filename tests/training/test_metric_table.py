@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 
-from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.reporting.report import page
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from jaxsp.training import loss, metric_table
 from jaxsp.training.metric_table import METRICS, Metric
 from tests import batches

@@ -10,26 +10,26 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.config.objective_schema import ObjectiveConfig
 from jaxsp.config.schema import MeshConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.evaluation.evaluator import Evaluator
-from jaxsp.objectives import objective
-from jaxsp.objectives.objective import PairSums
-from jaxsp.objectives.registry import OBJECTIVES as OBJECTIVE_TABLE
+from jaxsp.objectives import pair_sums
+from jaxsp.objectives.pair_sums import PairSums
+from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Robust, Simpo
+from jaxsp.objectives.unpaired import Kto
 from jaxsp.training import step_gradients
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
 from tests.training import preferences, runs
 
 OBJECTIVES = {
-    "dpo": ObjectiveConfig(type="dpo", label_smoothing=0.1, sft_weight=0.3),
-    "hinge": ObjectiveConfig(type="hinge", beta=0.3),
-    "ipo": ObjectiveConfig(type="ipo"),
-    "robust": ObjectiveConfig(type="robust", label_smoothing=0.2),
-    "simpo": ObjectiveConfig(type="simpo", beta=2.0),
-    "orpo": ObjectiveConfig(type="orpo"),
-    "kto": ObjectiveConfig(type="kto", undesirable_weight=1.3),
+    "dpo": Dpo(label_smoothing=0.1, sft_weight=0.3),
+    "hinge": Hinge(beta=0.3),
+    "ipo": Ipo(),
+    "robust": Robust(label_smoothing=0.2),
+    "simpo": Simpo(beta=2.0),
+    "orpo": Orpo(),
+    "kto": Kto(undesirable_weight=1.3),
 }
 
 WEIGHTS = runs.draw_weights(runs.MODEL)
@@ -113,7 +113,7 @@ def test_losses_and_their_derivatives_equal_the_papers_formulas(name):
         num_pairs=jnp.float32(preferences.NUM_PAIRS),
         num_first_tokens=jnp.float32(counts_D[::2].sum()),
     )
-    losses_P, derivatives_P2 = objective.differentiate(OBJECTIVE_TABLE[name], config, pairs)
+    losses_P, derivatives_P2 = pair_sums.differentiate(config, pairs)
     loss, expected_D = jax.value_and_grad(
         lambda logps_D: preferences.reference_loss(config, logps_D, RECORDS)
     )(logps_D)
@@ -143,8 +143,7 @@ def make_pairs(logps, counts=1.0):
 
 def test_orpo_is_finite_for_answers_of_probability_1():
     pairs = make_pairs([[0, -5], [-5, 0], [0, 0]])
-    table = OBJECTIVE_TABLE["orpo"]
-    losses_P, derivatives_P2 = objective.differentiate(table, OBJECTIVES["orpo"], pairs)
+    losses_P, derivatives_P2 = pair_sums.differentiate(OBJECTIVES["orpo"], pairs)
     assert np.isfinite(losses_P).all()
     assert np.isfinite(derivatives_P2).all()
 
@@ -152,12 +151,11 @@ def test_orpo_is_finite_for_answers_of_probability_1():
 def test_rewards_that_differ_by_rounding_only_are_equal_and_means_of_long_answers_are_not():
     config = OBJECTIVES["simpo"]
     pairs = make_pairs([[-100000, -105000]], counts=100000.0)
-    table = OBJECTIVE_TABLE["simpo"]
-    sums = objective.measure(table, config, pairs, jnp.zeros(1))
+    sums = pair_sums.measure(config, pairs, jnp.zeros(1))
     assert sums["num_pairs_right"] == 1
     config = OBJECTIVES["dpo"]
     pairs = make_pairs([[-100, -100.00003], [-100, -101]])
-    sums = objective.measure(OBJECTIVE_TABLE["dpo"], config, pairs, jnp.zeros(2))
+    sums = pair_sums.measure(config, pairs, jnp.zeros(2))
     assert sums["num_pairs_right"] == 1
 
 

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.optimizers import schedules
 from tests import batches
 
 
-def rates(num_steps, **options):
+def rates(num_steps, schedule, warmup_steps=0, warmup_fraction=None, **options):
     """Learning rates of all steps, and of one after the last. The peak is 8."""
-    config = batches.make_config(learning_rate=8, **options).optimizer
-    rate = jax.jit(schedules.build_schedule(config, num_steps))
+    fields = {"warmup_steps": warmup_steps, "warmup_fraction": warmup_fraction}
+    fields["schedule"] = {"type": schedule, **options}
+    rate = jax.jit(batches.make_config(learning_rate=8, **fields).optimizer.make_rate(num_steps))
     return [float(rate(jnp.int32(step))) for step in range(num_steps + 1)]
 
 
@@ -48,7 +48,6 @@ def test_a_schedule_ends_at_its_minimum(schedule, expected):
 @pytest.mark.parametrize(
     ("shape", "decay"),
     [
-        (None, lambda x: 1 - math.sqrt(x)),
         ("sqrt", lambda x: 1 - math.sqrt(x)),
         ("linear", lambda x: 1 - x),
         ("cosine", lambda x: (1 + math.cos(math.pi * x)) / 2),
@@ -79,8 +78,11 @@ def test_wsd_is_stable_and_decays_in_the_last_steps_of_the_run(shape, decay):
 )
 def test_number_of_decay_steps(options, num_steps, num_decay_steps):
     """A decay that does not fit begins at the end of the warmup."""
-    config = batches.make_config(schedule="wsd", **options).optimizer
-    assert config.num_decay_steps(num_steps) == num_decay_steps
+    own = {name: value for name, value in options.items() if name.startswith("decay")}
+    warmup = {name: value for name, value in options.items() if name not in own}
+    config = batches.make_config(schedule={"type": "wsd", **own}, **warmup).optimizer
+    num_warmup_steps = config.num_warmup_steps(num_steps)
+    assert config.schedule.num_decay_steps(num_steps, num_warmup_steps) == num_decay_steps
     assert min(rates(num_steps, schedule="wsd", **options)) >= 0
 
 
@@ -99,8 +101,8 @@ def test_inverse_sqrt_falls_from_the_end_of_the_warmup():
 )
 def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
     as_fraction, as_steps = (
-        schedules.build_schedule(
-            batches.make_config(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
+        batches.make_config(learning_rate=8, **{f"warmup_{name}": value}).optimizer.make_rate(
+            num_steps
         )
         for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
     )

@@ -22,10 +22,9 @@ import safetensors.numpy
 import transformers
 
 from jaxsp import export
-from jaxsp.config import config_file
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.run import trainer
-from jaxsp.setup import build
+from jaxsp.setup import build, config_file
 from tests import commands
 from tests.hf import oracle
 

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.data.packing import dataset, row_reader
@@ -16,6 +15,7 @@ from jaxsp.data.packing.loader import RowPlacement
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh
+from jaxsp.setup import config_file
 
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 

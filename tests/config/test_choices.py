@@ -1,0 +1,123 @@
+"""A choice is a class in one file: its fields, checks, help and behavior."""
+
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxsp.config import config_file
+from jaxsp.config.config_errors import Schema
+from jaxsp.config.fields import Choice
+from jaxsp.core.errors import UserError
+from jaxsp.objectives import pair_sums
+from jaxsp.objectives.objective import Objective, PairObjective, Sft
+from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.optimizers.choices import OPTIMIZERS, Optimizer
+from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
+from jaxsp.setup.config_file import Config
+from tests import batches
+from tests.training import test_preferences
+
+
+class Halving(Schedule):
+    """Halves."""
+
+    type: Literal["halving"] = "halving"
+    every: int = 2
+    """Steps."""
+
+    def make_rate(self, peak, *, num_steps, num_warmup_steps):
+        return lambda step: peak * 0.5 ** (step // self.every)
+
+
+class Signs(Optimizer):
+    """Signs of the gradient."""
+
+    name: Literal["signs"] = "signs"
+    schedule: Annotated[
+        Schedule, Choice(selector="type", types=(*SCHEDULES, Halving), is_name=True)
+    ] = Cosine()
+    factor: float = 1.0
+    """Factor of the signs."""
+
+    def find_problems(self):
+        if self.factor == 0:
+            yield f"{self.show('factor')}: must not be 0."
+
+    def make_transform(self):
+        return optax.stateless(lambda g, _: self.factor * jnp.sign(g))
+
+
+class Length(PairObjective):
+    """Lengths."""
+
+    type: Literal["length"] = "length"
+    power: float = 1.0
+    """Power of the number of tokens."""
+
+    def losses(self, pairs):
+        return pairs.counts_P2.sum(1) ** self.power
+
+    def rewards(self, pairs):
+        return pairs.counts_P2
+
+
+class OwnConfig(Config):
+    """A config with the choices of this file."""
+
+    optimizer: Annotated[Optimizer, Choice(selector="name", types=(*OPTIMIZERS, Signs))]
+    objective: Annotated[
+        Objective, Choice(selector="type", types=(*OBJECTIVES, Length), default="sft")
+    ] = Sft()
+
+
+SCHEMA = Schema(OwnConfig)
+
+FIELDS = {
+    "run": {"directory": "x", "steps": 3},
+    "model": {"config": {}},
+    "data": {"train": [{"source": "x", "format": "preference"}], "row_tokens": 8},
+    "batch": {"rows_per_step": 8},
+    "optimizer": {"name": "signs", "learning_rate": 2, "factor": 3, "schedule": "halving"},
+    "objective": {"type": "length"},
+}
+
+
+def test_an_optimizer_and_a_schedule_are_a_class_each():
+    config = config_file.parse(SCHEMA, FIELDS, ["optimizer.schedule.every=3"])
+    assert [float(config.optimizer.make_rate(9)(step)) for step in (2, 3)] == [2, 1]
+    transform = config.optimizer.make_matrix_transform()
+    updates, _ = transform.update(jnp.float32([-5]), transform.init(jnp.ones(1)), jnp.ones(1))
+    assert updates == -3
+
+
+def test_an_objective_is_a_class():
+    config = config_file.parse(SCHEMA, FIELDS)
+    pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
+    assert pair_sums.compute_losses(config.objective, pairs) == 4
+
+
+def test_the_help_and_the_errors_of_a_choice_come_from_its_class():
+    text = SCHEMA.describe_fields(["optimizer"])
+    assert "signs: Signs of the gradient." in text
+    assert "For signs. Factor of the signs." in text
+    changes = ["optimizer.factor=0", "objective.beta=1", "objective.powr=2"]
+    with pytest.raises(UserError) as caught:
+        config_file.parse(SCHEMA, FIELDS, changes)
+    problems = caught.value.problems
+    assert problems[0].startswith("objective.beta = 1: must be null, because length does not have")
+    assert problems[1:] == [
+        "objective.powr = 2: unknown. Did you mean objective.power?",
+        "optimizer.factor = 0.0: must not be 0.",
+    ]
+    with pytest.raises(UserError, match=r"optimizer.name = sign: must be .*optimizer.name=signs"):
+        config_file.parse(SCHEMA, FIELDS, ["optimizer.name=sign"])
+
+
+def test_momentum_changes_the_state_of_sgd():
+    kinds = [
+        batches.make_config(**options).optimizer.state_kind
+        for options in ({}, {"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5})
+    ]
+    assert kinds == ["sgd", "sgd", "sgd with momentum", "sgd with momentum"]
