@@ -2,14 +2,9 @@
 
 import pathlib
 
-import rich.console
-
 from jaxsp import cli
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.hf import published
-from jaxsp.run import benchmark, jax_limits
-from jaxsp.runtime import compilation_cache
 from jaxsp.setup import config_file
 
 
@@ -28,6 +23,13 @@ def main(arguments: list[str]) -> None:
     if given.json:
         cli.check_file(given.json, flag="--json")
     config = config_file.load(given.config, given.changes)
+    # these import jax
+    import rich.console
+
+    from jaxsp.hf import published
+    from jaxsp.run import benchmark, jax_limits
+    from jaxsp.runtime import compilation_cache
+
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     sizes = published.read_sizes(config.model, row_tokens=config.data.row_tokens)
     if sizes.note:

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import pathlib
 import re
 import sys
@@ -13,8 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.processes import cluster, distributed, standard_streams
-from jaxsp.processes.cluster import Process
+from jaxsp.processes import distributed, standard_streams
 from jaxsp.runtime import allocator_errors
 from jaxsp.setup import config_file
 
@@ -70,7 +68,7 @@ def make_parser(
     Args:
         config_help: --help documents every field of the config, or names its sections; with
             either, `--help SECTION` documents one. None: the command has no config.
-        is_multi_process: the command can run in several processes; see `detect_process`.
+        is_multi_process: the command can run in several processes; see `cluster.read_arguments`.
     """
     epilog = None
     if config_help == "fields":
@@ -140,16 +138,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         metavar="WHAT",
         help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
-    )
-
-
-def detect_process(args: argparse.Namespace) -> Process:
-    """Detects which process this is, from a multi-process parser's arguments or the launcher."""
-    return cluster.detect_process(
-        os.environ,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_index=args.process_id,
     )
 
 

@@ -13,7 +13,7 @@ from jaxsp.config.fields import is_count
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors, redaction
 from jaxsp.core.errors import UserError
-from jaxsp.objectives.registry import OBJECTIVE
+from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.setup import config_file
 
 _REQUIRED: dict[str, dict[str, Any]] = {
@@ -177,7 +177,8 @@ def _make_fields(options: list[_Option]) -> tuple[dict[str, Any], set[str]]:
     words = [word for option in left for word in option.words]
     kinds = [yaml_io.load(word[15:]) for word in words if word.startswith("objective.type=")]
     kind = kinds[0] if kinds else "sft"
-    source = {"source": "FILL-IN.jsonl", "format": OBJECTIVE.by_name()[kind].format or "messages"}
+    forms = {own.model_fields["type"].default: own.format for own in OBJECTIVES}
+    source = {"source": "FILL-IN.jsonl", "format": forms.get(kind) or "messages"}
     fields = copy.deepcopy(_REQUIRED) | {"objective": {"type": kind}}
     for part in ("train", "eval"):
         parts = [str(option.field).split(".") for option in options]

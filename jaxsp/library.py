@@ -343,12 +343,12 @@ def _build_config(source: str, config: ConfigFields) -> Config:
                 problems.append(f"{text}: must not be set here. {instead}")
     problems.raise_if_any()
     unused = {
-        "run": {"directory": "unused"},
         "model": {"source": source, "config": None, "tokenizer": None},
-        "data": {"train": [{"source": "unused", "format": "tokens"}], "eval": []},
+        "data": {"train": [], "eval": []},
     }
     return config_file.parse(
-        fields | {name: fields.get(name, {}) | group for name, group in unused.items()}
+        fields | {name: fields.get(name, {}) | group for name, group in unused.items()},
+        trains=False,
     )
 
 

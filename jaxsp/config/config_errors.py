@@ -10,7 +10,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from jaxsp.config import foreign_names, yaml_io
-from jaxsp.config.fields import BROKEN_RULES, HERE, Choice, ConfigSection
+from jaxsp.config.fields import BROKEN_RULES, HERE, Choice, ConfigSection, is_for_training
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors
 
@@ -102,6 +102,11 @@ class Schema:
                 sections = tuple(kind for field in fields for kind in read_field(field).sections)
         name = path[-1]
         return [(kind, kind.model_fields[name]) for kind in sections if name in kind.model_fields]
+
+    def list_fields(self, name: str) -> list[FieldInfo]:
+        """Fields of a section, of all classes that it may have."""
+        kinds = self.sections[name].sections
+        return [field for kind in kinds for field in kind.model_fields.values()]
 
     def find_choice(self, path: Sequence[str]) -> Choice | None:
         """The choice that selects the class of the section at a path."""
@@ -396,9 +401,11 @@ def _describe_selector(choice: Choice, prefix: str) -> list[str]:
 
 def _find_description(section: Section, name: str) -> str:
     """Meaning of a field, that of a base class if it has no docstring of its own."""
-    bases = [base for base in section.__mro__ if name in getattr(base, "model_fields", {})]
-    found = filter(None, (base.model_fields[name].description for base in bases))
-    return " ".join(next(found, "").split())
+    for base in section.__mro__:
+        if issubclass(base, ConfigSection) and name in base.model_fields:
+            if description := base.model_fields[name].description:
+                return " ".join(description.split())
+    return ""
 
 
 def _describe_value(field: FieldInfo) -> str:
@@ -406,7 +413,7 @@ def _describe_value(field: FieldInfo) -> str:
     choice = read_field(field).choice
     text = _type_name(field.annotation)
     default = "required"
-    if not field.is_required():
+    if not field.is_required() and not is_for_training(field):
         value = field.get_default()
         if choice is not None and choice.is_name:
             text = f"{' | '.join(choice.by_name())} | mapping"

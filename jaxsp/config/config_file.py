@@ -3,7 +3,7 @@
 import copy
 import inspect
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pydantic
@@ -11,7 +11,7 @@ import yaml
 
 from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.config_errors import Schema
-from jaxsp.config.fields import ConfigSection
+from jaxsp.config.fields import ConfigSection, is_for_training
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
@@ -58,7 +58,7 @@ def parse(
     *,
     rules: Sequence[Callable[..., Iterable[str]]] = (),
     name: str = "CONFIG.yaml",
-    optional: Collection[str] = (),
+    trains: bool = True,
 ) -> Any:
     """Checks nested fields, changed by `key.path=value` words.
 
@@ -66,7 +66,8 @@ def parse(
         rules: functions that yield a line for each problem between sections; the names of their
             parameters are those of the sections, and those of invalid sections are not called.
         name: name of their file, for messages.
-        optional: sections that may be missing; their required fields are then not set.
+        trains: False for a command that does not train: fields that only training needs, and
+            sections that need no other, may be missing.
     Returns: a `schema.config`.
     Raises: UserError with all problems.
     """
@@ -91,10 +92,16 @@ def parse(
                 findings += [each | {"loc": (key, *each["loc"])} for each in error.errors()]
         elif not field.is_required():
             sections[key] = field.get_default()
-        elif key in optional:
-            sections[key] = schema.sections[key].sections[0].model_construct()
+        elif not trains and not any(each.is_required() for each in schema.list_fields(key)):
+            sections[key] = schema.validate(key, {})
         else:
             findings.append({"type": "missing", "loc": (key,), "input": None})
+        if trains and key in sections:
+            findings += [
+                {"type": "missing", "loc": (key, inner), "input": None}
+                for inner, each in type(sections[key]).model_fields.items()
+                if is_for_training(each) and getattr(sections[key], inner) == each.default
+            ]
     for rule in rules:
         needed = inspect.signature(rule).parameters
         if sections.keys() >= needed.keys():

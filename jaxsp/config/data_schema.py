@@ -13,11 +13,9 @@ from jaxsp.config.fields import (
     NonNegativeCount,
     PositiveCount,
     PositiveFloat,
+    for_training,
     with_examples,
 )
-
-PLACEHOLDER_SOURCE = "unused"
-"""Source in configs of commands that read no training data."""
 
 PAIR_FORMATS = ("preference", "unpaired")
 """Formats of records with two completions, of which only completions have a loss."""
@@ -84,10 +82,9 @@ class SourceConfig(ConfigSection):
 class DataConfig(ConfigSection):
     """Training and eval data, and how they are packed into rows."""
 
-    train: Annotated[
-        tuple[SourceConfig, ...],
-        with_examples("[{source: notes/*.txt, format: text}]", min_length=1, strict=False),
-    ]
+    train: tuple[SourceConfig, ...] = for_training(
+        "[{source: notes/*.txt, format: text}]", default=(), strict=False
+    )
     """Sources of the training documents."""
     eval: Annotated[
         tuple[SourceConfig, ...],
@@ -156,7 +153,7 @@ class DataConfig(ConfigSection):
             )
         formats = [source.format for source in (*self.train, *self.eval)]
         for name in ("chat_template", "chat_template_kwargs"):
-            if getattr(self, name) and not {*formats} - {"text", "tokens"}:
+            if getattr(self, name) and formats and not {*formats} - {"text", "tokens"}:
                 yield (
                     f"{self.show(name)}: has no effect, because all sources have the format text "
                     "or tokens. Leave it out."
@@ -187,7 +184,7 @@ class DataConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Number of rows per step."""
 
-    rows_per_step: Annotated[PositiveCount, with_examples(8)]
+    rows_per_step: PositiveCount = for_training(8)
     """Rows per optimizer update, over the whole mesh; the same for every mesh shape."""
     rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after

@@ -6,6 +6,7 @@ from datetime import date, timedelta
 from typing import Annotated, Any
 
 import pydantic
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
 from jaxsp.config import yaml_io
@@ -34,16 +35,6 @@ class ConfigSection(pydantic.BaseModel):
         The section is HERE: `f"{self.show('momentum')}: must be 0. Use {HERE}.momentum=0."`
         """
         yield from ()
-
-    def check_exactly_one(self, first: str, second: str, role: str) -> Iterator[str]:
-        """Checks that exactly one of two fields of a section is set."""
-        if getattr(self, first) is None and getattr(self, second) is None:
-            yield f"{HERE}.{first}, {HERE}.{second}: missing. Set one of them for {role}."
-        elif getattr(self, first) is not None and getattr(self, second) is not None:
-            yield (
-                f"{self.show(first)}, {self.show(second)}: only one of them may be set. "
-                f"Write {HERE}.{first}=null or {HERE}.{second}=null."
-            )
 
     def show(self, name: str) -> str:
         """A field with its value, for the lines of `find_problems`."""
@@ -161,6 +152,18 @@ def is_count(value: object) -> bool:
 def with_examples(*examples: Any, **rules: Any) -> Any:
     """Annotation of a field with examples of its value, as in YAML."""
     return pydantic.Field(examples=list(examples), **rules)
+
+
+def for_training(*examples: Any, default: Any = None, **rules: Any) -> Any:
+    """Field that only a command that trains requires; for others it is the default."""
+    marker = {"is_for_training": True}
+    return pydantic.Field(default, examples=list(examples), json_schema_extra=marker, **rules)
+
+
+def is_for_training(field: FieldInfo) -> bool:
+    """True for a field made by `for_training`."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("is_for_training"))
 
 
 def expand_home(value: str | None) -> str | None:

@@ -15,6 +15,7 @@ from jaxsp.config.fields import (
     NonNegativeFloat,
     PositiveCount,
     PositiveDuration,
+    for_training,
     with_examples,
 )
 
@@ -22,7 +23,7 @@ from jaxsp.config.fields import (
 class RunConfig(ConfigSection):
     """Run directory, length of training, and behavior on signals, hangs and NaN losses."""
 
-    directory: Annotated[str, with_examples("runs/first", min_length=1)]
+    directory: str = for_training("runs/first", min_length=1)
     """Folder that the run writes: config.yaml, banner.txt, starts.jsonl, metrics.jsonl, eval.jsonl,
     tasks.jsonl, samples.jsonl, needle.png, tensorboard/, model/, checkpoints/,
     last_checkpoint.json, heartbeat.json and lock. It may also contain wandb/, mlflow.db,
@@ -125,9 +126,6 @@ class RunConfig(ConfigSection):
     _expand_home = pydantic.field_validator("directory", "staging", "resume")(fields.expand_home)
 
     def find_problems(self) -> Iterator[str]:
-        yield from self.check_exactly_one(
-            "steps", "epochs", f"the length of training, for example {HERE}.epochs=1"
-        )
         for name in ("save_every", "eval_every"):
             if self.epochs is None and getattr(self, name) == "epoch":
                 yield (

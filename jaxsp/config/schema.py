@@ -70,9 +70,16 @@ class ModelSourceConfig(ConfigSection):
     _expand_home = pydantic.field_validator("source", "tokenizer")(fields.expand_home)
 
     def find_problems(self) -> Iterator[str]:
-        yield from self.check_exactly_one(
-            "source", "config", "the model, for example model.source=Qwen/Qwen3-0.6B"
-        )
+        if self.source is None and self.config is None:
+            yield (
+                f"{HERE}.source, {HERE}.config: missing. Set one of them for the model, for "
+                f"example {HERE}.source=Qwen/Qwen3-0.6B."
+            )
+        elif self.source is not None and self.config is not None:
+            yield (
+                f"{self.show('source')}, {self.show('config')}: only one of them may be set. "
+                f"Write {HERE}.source=null or {HERE}.config=null."
+            )
 
 
 class MeshConfig(ConfigSection):

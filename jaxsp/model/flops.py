@@ -9,20 +9,7 @@ from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import ATTENTION, ModelConfig
 from jaxsp.blocks.layers import Parameter
 from jaxsp.model import decoder
-
-PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "A100": 312.0,
-    "B200": 2250.0,
-    "GB200": 2500.0,
-}
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words in the device's name; the first match
-counts. Names without a form factor are SXM modules."""
+from jaxsp.processes import hardware
 
 
 def step_flops(
@@ -76,4 +63,6 @@ def num_parameters(table: layers.Weights | list[Parameter]) -> int:
 def peak_tflops(device_kind: str) -> float | None:
     """Peak bfloat16 TFLOP/s of a device, by JAX's `device_kind`; None if unknown."""
     name = f" {device_kind.replace('-', ' ')} "
-    return next((peak for words, peak in PEAK_TFLOPS.items() if f" {words} " in name), None)
+    return next(
+        (peak for words, peak in hardware.PEAK_TFLOPS.items() if f" {words} " in name), None
+    )

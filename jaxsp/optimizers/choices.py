@@ -14,6 +14,7 @@ from jaxsp.config.fields import (
     NonNegativeCount,
     NonNegativeFloat,
     PositiveFloat,
+    for_training,
     with_examples,
 )
 from jaxsp.optimizers import schedules
@@ -56,7 +57,7 @@ class Optimizer(ConfigSection, abc.ABC):
 
     name: str
     """Optimizer."""
-    learning_rate: Annotated[NonNegativeFloat, with_examples(1e-5)]
+    learning_rate: NonNegativeFloat = for_training(1e-5)
     """Peak learning rate, reached after warmup."""
     schedule: Annotated[Schedule, SCHEDULE] = Cosine()
     """Learning rate after warmup: a name, or a mapping of type and the fields of that schedule."""

@@ -1,6 +1,8 @@
 """This process's place in its job, from its arguments or from its launcher's variables."""
 
+import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -292,3 +294,13 @@ def check_address(name: str, text: str) -> str:
 def _choose_port(number: int) -> int:
     """Chooses the same port in all processes, from 61440 to 65535, which Linux never assigns."""
     return 61440 + number % 4096
+
+
+def read_arguments(args: argparse.Namespace) -> Process:
+    """Detects which process this is, from a command's arguments or the launcher's variables."""
+    return detect_process(
+        os.environ,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_index=args.process_id,
+    )

@@ -6,6 +6,20 @@ import pathlib
 import re
 from collections.abc import Mapping
 
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "A100": 312.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+}
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words in the device's name; the first match
+counts. Names without a form factor are SXM modules."""
+
 
 def count_gpus(environ: Mapping[str, str]) -> int:
     """Number of NVIDIA GPUs that JAX would use, counted without starting JAX."""

@@ -4,8 +4,6 @@ Not on all machines: WSL2 fails with arrays of 4 GiB and more, such as the memor
 at start (openxla/xla issue 48979), and fractional vGPUs do not have it (issue 49252).
 """
 
-import jax
-
 from jaxsp.processes import hardware
 
 _NO_DEVICE = "no supported devices found for platform CUDA"
@@ -14,6 +12,8 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 
 def explain(error: BaseException) -> str | None:
     """Message for an error that another allocator may avoid; None for other errors."""
+    import jax
+
     text = str(error)
     if jax.__version_info__ < (0, 11):
         return None

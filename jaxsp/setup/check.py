@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxsp.config import yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.data_schema import PAIR_FORMATS, PLACEHOLDER_SOURCE, DataConfig
+from jaxsp.config.data_schema import PAIR_FORMATS, DataConfig
 from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 from jaxsp.core import errors
@@ -15,6 +15,19 @@ _EVAL_SUGGESTION = (
     "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', "
     "or hold out training documents: data.eval_fraction=0.05."
 )
+
+
+def check_length(run: RunConfig) -> Iterator[str]:
+    if run.steps is None and run.epochs is None:
+        yield (
+            "run.steps, run.epochs: missing. Set one of them for the length of training, for "
+            "example run.epochs=1."
+        )
+    elif run.steps is not None and run.epochs is not None:
+        yield (
+            f"run.steps = {run.steps}, run.epochs = {run.epochs}: only one of them may be set. "
+            "Write run.steps=null or run.epochs=null."
+        )
 
 
 def check_epochs(run: RunConfig, data: DataConfig) -> Iterator[str]:
@@ -52,8 +65,6 @@ def check_formats(objective: Objective, data: DataConfig) -> Iterator[str]:
     for name in ("train", "eval"):
         for number, source in enumerate(getattr(data, name)):
             field = f"data.{name}.{number}.format = {source.format}"
-            if source.source == PLACEHOLDER_SOURCE:
-                continue
             if objective.format is None and source.format in PAIR_FORMATS:
                 fitting = [
                     f"objective.type={own.model_fields['type'].default}"
@@ -87,6 +98,16 @@ def check_head(objective: Objective, adapter: AdapterConfig) -> Iterator[str]:
         )
 
 
+def check_long_ppl(data: DataConfig, objective: Objective, eval: EvalConfig) -> Iterator[str]:
+    if eval.long_ppl and not data.eval_names:
+        yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
+    if eval.long_ppl and not isinstance(objective, Sft):
+        yield (
+            "eval.long_ppl = true: is the perplexity of texts, and objective.type = "
+            f"{objective.type} compares answers. Use eval.long_ppl=false."
+        )
+
+
 def check_evaluations(
     run: RunConfig, data: DataConfig, objective: Objective, eval: EvalConfig
 ) -> Iterator[str]:
@@ -94,13 +115,6 @@ def check_evaluations(
     names = data.eval_names
     if run.eval_at_start and not (names or eval.tasks):
         yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
-    if eval.long_ppl and not names:
-        yield f"eval.long_ppl = true: needs an eval set. {_EVAL_SUGGESTION}"
-    if eval.long_ppl and not isinstance(objective, Sft):
-        yield (
-            "eval.long_ppl = true: is the perplexity of texts, and objective.type = "
-            f"{objective.type} compares answers. Use eval.long_ppl=false."
-        )
     if run.generate_samples and not names:
         yield (
             f"run.generate_samples = {run.generate_samples}: needs an eval set. {_EVAL_SUGGESTION}"
@@ -137,11 +151,7 @@ def check_early_stopping(
         yield f"{setting}: needs an evaluation before the last step. Set run.eval_every=100."
 
 
-RULES = (
-    check_epochs,
-    check_best,
-    check_formats,
-    check_head,
-    check_evaluations,
-    check_early_stopping,
-)
+RULES = (check_formats, check_head, check_long_ppl)
+
+TRAINING_RULES = (check_length, check_epochs, check_best, check_evaluations, check_early_stopping)
+"""Rules of commands that train."""

@@ -1,7 +1,7 @@
 """The whole config: its choices, and its YAML file."""
 
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from jaxsp.config import config_file, schema
@@ -35,11 +35,11 @@ def parse(
     changes: Sequence[str] = (),
     *,
     name: str = "CONFIG.yaml",
-    optional: Collection[str] = (),
+    trains: bool = True,
 ) -> Config:
     """Checks nested fields: see `config.config_file.parse`."""
-    rules = check.RULES
-    return config_file.parse(SCHEMA, fields, changes, rules=rules, name=name, optional=optional)
+    rules = (*check.RULES, *(check.TRAINING_RULES if trains else ()))
+    return config_file.parse(SCHEMA, fields, changes, rules=rules, name=name, trains=trains)
 
 
 def apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:

@@ -9,7 +9,6 @@ import jax
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.data_schema import PLACEHOLDER_SOURCE
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder
@@ -18,23 +17,6 @@ from jaxsp.runtime import run_paths
 from jaxsp.setup import build, config_file, initial_weights, resume
 from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
-
-UNUSED_TRAINING_DATA = [{"source": PLACEHOLDER_SOURCE, "format": "messages"}]
-"""Training data of the config: fields about chats, such as data.chat_template, need chats."""
-
-PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
-    "run": {"directory": "unused", "steps": 1},
-    "data": {"train": UNUSED_TRAINING_DATA},
-    "batch": {"rows_per_step": 1},
-    "optimizer": {"learning_rate": 0.0},
-}
-"""Fields that a config requires for training; other commands do not use them."""
-
-NO_EARLY_STOPPING = {
-    "early_stopping_patience": None,
-    "early_stopping_metric": "loss",
-    "early_stopping_min_delta": 0,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +50,8 @@ class GivenModel:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of the run's config; placeholders for a Hugging Face model."""
-        return PLACEHOLDER_FIELDS if self.meta is None else self.meta.config
+        """Fields of the run's config; none for a Hugging Face model."""
+        return {} if self.meta is None else self.meta.config
 
     def add_model(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields of a config with this model, and the adapter of its run."""

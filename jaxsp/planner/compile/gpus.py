@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxsp.core.units import GIB, MIB
-from jaxsp.model import flops
+from jaxsp.processes import hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ _HOP = (
 )
 
 _H100 = Ceilings(
-    peak_tflops=flops.PEAK_TFLOPS["H100"],
+    peak_tflops=hardware.PEAK_TFLOPS["H100"],
     matmul_tflops=715.0,
     attention_forward_tflops=619.0,
     attention_backward_tflops=528.0,
@@ -143,7 +143,7 @@ _H100 = Ceilings(
 
 _H200 = dataclasses.replace(
     _H100,
-    peak_tflops=flops.PEAK_TFLOPS["H200"],
+    peak_tflops=hardware.PEAK_TFLOPS["H200"],
     memory_gb_s=4150.0,
     sources={
         **_H100.sources,
@@ -154,7 +154,7 @@ _H200 = dataclasses.replace(
 )
 
 _A100 = Ceilings(
-    peak_tflops=flops.PEAK_TFLOPS["A100"],
+    peak_tflops=hardware.PEAK_TFLOPS["A100"],
     matmul_tflops=254.0,
     attention_forward_tflops=176.0,
     attention_backward_tflops=143.0,
@@ -184,7 +184,7 @@ _A100 = Ceilings(
 )
 
 _B200 = Ceilings(
-    peak_tflops=flops.PEAK_TFLOPS["B200"],
+    peak_tflops=hardware.PEAK_TFLOPS["B200"],
     matmul_tflops=1510.0,
     attention_forward_tflops=1420.0,
     attention_backward_tflops=1110.0,
@@ -216,7 +216,7 @@ _B200 = Ceilings(
 
 _GB200 = dataclasses.replace(
     _B200,
-    peak_tflops=flops.PEAK_TFLOPS["GB200"],
+    peak_tflops=hardware.PEAK_TFLOPS["GB200"],
     matmul_tflops=1675.0,
     attention_forward_tflops=1593.0,
     attention_backward_tflops=1221.0,
@@ -235,7 +235,7 @@ _GB200 = dataclasses.replace(
 
 _GH200 = dataclasses.replace(
     _H100,
-    peak_tflops=flops.PEAK_TFLOPS["GH200"],
+    peak_tflops=hardware.PEAK_TFLOPS["GH200"],
     memory_gb_s=3550.0,
     link_gb_s=48.0,
     host_gb_s=150.0,

@@ -13,7 +13,6 @@ import pytest
 import tokenizers as library
 import transformers
 
-from jaxsp import export
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
@@ -23,6 +22,7 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import documents, encoding, examples, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.documents import TokenizeOptions
+from jaxsp.run import export_command
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -364,7 +364,7 @@ def test_an_export_has_the_variables_as_defaults_of_its_template(tmp_path, is_ow
         {"chat_template": THINKING} if is_own else {}
     )
     config = types.SimpleNamespace(data=asked("a.jsonl", "messages", **data))
-    export._write_chat_template(config, tmp_path / "out")
+    export_command._write_chat_template(config, tmp_path / "out")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     answer = [{"role": "assistant", "content": "x"}]
     rendered = loaded.apply_chat_template(answer, tokenize=False)

@@ -1,0 +1,211 @@
+"""Work of the command `jaxsp export`."""
+
+import argparse
+import pathlib
+from typing import TYPE_CHECKING
+
+import rich.console
+
+from jaxsp.blocks.config import ModelConfig
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.config.schema import Config
+from jaxsp.core import urls
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat_template
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
+from jaxsp.model import adapters
+from jaxsp.reporting import console as output
+from jaxsp.runtime import jax_platform, run_paths
+from jaxsp.setup import config_file, merging, resume, stop_tokens
+from jaxsp.storage import run_storage
+from jaxsp.training import trainable
+
+if TYPE_CHECKING:
+    import transformers
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    if urls.is_url(args.out):
+        raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
+    writer.check_target(args.out)
+    jax_platform.choose_platform(virtual_cpu_devices=None)
+    checkpoint = run_paths.find_latest(run_storage.make_local(args.run, field="RUN_OR_CHECKPOINT"))
+    if checkpoint is None:
+        if not pathlib.Path(args.run).exists():
+            raise UserError(f"RUN_OR_CHECKPOINT = {args.run}: there is no such folder.")
+        raise UserError(
+            f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
+            "checkpoints/."
+        )
+    meta = reader.read_meta(checkpoint)
+    config = config_file.parse(meta.config)
+    model = model_config.parse_model_config(
+        meta.model, field="model.config", row_tokens=config.data.row_tokens
+    )
+    model = adapters.add_adapter(model, config.adapter)
+    if args.merge and model.lora is None:
+        raise UserError(f"--merge: {args.run} has no adapter. Leave the flag out.")
+    is_adapter = model.lora is not None and not args.merge
+    if args.source is not None:
+        has_other_parts = not is_adapter and other_parts.are_exported(meta.model)
+        is_random = config.model.source is None
+        reason = ""
+        if not has_other_parts and is_random:
+            reason = "started from random weights (model.config), not from a checkpoint"
+        elif not has_other_parts and not config.has_frozen_weights:
+            reason = "has all weights of the export in its checkpoint"
+        if reason:
+            raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
+        if not is_random:  # a run from random weights keeps them
+            config = config.with_fields(model={"source": args.source})
+    console = rich.console.Console(markup=False)
+    export = _export_adapter if is_adapter else _export_model
+    for line in export(args, checkpoint, meta, config, model):
+        output.print_line(console, line)
+
+
+def _export_adapter(
+    args: argparse.Namespace,
+    checkpoint: pathlib.Path,
+    meta: CheckpointMeta,
+    config: Config,
+    model: ModelConfig,
+) -> list[str]:
+    """Exports the adapters in PEFT's format, and returns the lines to print."""
+    if args.dtype == "bfloat16":
+        raise UserError("--dtype = bfloat16: adapters are float32. Use --merge, or leave it out.")
+    table = trainable.build_table(model, config)
+    model_dir = resume.find_model_dir(checkpoint)
+    peft.save_adapter(
+        reader.read_weights(checkpoint, table),
+        table=trainable.select_trained(table, table),
+        adapter=config.adapter,
+        model=model,
+        base=config.model.source,
+        directory=args.out,
+        is_multimodal=model_dir is not None and text_part.is_multimodal(model_dir),
+        small_files=model_dir,
+    )
+    _write_chat_template(config, pathlib.Path(args.out))
+    lines = [f"{args.run}, step {meta.step} -> {args.out} (adapter, float32)"]
+    tokenizer = _check_tokenizer(args.out, lines)
+    if meta.model.get("eos_token_id") is not None and not model.has_scores:
+        stops = stop_tokens.describe(meta.model["eos_token_id"], tokenizer)
+        lines.append(f"PEFT stops at the end tokens of the base; give generate() {stops}")
+    if config.model.source is None:
+        return [*lines, "it belongs to random weights (model.config), which are in no file"]
+    if (quantization := config.adapter.quantization) != "none":
+        lines.append(
+            f"it was trained on the base in {quantization}: on the unquantized base its outputs "
+            "differ; --merge exports a model that keeps them"
+        )
+    auto_class = model_config.find_auto_class(meta.model)
+    arguments = repr(str(args.out))
+    if model.has_scores:
+        arguments += ", num_labels=1"
+    loader = f"peft.AutoPeft{auto_class.removeprefix('Auto')}.from_pretrained({arguments})"
+    if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
+        base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
+        loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
+    return [
+        *lines,
+        f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
+    ]
+
+
+def _export_model(
+    args: argparse.Namespace,
+    checkpoint: pathlib.Path,
+    meta: CheckpointMeta,
+    config: Config,
+    model: ModelConfig,
+) -> list[str]:
+    """Exports the whole model, and returns the lines to print.
+
+    Weights are written in the run's compute dtype by default, as used for its losses.
+    """
+    out = pathlib.Path(args.out)
+    parts = None
+    has_other_parts = other_parts.are_exported(meta.model)
+    if has_other_parts and args.source is not None:
+        parts = other_parts.open_folder(folder.find(args.source, field="--source"), model)
+    elif has_other_parts:
+        suggestion = (
+            f"The export of {meta.model['model_type']} copies the other parts of a multimodal "
+            "checkpoint: name its folder with --source."
+        )
+        if config.model.source is None:
+            raise UserError(f"{args.run}: started from random weights (model.config). {suggestion}")
+        try:
+            source = folder.find(config.model.source)
+        except UserError as error:
+            raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
+        parts = other_parts.open_folder(source, model)
+    table = trainable.build_table(model, config)
+    weights = reader.read_weights(checkpoint, table)
+    if config.has_frozen_weights:
+        table, weights = merging.merge_base(checkpoint, weights, config=config, model=model)
+    model_dir = resume.find_model_dir(checkpoint)
+    tokenizer = None
+    small_files = None
+    if model_dir is not None and (model_dir / "config.json").is_file():
+        small_files = model_dir  # everything that model.source had besides its weights
+    else:
+        name = config.model.tokenizer
+        if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
+            has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
+            tokenizer = tokenizers.load(str(model_dir)) if has_tokenizer else None
+        else:
+            tokenizer = None if name is None else tokenizers.load(name)
+    dtype = args.dtype or config.model.compute_dtype
+    writer.export_model(
+        weights,
+        table=table,
+        fields=meta.model,
+        tokenizer=tokenizer,
+        small_files=small_files,
+        directory=out,
+        dtype=dtype,
+        other_parts=parts,
+    )
+    _write_chat_template(config, out)
+    lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
+    tokenizer = _check_tokenizer(out, lines)
+    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
+    if generation.get("eos_token_id") is not None and not model.has_scores:
+        stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
+        lines.append(f"generation stops at {stops}")
+    if parts is not None:
+        count = len(parts.tensors)
+        lines.append(f"{count:,} tensors of other parts are copies of those of {parts.folder}")
+    auto_class = model_config.find_auto_class(meta.model)
+    lines.append(
+        f"load it with transformers.{auto_class}.from_pretrained({str(out)!r}), which needs PyTorch"
+    )
+    return lines
+
+
+def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
+    """Writes the run's chat template, so that chats are rendered as in training."""
+    template = config.data.chat_template
+    if config.data.chat_template_kwargs and (directory / "tokenizer_config.json").is_file():
+        tokenizer = tokenizers.load(str(directory), error_prefix=str(directory))
+        template = chat_template.load_template(config.data, tokenizer)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _check_tokenizer(
+    directory: str | pathlib.Path, lines: list[str]
+) -> "transformers.PreTrainedTokenizerBase | None":
+    """Loads the tokenizer of an export, if it has one. Adds to `lines` why it cannot be loaded."""
+    if not pathlib.Path(directory, "tokenizer_config.json").is_file():
+        return None
+    try:
+        return tokenizers.load(str(directory), error_prefix=f"{directory}: its tokenizer")
+    except UserError as error:  # training on token ids did not need it
+        lines.append(str(error))
+        return None

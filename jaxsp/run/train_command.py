@@ -1,0 +1,70 @@
+"""Work of the command `jaxsp train`."""
+
+import argparse
+import os
+import pathlib
+
+import jax
+import rich.console
+
+from jaxsp.checkpoint.reader import DamagedCheckpointError
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
+from jaxsp.processes import distributed, hardware
+from jaxsp.processes.cluster import Process
+from jaxsp.reporting.trackers import trackers
+from jaxsp.run import jax_limits, trainer
+from jaxsp.runtime import compilation_cache, run_dir, run_paths
+from jaxsp.runtime.preemption import Preemption
+from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.watchdog import Watchdog
+from jaxsp.setup import build, data_preparation, preview, resume
+from jaxsp.storage import run_storage
+
+
+def run(args: argparse.Namespace, config: Config, process: Process) -> None:
+    """Trains a config. Raises: UserError with all problems found before the first step."""
+    if process.index == 0:
+        trackers.check_installed(config.logging)
+    console = rich.console.Console(quiet=process.index > 0, markup=False)
+    if args.preview is not None:
+        if args.preview < 0:
+            raise UserError(f"--preview {args.preview}: must be a number of records. Use 5.")
+        preview.print_preview(config, console, num_records=args.preview or None)
+        return
+    if args.prepare_data:
+        data_preparation.prepare_data(config, console)
+        return
+    jax_limits.choose_platform(config, process)
+    compilation_cache.enable(config.run.compilation_cache, num_processes=process.num_processes)
+    status = RunStatus()
+    preemption = Preemption(config.run, status)
+    with preemption.listen():
+        distributed.initialize(process)
+        folder = run_paths.local_dir(config.run)
+        with (
+            run_dir.lock(folder, config_path=args.config, name=config.run.directory),
+            run_storage.open_run(config.run),
+            Watchdog(
+                config.run,
+                status,
+                has_heartbeat=process.index == 0,
+                has_cpu_devices=hardware.count_gpus(os.environ) == 0 and process.num_processes == 1,
+            ),
+        ):
+            damaged: list[pathlib.Path] = []
+            while True:
+                try:
+                    spec, inputs = build.build_training(config, devices=jax.devices(), skip=damaged)
+                    trainer.train(
+                        spec, inputs, console, preemption=preemption, verbose=args.verbose
+                    )
+                    break
+                except DamagedCheckpointError as damage:
+                    message = resume.skip_damaged(config.run, damage)
+                    damaged.append(damage.path)
+                if process.index == 0:
+                    distributed.log(message)
+        preemption.mark_done()
+        # Before the signal handlers are removed: a signal must not fail a run that is complete
+        distributed.shutdown()
