@@ -179,12 +179,14 @@ class Schema:
     def _resolve(self, location: Sequence[Any]) -> tuple[list[str], Section, Choice | None]:
         """The path of an error without the names of classes that pydantic has in it, the class of
         its last section, and the choice that selected it."""
-        own, choice = self.config, None
+        own = self.config
+        choice: Choice | None = None
         path: list[str] = []
         field = _Field((), None, False)
         for part in map(str, location):
             if field.choice is not None and part in field.choice.by_name():
-                own, choice = field.choice.by_name()[part], field.choice
+                own = field.choice.by_name()[part]
+                choice = field.choice
                 field = _Field((), None, False)
                 continue
             path.append(part)
@@ -192,7 +194,8 @@ class Schema:
                 field = field._replace(is_list=False)
                 continue
             if len(field.sections) == 1:
-                own, choice = field.sections[0], None
+                own = field.sections[0]
+                choice = None
             known = part in own.model_fields
             field = read_field(own.model_fields[part]) if known else _Field((), None, False)
         return path, own, choice

@@ -96,11 +96,12 @@ def parse(
             sections[key] = schema.validate(key, {})
         else:
             findings.append({"type": "missing", "loc": (key,), "input": None})
-        if trains and key in sections:
+        given = fields.get(key)
+        if trains and isinstance(given, dict):
             findings += [
                 {"type": "missing", "loc": (key, inner), "input": None}
-                for inner, each in type(sections[key]).model_fields.items()
-                if is_for_training(each) and getattr(sections[key], inner) == each.default
+                for inner, each in schema.sections[key].sections[0].model_fields.items()
+                if is_for_training(each) and given.get(inner, []) == []
             ]
     for rule in rules:
         needed = inspect.signature(rule).parameters

@@ -156,7 +156,7 @@ def with_examples(*examples: Any, **rules: Any) -> Any:
 
 def for_training(*examples: Any, default: Any = None, **rules: Any) -> Any:
     """Field that only a command that trains requires; for others it is the default."""
-    marker = {"is_for_training": True}
+    marker: dict[str, pydantic.JsonValue] = {"is_for_training": True}
     return pydantic.Field(default, examples=list(examples), json_schema_extra=marker, **rules)
 
 

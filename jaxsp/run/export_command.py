@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
             "checkpoints/."
         )
     meta = reader.read_meta(checkpoint)
-    config = config_file.parse(meta.config)
+    config: Config = config_file.parse(meta.config)
     model = model_config.parse_model_config(
         meta.model, field="model.config", row_tokens=config.data.row_tokens
     )

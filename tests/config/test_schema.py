@@ -164,11 +164,13 @@ def test_the_values_in_suggestions_are_valid(file):
         )
         others = dict.fromkeys(keys, "x")
         wrong = (others | {"logging.trackers": "3"}).get(key, "[]")
-        (example,) = re.findall(
-            rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
-        )
+        choice = {"objective": OBJECTIVE, "optimizer": OPTIMIZER}.get(group)
+        owner = [] if choice is None else [f"{group}.{choice.selector}={choice.owners(name)[0]}"]
+        owner = owner if key not in ("objective.type", "optimizer.name") else []
+        lines = "\n".join(problems(file, f"{key}={wrong}", *owner))
+        (example,) = re.findall(rf"For example ({key}=.*)\.$", lines, re.MULTILINE)
         other = {
-            "optimizer.nesterov": ["optimizer.name=sgd", "optimizer.momentum=0.9"],
+            "optimizer.nesterov": ["optimizer.momentum=0.9"],
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
@@ -193,15 +195,12 @@ def test_the_values_in_suggestions_are_valid(file):
             ],
         }
         if group == "objective" and name != "type":
-            (kind, *_) = OBJECTIVE.owners(name)
-            form = OBJECTIVE.by_name()[kind].format
+            form = OBJECTIVE.by_name()[OBJECTIVE.owners(name)[0]].format
             formats = [f"data.train.{number}.format={form}" for number in (0, 1)]
-            other[key] = [f"objective.type={kind}", *formats]
-        if group == "optimizer" and name not in ("name", "nesterov"):
-            other[key] = [f"optimizer.name={OPTIMIZER.owners(name)[0]}"]
+            other[key] = [*owner, *formats]
         if group == "adapter" and name != "type":
             other[key] = ["adapter.type=lora"]
-        config_file.load(file, [example, *other.get(key, [])])
+        config_file.load(file, [example, *owner, *other.get(key, [])])
 
 
 def test_the_saved_config_of_a_run_without_an_adapter_loads_again(file, tmp_path):
