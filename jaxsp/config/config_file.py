@@ -101,7 +101,8 @@ def parse(
             findings += [
                 {"type": "missing", "loc": (key, inner), "input": None}
                 for inner, each in schema.sections[key].sections[0].model_fields.items()
-                if is_for_training(each) and given.get(inner, []) == []
+                if is_for_training(each)
+                and (inner not in given or (given[inner] == [] and each.default == ()))
             ]
     for rule in rules:
         needed = inspect.signature(rule).parameters

@@ -25,7 +25,7 @@ from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums
 from jaxsp.evaluation.setting_fields import SettingFields
 from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSums
-from jaxsp.objectives import losses
+from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Sft
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.runtime import device_mesh
@@ -237,8 +237,8 @@ def _sum_pairs(spec: StepSpec, documents: Documents, sums: DocumentSums) -> Sums
         num_pairs=jnp.float32(num_pairs),
         num_first_tokens=jnp.float32(sums.num_tokens_D[::2].sum()),
     )
-    losses_P = losses.compute_losses(spec.objective, pairs)
-    measured = losses.measure(spec.objective, pairs, losses_P)
+    losses_P = derivatives.compute_losses(spec.objective, pairs)
+    measured = derivatives.measure(spec.objective, pairs, losses_P)
     counts = {"num_pairs": np.int64(num_pairs), "loss_weight": np.int64(num_pairs)}
     return jax.tree.map(lambda x: _widen(np.asarray(x)), measured) | counts
 

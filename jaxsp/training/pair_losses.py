@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int32
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, Batch, Pairs
 from jaxsp.delta_rule import spans
-from jaxsp.objectives import losses
+from jaxsp.objectives import derivatives
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.training.metric_table import Sums
 from jaxsp.training.specs import StepSpec
@@ -86,8 +86,8 @@ def differentiate(
         num_pairs=pairs.num_pairs,
         num_first_tokens=pairs.counts_P2[:, 0].sum(),
     )
-    losses_P, dlogps_P2 = losses.differentiate(spec.objective, sums)
-    measured = losses.measure(spec.objective, sums, losses_P)
+    losses_P, dlogps_P2 = derivatives.differentiate(spec.objective, sums)
+    measured = derivatives.measure(spec.objective, sums, losses_P)
     is_first = jax.lax.axis_index(axes.ALL) == 0
     measured = {name: jnp.where(is_first, x, jnp.zeros_like(x)) for name, x in measured.items()}
     return measured, -dlogps_P2

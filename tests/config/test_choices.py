@@ -10,7 +10,7 @@ from jaxsp.config import config_file
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.fields import Choice
 from jaxsp.core.errors import UserError
-from jaxsp.objectives import losses
+from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.optimizers.choices import OPTIMIZERS, Optimizer
@@ -95,7 +95,7 @@ def test_an_optimizer_and_a_schedule_are_a_class_each():
 def test_an_objective_is_a_class():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
-    assert losses.compute_losses(config.objective, pairs) == 4
+    assert derivatives.compute_losses(config.objective, pairs) == 4
 
 
 def test_the_help_and_the_errors_of_a_choice_come_from_its_class():

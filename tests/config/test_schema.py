@@ -125,7 +125,7 @@ def test_missing_fields_are_reported_with_their_meaning_and_a_value(file):
         assert f" {name}=" in line
     (line,) = [line for line in messages if line.startswith("model: ")]
     assert "source, config, tokenizer, compute_dtype, rope, max_position_embeddings" in line
-    assert len(messages) == len(names) + 3, messages  # model, batch, optimizer
+    assert len(messages) == len(names) + 4, messages  # steps or epochs; model, batch, optimizer
 
 
 def test_counts_are_32_bit_integers():
