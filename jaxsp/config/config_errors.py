@@ -329,7 +329,8 @@ class Schema:
                 first = re.split(r"(?<=\.)\s", description)[0]
                 return f" {first} For example {self.format_example('.'.join(path), value)}."
         for section in self.find_sections(path)[:1]:
-            title = (section.__doc__ or "").partition("\n")[0]
+            owner = self.config.model_fields[path[0]].annotation if len(path) == 1 else section
+            title = (owner.__doc__ or "").partition("\n")[0]
             return f" {title} Its fields: {', '.join(section.model_fields)}."
         return ""
 

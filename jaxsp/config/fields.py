@@ -86,7 +86,7 @@ class Choice:
 
     def _prepare(self, value: Any) -> Any:
         """The mapping for a name, and without fields of other classes that are null."""
-        if self.is_name and isinstance(value, str):
+        if self.is_name and isinstance(value, str) and value in self.by_name():
             return {self.selector: value}
         own = self.by_name().get(self.find(value) or "")
         if own is None or not isinstance(value, dict):

@@ -207,7 +207,7 @@ def make_optax(config: Config) -> optax.GradientTransformation:
     is_layer_matrix = {key: optimizer.is_layer_matrix(params[key[0]]) for key in names}
     decay = {"weight_decay": own.weight_decay, "mask": decays}
     scale = optax.scale_by_learning_rate(rate)
-    adamw = optax.adamw(rate, b1=0.9, b2=own.beta2 or 0.95, eps=1e-8, **decay)
+    adamw = optax.adamw(rate, b1=0.9, b2=getattr(own, "beta2", 0.95), eps=1e-8, **decay)
     if own.name == "adamw":
         return adamw
     if own.name == "lion":

@@ -284,7 +284,7 @@ def test_a_group_changes_the_learning_rate_and_the_decay_of_its_weights_only():
         {"pattern": "*.down_proj.*", "weight_decay": 0.0},
         {"pattern": "model.embed*", "learning_rate_factor": 0.0},
     ]
-    options = {"momentum": None, "nesterov": None, "schedule": "constant", "learning_rate": 0.1}
+    options = {"momentum": 0.0, "nesterov": False, "schedule": "constant", "learning_rate": 0.1}
     config = optimizer_cases.make_config("sgd", groups=groups, **options)
     actual = optimizer_cases.unpad(optimizer_cases.run_on_mesh(config, (1, 1, 1))[0])
     before = batches.name_leaves(optimizer_cases.draw(1))
