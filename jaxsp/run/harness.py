@@ -22,9 +22,8 @@ from lm_eval.tasks import TaskManager
 from jaxsp.blocks import layers
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.packing import in_memory
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
@@ -100,10 +99,11 @@ class HarnessModel(TemplateLM):
         is_open = not add_generation_prompt
         try:
             return self._renderer(chat_history, prompt=not is_open, is_open=is_open)[0]
-        except RecordError as problem:
+        except UserError as problem:
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
-                raise UserError(f"--apply-chat-template: {problem}.") from None
+                with at("--apply-chat-template"):
+                    raise
             harness_utils.warning_once(harness.eval_logger, f"no system message: {problem}")
             return self.apply_chat_template(others, add_generation_prompt)
 

@@ -13,7 +13,7 @@ import rich.text
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import ProblemCollector
+from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.data.ingest import formats, sources
 from jaxsp.data.tokenization import examples
 from jaxsp.data.tokenization.examples import Example
@@ -47,16 +47,15 @@ def print_preview(
         tokenizer = model_files.load_tokenizer(config, model_folder, None)
     for number, source in enumerate(config.data.train):
         num_problems = len(problems)
-        with problems.collect():
-            field = f"data.train.{number}.source"
-            records = sources.read(source, data=config.data, field=field)
-            unread = sources.list_unread_fields(source, field=field)
+        field = f"data.train.{number}.source"
+        with problems.collect(), at(field, source.source):
+            records = sources.read(source, data=config.data)
+            unread = sources.list_unread_fields(source)
             encoded = examples.encode_examples(
                 records,
                 source=source,
                 data=config.data,
                 tokenizer=tokenizer,
-                field=field,
                 num_records=num_records,
             )
             name = f"{field} = {source.source}"

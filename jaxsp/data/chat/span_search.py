@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
-from jaxsp.data.chat.template_text import ASSISTANT, Messages, RecordError, unused_words
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, unused_words
 
 RenderText = Callable[..., str]
 """Renders `(messages, prompt=False)` to text, with the generation prompt if `prompt`."""
@@ -39,7 +40,7 @@ def find_by_prefixes(
         try:
             before = render(messages[:index], prompt=True)
             after = render(messages[: index + 1]) if index + 1 < len(messages) else text
-        except RecordError:  # an empty conversation, or one that stops in the middle
+        except UserError:  # an empty conversation, or one that stops in the middle
             return None
         if not text.startswith(before) or not text.startswith(after) or len(after) <= len(before):
             return None
@@ -66,7 +67,7 @@ def find_by_insertion(
     try:
         text_and_prompt = render(messages, prompt=True)
         augmented = render(_insert(messages, inserted))
-    except RecordError:  # roles must alternate
+    except UserError:  # roles must alternate
         return None
     prompt = text_and_prompt.removeprefix(text)
     if not prompt or prompt == text_and_prompt:
@@ -135,7 +136,7 @@ def find_by_exchanges(
         exchanges[boundary] = [{"role": role, "content": next(unused)} for role in roles]
     try:
         augmented = render(_insert(messages, exchanges))
-    except RecordError:
+    except UserError:
         return None
     starts = {}
     # The texts before these two positions are equal, except for the inserted messages
@@ -179,7 +180,7 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
     try:
         texts = [render(probe[:number]) for number in range(1, len(probe) + 1)]
         prompted = render(probe[:3], prompt=True)
-    except RecordError:
+    except UserError:
         return None
     affixes: dict[str, tuple[str, str]] = {}
     # Skip the first user message: text before it may belong to the conversation (such as BOS)

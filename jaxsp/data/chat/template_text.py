@@ -1,4 +1,4 @@
-"""Checks that a chat template rendered every message in full."""
+"""Messages, and their text in a rendered conversation."""
 
 import itertools
 import json
@@ -35,10 +35,6 @@ MARKS_SUGGESTION = (
     "use data.train_on=all, or a data.chat_template with {% generation %} around what the "
     f"assistant says. TRL has such templates for many models: *_training.jinja in {TRL_TEMPLATES}"
 )
-
-
-class RecordError(ValueError):
-    """Reason why a record cannot be used, with a suggestion if there is one."""
 
 
 def list_messages(record: dict[str, Any]) -> Messages:
@@ -153,34 +149,6 @@ def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> b
         THINK_CLOSE.join(parts[number:]).lstrip().startswith(content)
         for number in range(1, len(parts))
     )
-
-
-def check_messages_present(messages: Messages, text: str) -> None:
-    """Raises: RecordError if a message, or a part of it, is missing from the text."""
-    start = 0
-    for number, message in enumerate(messages, 1):
-        # templates may move system and developer messages
-        has_fixed_place = message["role"] not in ("system", "developer")
-        end = find_end(text, message, start if has_fixed_place else 0)
-        if end is None:
-            reason = f"the chat template drops content of message {number} ({message['role']})"
-            if "function_call" in message:
-                reason += ". Write its function_call as tool_calls, which templates support"
-            elif message["role"] == ASSISTANT and THINK_CLOSE in str(message.get("content")):
-                reason += (
-                    f". Templates read text before {THINK_CLOSE} as thinking. If the message only "
-                    "mentions the tag, give it its thinking as reasoning_content, even if that is "
-                    '""'
-                )
-            raise RecordError(reason)
-        if has_fixed_place:
-            start = end
-    last = next((message for message in reversed(messages) if message["role"] == ASSISTANT), None)
-    if last is not None and get_reasoning(last) not in text:
-        raise RecordError(
-            "the chat template drops the thinking of the last assistant message. Remove the "
-            "thinking, or use another template"
-        )
 
 
 def unused_words(text: str) -> Iterator[str]:

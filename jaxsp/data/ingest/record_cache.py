@@ -221,30 +221,28 @@ MAX_NAMED_RECORDS = 5
 
 def find_bad_records(
     dataset: "datasets.Dataset", *, max_examples: int
-) -> tuple[int, list[tuple[str, str]]]:
+) -> tuple[int, list[RecordEntry]]:
     """Returns the number of bad records, and place and problem of the first of them."""
     assert dataset._indices is None, "the table's order is not the dataset's"
     count = 0
-    examples: list[tuple[str, str]] = []
+    examples: list[RecordEntry] = []
     for batch in dataset.data.select(["place", "problem"]).to_batches():
         if batch.column(1).null_count < len(batch):
             bad = batch.filter(pc.is_valid(batch.column(1)))
             count += len(bad)
-            rows = bad.slice(0, max_examples - len(examples)).to_pylist()
-            examples += [(row["place"], row["problem"]) for row in rows]
+            examples += bad.slice(0, max_examples - len(examples)).to_pylist()
     return count, examples
 
 
-def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_prefix: str) -> int:
-    """Returns the number of bad records in a dataset, if data.on_bad_record allows them.
+def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
+    """Checks that data.on_bad_record allows the bad records of a dataset.
 
-    Args:   error_prefix: the source's field and value.
     Raises: UserError naming the first bad records, their number, and what to change.
     """
     count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < len(dataset)):
-        return count
+        return
     summary = f"{count:,} of {len(dataset):,} records cannot be used"
     if count > MAX_NAMED_RECORDS:
         summary += f"; these are the first {MAX_NAMED_RECORDS}"
@@ -255,14 +253,13 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    problems = [*list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
-    raise UserError(f"{error_prefix}: {problem}" for problem in problems)
+    raise UserError([*list_examples(examples), f"{summary}. Correct them, or {suggestion}."])
 
 
-def list_examples(examples: list[tuple[str, str]]) -> list[str]:
+def list_examples(bad: list[RecordEntry]) -> list[str]:
     """Returns a line for each bad record; a problem that repeats is `the same`."""
-    problems = [None, *(problem for _, problem in examples)]
+    problems = [None, *(entry["problem"] for entry in bad)]
     return [
-        f"{place}: {'the same' if problem == last else problem}."
-        for (place, problem), last in zip(examples, problems, strict=False)
+        f"{entry['place']}: {'the same.' if entry['problem'] == last else entry['problem']}"
+        for entry, last in zip(bad, problems, strict=False)
     ]

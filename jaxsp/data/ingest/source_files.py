@@ -39,9 +39,9 @@ def _read_text(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
     with _open_decompressed(file) as stream:
         document = stream.read()
     try:
-        yield file, {"text": document.decode("utf-8-sig")}, None
+        yield "", {"text": document.decode("utf-8-sig")}, None
     except UnicodeDecodeError as error:
-        yield file, None, f"is not UTF-8 text ({error})"
+        yield "", None, f"is not UTF-8 text ({error})."
 
 
 def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
@@ -55,7 +55,7 @@ def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
                 unit = "record"
     with _open_decompressed(file) as stream:
         for number, record, problem in read(stream):
-            yield f"{file}, {unit} {number}", record, problem
+            yield f"{unit} {number}", record, problem
 
 
 def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[LocatedRecord]:
@@ -65,18 +65,18 @@ def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[
         table = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(table, [])
         if not names:
-            raise UserError(f"{file}: its first line is empty. It must name the columns.")
+            raise UserError("its first line is empty. It must name the columns.")
         if len(set(names)) < len(names):
-            raise UserError(f"{file}: its first line names a column twice. Rename one of them.")
+            raise UserError("its first line names a column twice. Rename one of them.")
         line = table.line_num + 1
         for cells in table:
-            place = f"{file}, line {line}"
+            place = f"line {line}"
             line = table.line_num + 1
             if len(cells) == len(names):
                 record = dict(zip(names, cells, strict=True))
                 yield place, record, json_records.utf8_problem("".join(cells))
             elif cells:
-                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns"
+                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns."
                 yield place, None, problem
 
 
@@ -134,14 +134,33 @@ def detect_file_type(file: str) -> FileType:
     return file_type
 
 
-def read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def read_files(files: Sequence[str], columns: RecordColumns) -> Iterator[LocatedRecord]:
+    """Yields every record of files in order: see `read_file`."""
+    for file in files:
+        yield from read_file(file, columns)
+
+
+def read_file(
+    file: str, columns: RecordColumns, *, name: str | None = None
+) -> Iterator[LocatedRecord]:
     """Yields every record of a file in order; those that cannot be read have a problem instead.
 
+    Args:   name: the file's name in places and errors, if it has another one.
     Raises: UserError naming the file, and the last record before the damage.
     """
+    return columnar.locate_records(name or file, _read_file(file, columns))
+
+
+def _read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
     place = ""
     try:
-        _check_file(file)
+        size = os.path.getsize(file)
+        if split_suffix(file)[1] and not size:
+            raise UserError(
+                "is empty, but a compressed file has a header. Copy or create it again."
+            )
+        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
         for located in detect_file_type(file).read(file, columns):
             place = located[0]
             yield located
@@ -149,27 +168,16 @@ def read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         raise
     except PermissionError:
         raise UserError(
-            f"{file}: no permission to read it. Change its permissions, or leave it out."
+            "no permission to read it. Change its permissions, or leave it out."
         ) from None
     # pyarrow's errors are ValueErrors or OSErrors
     except (OSError, ValueError, csv.Error, RecursionError) as error:
-        after = f"after {place[len(file) + 2 :]}" if place else "before the end of its first record"
+        after = f"after {place}" if place else "before the end of its first record"
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(
-            f"{file}: is broken {after} ({reason}). Copy or create it again: the number of missing "
-            "records is unknown."
+            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
+            "is unknown."
         ) from None
-
-
-def _check_file(file: str) -> None:
-    """Raises: UserError for a git-lfs pointer, and for a compressed file of no bytes."""
-    size = os.path.getsize(file)
-    if split_suffix(file)[1] and not size:
-        raise UserError(
-            f"{file}: is empty, but a compressed file has a header. Copy or create it again."
-        )
-    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-        raise UserError(f"{file}: is a git-lfs pointer, not the file. Run git lfs pull.")
 
 
 @contextlib.contextmanager
@@ -186,10 +194,10 @@ def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
             yield stream
 
 
-def resolve_path(source: SourceConfig, *, field: str) -> pathlib.Path:
+def resolve_path(source: SourceConfig) -> pathlib.Path:
     """Returns a source's path or glob, with `~` and `{stdlib}` replaced."""
     path = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    return paths.expand_user(path, field=field)
+    return paths.expand_user(path)
 
 
 def find_files(path: pathlib.Path, source: SourceConfig) -> list[str]:
@@ -231,7 +239,7 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
     return identities
 
 
-def common_file_type(files: list[str], source: SourceConfig) -> FileType:
+def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
     """Returns the type of all files.
 
     Raises: UserError if they have several types, or cannot contain the source's format.

@@ -38,12 +38,7 @@ class StoredFiles:
         Places and errors name URLs instead of the downloaded files.
         """
         for url, info in self.objects.items():
-            path = str(self._download(url, info))
-            try:
-                for place, record, problem in source_files.read_file(path, columns):
-                    yield place.replace(path, url, 1), record, problem
-            except UserError as error:
-                raise UserError(text.replace(path, url) for text in error.problems) from None
+            yield from source_files.read_file(str(self._download(url, info)), columns, name=url)
 
     def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
         path = _cached_path(url, info)
@@ -58,7 +53,7 @@ class StoredFiles:
         return path
 
 
-def find(source: SourceConfig, *, field: str) -> StoredFiles:
+def find(source: SourceConfig) -> StoredFiles:
     """Finds the files that a URL or a glob stands for, sorted.
 
     Raises: UserError if there is none, or if the store cannot be used.
@@ -69,7 +64,7 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     except ValueError as error:
         raise UserError(f"{error}.") from None
     bucket = "/".join(url.split("/")[:3])
-    store = ObjectStore(bucket, label=f"{field} = {url}")
+    store = ObjectStore(bucket, label=bucket)
     pattern = url.removeprefix(f"{bucket}/")
     objects = store.list(pattern, is_glob=glob.has_magic(pattern))
     if not glob.has_magic(pattern):

@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config.schema import Config
+from jaxsp.core.errors import at
+from jaxsp.data.ingest import columnar
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -28,17 +30,13 @@ def pack_arrays(
 
     table = pa.table(
         {
-            "tokens": _make_column(documents),
-            "labels": _make_column(labels),
+            "tokens": columnar.make_lists([array.astype(np.int32) for array in documents]),
+            "labels": columnar.make_lists([array.astype(np.int32) for array in labels]),
             "place": pa.array([f"{name}[{number}]" for number in range(len(documents))]),
         }
     )
-    rows = Documents([datasets.Dataset(table)], source_names=[name], field=name)
+    with at(name):
+        rows = Documents([datasets.Dataset(table)], source_names=[name])
     assert len(rows.lengths) == len(documents), "a document has no label"
     assert rows.lengths.max() <= config.data.row_tokens, "a document is longer than a row"
     return dataset.pack_documents(name, rows, config, digests=[""])
-
-
-def _make_column(arrays: Sequence[np.ndarray]) -> pa.LargeListArray:
-    ends = np.cumsum([0, *map(len, arrays)])
-    return pa.LargeListArray.from_arrays(ends, np.concatenate(arrays).astype(np.int32))

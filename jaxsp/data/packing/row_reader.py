@@ -77,7 +77,6 @@ class Documents:
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
-        field: str = "data.train",
     ):
         source_names = source_names or [str(number) for number in range(len(tokenized))]
         self._max_id = _find_highest_id(stats)
@@ -106,7 +105,7 @@ class Documents:
             self._chunks += chunks
             sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
             self._chunk_origins += [(number, first) for first in _find_firsts(sizes)]
-            _check_lengths(dataset, stored, *options, field)
+            _check_lengths(dataset, stored, *options)
             counts = source_counts.count_source(
                 name,
                 dataset,
@@ -121,11 +120,11 @@ class Documents:
         self._join_sources(chosen)
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
-        self.references = self._read_references(field)
+        self.references = self._read_references()
         """Log-probability of each document by the reference model, float64; None if it is unknown:
         jaxsp then computes it before it trains."""
-        self._check_positions(field)
-        self._check_has_labels(field, row_tokens, long_documents)
+        self._check_positions()
+        self._check_has_labels(row_tokens, long_documents)
 
     def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
         """Numbers the documents of all chunks."""
@@ -142,7 +141,7 @@ class Documents:
     @functools.cached_property
     def has_given_references(self) -> bool:
         """True if the records have the log-probabilities of the reference model."""
-        return self._read_references("") is not None
+        return self._read_references() is not None
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
@@ -155,7 +154,7 @@ class Documents:
             values.append(columns[number][first_record + indices[::2] // 2])
         return np.concatenate(values)
 
-    def _read_references(self, field: str) -> np.ndarray | None:
+    def _read_references(self) -> np.ndarray | None:
         """Log-probabilities of the reference model that the records have.
 
         Raises: UserError if only some of them have them.
@@ -169,22 +168,22 @@ class Documents:
             return None
         if not is_known.all():
             raise UserError(
-                f"{field}: {np.sum(is_known) // 2:,} of {len(references) // 2:,} records have "
+                f"{np.sum(is_known) // 2:,} of {len(references) // 2:,} records have "
                 "ref_chosen_logps and ref_rejected_logps. Give them to all records, or put both "
                 "names into ignore_fields: jaxsp then computes them."
             )
         return references
 
-    def _check_positions(self, field: str) -> None:
+    def _check_positions(self) -> None:
         longest = int(self.lengths.max(initial=0))
         if longest > POSITION_LIMIT:
             raise UserError(
-                f"{field}: a document has {longest:,} tokens, but must have at most "
+                f"a document has {longest:,} tokens, but must have at most "
                 f"{POSITION_LIMIT:,}, the number of positions. Cut it into shorter documents, or "
                 "set data.long_documents to truncate or drop."
             )
 
-    def _check_has_labels(self, field: str, row_tokens: int | None, long_documents: str) -> None:
+    def _check_has_labels(self, row_tokens: int | None, long_documents: str) -> None:
         if self.num_loss_tokens > 0:
             return
         longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
@@ -192,12 +191,12 @@ class Documents:
         if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
             split = "data.long_documents=split, or " if self.per_record == 1 else ""
             raise UserError(
-                f"{field}: data.long_documents = {long_documents} leaves no token with a loss: "
+                f"data.long_documents = {long_documents} leaves no token with a loss: "
                 f"rows have {row_tokens:,} tokens, and documents up to {longest:,}. Use "
                 f"{split}a data.row_tokens of at least {longest:,}."
             )
         raise UserError(
-            f"{field}: at least one token must have a label. Give documents of two tokens or more, "
+            "at least one token must have a label. Give documents of two tokens or more, "
             "with labels that are not all -100."
         )
 
@@ -336,7 +335,6 @@ def _check_lengths(
     lengths: np.ndarray,
     row_tokens: int | None,
     long_documents: str,
-    field: str,
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split.
 
@@ -358,7 +356,8 @@ def _check_lengths(
         noun = "document is" if num_others == 1 else "documents are"
         others = f" {num_others:,} other {noun} too long."
     raise UserError(
-        f"data.long_documents = {long_documents}: {field}: {place} has {lengths[first]:,} tokens, "
+        f"data.long_documents = {long_documents}: {place} has {lengths[first]:,} tokens, "
         f"but a row has {row_tokens:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
-        f"data.row_tokens of at least {lengths.max():,}."
+        f"data.row_tokens of at least {lengths.max():,}.",
+        is_named=True,
     )

@@ -127,4 +127,4 @@ def _find_skipped(dataset: "datasets.Dataset") -> tuple[int, list[str]]:
     if "problem" not in dataset.column_names:
         return 0, []
     num_skipped, examples = record_cache.find_bad_records(dataset, max_examples=_MAX_NAMED_RECORDS)
-    return num_skipped, [f"{location}: {problem}" for location, problem in examples]
+    return num_skipped, [f"{entry['place']}: {entry['problem']}" for entry in examples]

@@ -3,20 +3,19 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest.formats import Format
-from jaxsp.data.tokenization import encoding
-from jaxsp.data.tokenization.encoding import EncodedText
+from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
     import transformers
@@ -32,8 +31,8 @@ class EncodedDocument:
     """None: every token has loss."""
 
 
-EncodedRecord = tuple[EncodedDocument, ...] | RecordError
-"""The documents of a record, or the reason why it cannot be used."""
+EncodedRecord = tuple[EncodedDocument, ...] | str
+"""The documents of a record, or the problem that it has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,29 +71,42 @@ def resolve_options(
     return TokenizeOptions(format=record_format, chat=chat_options)
 
 
-def render_and_encode(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
+def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
     """Returns the documents of texts, or of records as JSON; or their problem."""
-    rendered = [_render_record(record, options) for record in records]
+    rendered: list[tuple[RenderedRecord, ...] | str] = []
+    for record in records:
+        try:
+            rendered.append(
+                (RenderedRecord(text=record, is_plain=True),)
+                if options.format.is_text
+                else chat.render_record(json.loads(record), options.chat)
+            )
+        except UserError as error:
+            rendered.append(str(error))
+    encoder = TextEncoder(options.chat.tokenizer)
     texts = [each for record in rendered if isinstance(record, tuple) for each in record]
-    encoded = iter(encoding.encode_texts(texts, options.chat.tokenizer))
-    return [
-        record
-        if isinstance(record, RecordError)
-        else _join_documents(record, list(itertools.islice(encoded, len(record))), options.format)
-        for record in rendered
-    ]
+    encodings = iter(encoder.tokenize(texts))
+    encoded: list[EncodedRecord] = []
+    for record in rendered:
+        if isinstance(record, str):
+            encoded.append(record)
+            continue
+        pairs = zip(record, list(itertools.islice(encodings, len(record))), strict=True)
+        try:
+            encoded.append(_encode_record(pairs, encoder, options.format))
+        except UserError as error:
+            encoded.append(str(error))
+    return encoded
 
 
-def _join_documents(
-    rendered: tuple[RenderedRecord, ...],
-    encoded: list[EncodedText],
-    record_format: Format,
-) -> EncodedRecord:
+def _encode_record(
+    rendered: Iterable[tuple[RenderedRecord, Any]], encoder: TextEncoder, record_format: Format
+) -> tuple[EncodedDocument, ...]:
     documents = []
-    for document, result in zip(rendered, encoded, strict=True):
-        if isinstance(result, RecordError):
-            return RecordError(f"{document.name}: {result}") if document.name else result
-        documents.append(EncodedDocument(rendered=document, tokens=result[0], labels=result[1]))
+    for document, encoding in rendered:
+        with chat.at_document(document.name):
+            tokens, labels = encoder.encode(document, encoding)
+        documents.append(EncodedDocument(rendered=document, tokens=tokens, labels=labels))
     if record_format.has_common_loss_start:
         _align_loss_starts(documents)
     return tuple(documents)
@@ -118,14 +130,3 @@ def _align_loss_starts(documents: list[EncodedDocument]) -> None:
     start = min(*starts, int(differs.argmax()))
     first.labels[start : starts[0]] = first.tokens[start : starts[0]]
     second.labels[start : starts[1]] = second.tokens[start : starts[1]]
-
-
-def _render_record(
-    record: str, options: TokenizeOptions
-) -> tuple[RenderedRecord, ...] | RecordError:
-    if options.format.is_text:
-        return (RenderedRecord(text=record, is_plain=True),)
-    try:
-        return chat.render_record(json.loads(record), options.chat)
-    except RecordError as problem:
-        return problem

@@ -10,7 +10,6 @@ from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
 from jaxsp.data.chat.chat import RenderedRecord
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest.formats import IS_DESIRABLE, Format
 from jaxsp.data.tokenization import documents
@@ -41,7 +40,6 @@ def encode_examples(
     source: SourceConfig,
     data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
-    field: str,
     num_records: int | None = None,
 ) -> Iterator[Example]:
     """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
@@ -51,7 +49,6 @@ def encode_examples(
         num_records: None: the first one, and among the next ones one of each kind of chat.
     Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
     """
-    error_prefix = f"{field} = {source.source}"
     record_format = formats.FORMATS[source.format]
     options = None
     if not record_format.is_tokenized:
@@ -73,13 +70,12 @@ def encode_examples(
                 continue
             break
         encoded = _encode(entry, record_format, options)
-        if isinstance(encoded, RecordError):
-            if data.on_bad_record == "error":
-                raise UserError(
-                    f"{error_prefix}: {entry['place']}: {encoded}. Correct it, or leave it out: "
-                    "data.on_bad_record=skip."
-                )
-            continue
+        if isinstance(encoded, str):
+            if data.on_bad_record == "skip":
+                continue
+            raise UserError(
+                f"{entry['place']}: {encoded} Correct it, or leave it out: data.on_bad_record=skip."
+            )
         if len(encoded[0].tokens):
             num_examples += 1
             seen.update(kinds)
@@ -87,14 +83,14 @@ def encode_examples(
                 place = _name_document(entry, document)
                 yield Example(place, document.tokens, document.labels, kinds)
     if not num_examples:
-        raise UserError(f"{error_prefix}: no record has a token. Give at least one that has.")
+        raise UserError("no record has a token. Give at least one that has.")
 
 
 def _encode(
     entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
 ) -> EncodedRecord:
     if options is not None:
-        (encoded,) = documents.render_and_encode([entry[record_format.column]], options)
+        (encoded,) = documents.encode_records([entry[record_format.column]], options)
         return encoded
     labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
     tokens = np.asarray(entry["input_ids"], np.int32)

@@ -42,26 +42,24 @@ def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     )
 
 
-def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrainedTokenizerBase":
+def load(name: str) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer of a folder or of the hub, or BYTE_TOKENIZER.
 
     The first process prints where it differs from what transformers' AutoTokenizer loads.
 
-    Args: error_prefix: beginning of error messages; by default model.tokenizer and the name.
     Raises: UserError if it cannot be loaded, or has an empty vocabulary.
     """
     import transformers
 
     if name == BYTE_TOKENIZER:
         return make_byte_tokenizer()
-    error_prefix = error_prefix or f"model.tokenizer = {name}:"
     suggestion = (
         f"Set model.tokenizer to a folder with tokenizer.json, a hub name, or {BYTE_TOKENIZER}."
     )
     if paths.is_path(name) and not pathlib.Path(name).exists():
-        raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
+        raise UserError(f"there is no such folder. {suggestion}")
     if pathlib.Path(name).is_dir():
-        files.check_model_folder(pathlib.Path(name), error_prefix=error_prefix)
+        files.check_model_folder(pathlib.Path(name))
     try:
         with convert_panics():
             # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
@@ -73,11 +71,9 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
             tokenizer("")  # fails for fields of wrong types
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
-        raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
+        raise UserError(f"cannot be loaded: {reason}. {suggestion}") from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise UserError(
-            f"{error_prefix} has an empty vocabulary, so text has no tokens. {suggestion}"
-        )
+        raise UserError(f"has an empty vocabulary, so text has no tokens. {suggestion}")
     if distributed.this_process().index == 0:
         for note in notes:
             print(note, flush=True)

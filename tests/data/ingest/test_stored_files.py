@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import duplicates, sources
 from jaxsp.storage.object_store import ObjectStore
 from tests.messages import assert_names
@@ -49,7 +49,9 @@ def downloads(monkeypatch):
 
 
 def read(url, **fields):
-    return sources.read(SourceConfig(source=url, format="text", **fields), data=DATA, field=FIELD)
+    source = SourceConfig(source=url, format="text", **fields)
+    with at(FIELD, url):
+        return sources.read(source, data=DATA)
 
 
 def as_parquet(texts):

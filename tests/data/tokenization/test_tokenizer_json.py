@@ -185,4 +185,4 @@ def test_a_field_of_a_wrong_type_is_refused(tmp_path, field):
     )
     with pytest.raises(UserError) as caught:
         load(folder)
-    assert_names(caught.value, folder, "tokenizer.json", "cannot be loaded")
+    assert_names(caught.value, "tokenizer.json", "cannot be loaded")
