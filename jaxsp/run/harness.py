@@ -24,7 +24,7 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.packing import in_memory
+from jaxsp.data.packing import dataset
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.generation.generator import Generator, Sampling
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
             labels.append(targets)
         if not documents:
             return []
-        data = in_memory.pack_arrays("requests", documents, labels, self._spec.config)
+        data = dataset.pack_arrays("requests", documents, labels, self._spec.config)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
         return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))

@@ -11,7 +11,7 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.ingest import duplicates, record_cache, sources
+from jaxsp.data.ingest import record_cache, sources
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
@@ -68,7 +68,7 @@ def open_sources(
         _check_unique_names(train)
         _check_unique_names(evals)
     with problems.collect():
-        duplicates.check_no_duplicates(
+        sources.check_no_duplicates(
             {field: source for field, source in train.items() if field in records}
         )
     return OpenedSources(train=train, evals=evals, records=records)

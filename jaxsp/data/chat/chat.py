@@ -104,7 +104,11 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         name = "" if is_only else field.replace("_", " ")
         with at_document(name):
             if isinstance(prompt, str):
-                document = _join_texts(prompt, completion, options)
+                text = prompt + completion
+                spans = None if options.has_full_loss else ((len(prompt), len(text)),)
+                document = RenderedRecord(
+                    text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
+                )
             else:
                 document = _render_completion(
                     prompt, completion, render, turn_end, options, is_only=is_only
@@ -116,12 +120,6 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
 def at_document(name: str) -> contextlib.AbstractContextManager[None]:
     """Context that names a document in errors. Args: name: empty if its record has no other."""
     return at(name) if name else contextlib.nullcontext()
-
-
-def _join_texts(prompt: str, completion: str, options: ChatOptions) -> RenderedRecord:
-    text = prompt + completion
-    spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-    return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
 
 
 def _render_conversation(

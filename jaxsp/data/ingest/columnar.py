@@ -1,7 +1,6 @@
 """Reads tables in parquet and Arrow files as Python records, in batches of bounded size."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -74,7 +73,12 @@ def read_batches(
         batch.validate()
         batch = batch.select(selected)
         for column in batch.columns:
-            _validate(column)
+            # a damaged offset would be read from outside of its memory
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # that is a problem of its row
+                    raise
         num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
@@ -82,18 +86,6 @@ def read_batches(
             for row, problem in rows:
                 number += 1
                 yield f"row {number}", row, problem
-
-
-def _validate(column: pa.Array) -> None:
-    """Checks every offset of a column: a damaged one would be read from outside of its memory.
-
-    Raises: pyarrow.ArrowInvalid. Text that is not UTF-8 is a problem of its row.
-    """
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
-            raise
 
 
 def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
@@ -124,16 +116,16 @@ def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
             yield from read_batches(batches, table.schema.names, columns)
             return
         source.seek(0)
-        first = pa.ipc.open_stream(source)
-        streams = itertools.chain(first, _read_later_streams(source, first.schema))
-        yield from read_batches(streams, first.schema.names, columns)
+        schema = pa.ipc.open_stream(source).schema
+        source.seek(0)
+        yield from read_batches(_read_streams(source, schema), schema.names, columns)
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
 
 
-def _read_later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _read_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     while source.tell() < source.size():
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:

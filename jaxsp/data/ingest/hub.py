@@ -68,10 +68,14 @@ def open_saved_dataset(path: pathlib.Path, source: SourceConfig) -> "datasets.Da
 
 def _check_names_own_files(folder: pathlib.Path) -> None:
     """Raises: UserError if a data set names files outside its folder; `datasets` opens them."""
-    splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+
+    def read_json(path: pathlib.Path) -> dict[str, Any]:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    splits = read_json(folder / "dataset_dict.json").get("splits", [])
     names = [*splits]
     for split_folder in [folder, *(folder / str(split) for split in splits)]:
-        state = _read_json(split_folder / "state.json")
+        state = read_json(split_folder / "state.json")
         names += [file["filename"] for file in state.get("_data_files", [])]
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -79,11 +83,6 @@ def _check_names_own_files(folder: pathlib.Path) -> None:
                 f"cannot be loaded: it names {name}, which is not in its folder. Copy or create it "
                 "again."
             )
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Content of a file; empty if there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":

@@ -1,18 +1,20 @@
 """Reads a source's records once, into an Arrow file that is mapped into memory from then on."""
 
+import collections
 import dataclasses
 import functools
 import glob
 import itertools
+import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core import errors, urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import (
     columnar,
     formats,
@@ -240,3 +242,43 @@ def _check_records(
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
+
+
+def check_no_duplicates(sources: Mapping[str, SourceConfig]) -> None:
+    """Checks that no file is read twice in the same way, which would count its documents twice.
+
+    Args:   sources: sources that can be read, by field, such as data.train.0.
+    Raises: UserError naming the second source.
+    """
+    first_fields: dict[tuple[str, str], str] = {}
+    # with other fields, or another split, a file has other documents
+    settings = {
+        field: source.model_dump_json(exclude={"source", "name", "weight"})
+        for field, source in sources.items()
+    }
+    counts = collections.Counter(settings.values())
+    for field, source in sources.items():
+        if counts[settings[field]] == 1:
+            continue  # avoids listing the files again, which takes seconds on network disks
+        with at(f"{field}.source", source.source):
+            for file, identity in _list_files(source).items():
+                first = first_fields.setdefault((identity, settings[field]), field)
+                if first != field:
+                    raise UserError(
+                        f"includes the file {file}, which {first} also includes, so its documents "
+                        "would count twice. Leave it out of one of them; to repeat a source, raise "
+                        "its weight."
+                    )
+
+
+def _list_files(source: SourceConfig) -> dict[str, str]:
+    """Returns the files of a source, each with a name that no other file has.
+
+    Returns: nothing for folders and data sets on the hub.
+    """
+    if urls.is_url(source.source):
+        return {url: url for url in stored_files.find(source).objects}
+    path = source_files.resolve_path(source)
+    if not (path.is_file() or glob.has_magic(str(path))):
+        return {}
+    return {file: os.path.realpath(file) for file in source_files.find_files(path, source)}

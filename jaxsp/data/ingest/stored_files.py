@@ -41,7 +41,13 @@ class StoredFiles:
             yield from source_files.read_file(str(self._download(url, info)), columns, name=url)
 
     def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
-        path = _cached_path(url, info)
+        import datasets
+
+        # the object's name stays: its suffix tells the type
+        version = f"{url} {info['size']} {_version(info)}"
+        digest = hashlib.sha256(version.encode()).hexdigest()[:32]
+        root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
+        path = root / digest / url.rpartition("/")[2]
         path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(path.with_name(f"{path.name}.lock")):
             if not files.is_intact(path):
@@ -78,16 +84,6 @@ def find(source: SourceConfig) -> StoredFiles:
     return StoredFiles(
         store=store, objects={f"{bucket}/{name}": objects[name] for name in sorted(objects)}
     )
-
-
-def _cached_path(url: str, info: dict[str, Any]) -> pathlib.Path:
-    """Path of one version of an object, with the object's name: its suffix tells the type."""
-    import datasets
-
-    version = f"{url} {info['size']} {_version(info)}"
-    digest = hashlib.sha256(version.encode()).hexdigest()[:32]
-    root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
-    return root / digest / url.rpartition("/")[2]
 
 
 def _version(info: dict[str, Any]) -> str:

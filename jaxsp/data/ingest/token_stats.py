@@ -46,10 +46,6 @@ class TokenStats:
     paths: tuple[pathlib.Path, ...] = ()
     """Cached files with the ids, and the file with these statistics."""
 
-    @property
-    def cached_files(self) -> tuple[pathlib.Path, ...]:
-        return self.paths[:-1]
-
     def check_lengths(self, dataset: "datasets.Dataset") -> None:
         """Checks the lengths of all documents. Raises: DamagedCacheError."""
         for column in self.block_checksums:
@@ -176,7 +172,7 @@ def open_or_make(
                 else datasets.concatenate_datasets(
                     [
                         record_cache.open_file(path, stats_file=stats_file)
-                        for path in stats.cached_files
+                        for path in stats.paths[:-1]
                     ]
                 )
             )

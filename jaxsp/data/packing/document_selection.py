@@ -51,14 +51,21 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
     weights: list[np.ndarray] | list[None] = [None] * len(tokens)
     if "weights" in dataset.column_names:
         weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
-    checked_tokens = _check_ids("tokens", tokens, stats)
-    checked_labels = checked_tokens if labels is tokens else _check_ids("labels", labels, stats)
+
+    def check_ids(column: str, lists: list[tuple[np.ndarray, np.ndarray]]) -> list[CheckedIds]:
+        ids = [values for _, values in lists]
+        return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
+
+    checked_tokens = check_ids("tokens", tokens)
+    checked_labels = checked_tokens if labels is tokens else check_ids("labels", labels)
     offsets_of_documents = [offsets for offsets, _ in tokens]
     if per_record == 2:
         firsts = dataset.data.column(FIRST_TOKENS).to_numpy()
         ends = np.cumsum([len(offsets) - 1 for offsets in offsets_of_documents])
         parts = np.split(firsts, ends[:-1])
-        offsets_of_documents = list(map(_split_records, offsets_of_documents, parts))
+        for chunk, (offsets, first) in enumerate(zip(offsets_of_documents, parts, strict=True)):
+            starts = np.stack([offsets[:-1], offsets[:-1] + first], axis=1)
+            offsets_of_documents[chunk] = np.append(starts.ravel(), offsets[-1])
     return [
         Chunk(
             starts=offsets[:-1],
@@ -77,19 +84,6 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
 def count_documents_per_record(dataset: "datasets.Dataset") -> int:
     """Number of documents of each record of a tokenized dataset."""
     return 2 if FIRST_TOKENS in dataset.column_names else 1
-
-
-def _split_records(offsets: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Offsets of both documents of records. Args: firsts: number of tokens of the first ones."""
-    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
-    return np.append(starts.ravel(), offsets[-1])
-
-
-def _check_ids(
-    column: str, lists: list[tuple[np.ndarray, np.ndarray]], stats: TokenStats | None
-) -> list[CheckedIds]:
-    ids = [values for _, values in lists]
-    return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
 
 
 def choose_lengths(
@@ -214,9 +208,13 @@ def select_records(
         return [
             (draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)
         ]
+    suggestion = "Name data sets in data.eval instead."
+    if len(usable) > 1:
+        enough = min(0.1, 1 / len(usable))
+        suggestion = f"Use data.eval_fraction={enough:.1g}, or name data sets in data.eval."
     raise UserError(
         f"data.eval_fraction = {fraction:g}: must leave at least one document of data.train, which "
-        f"has {len(usable):,}. {_suggest_fraction(len(usable))}"
+        f"has {len(usable):,}. {suggestion}"
     )
 
 
@@ -242,10 +240,3 @@ def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]
     raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(num_records)
     return (raw >> np.uint64(11)) * 2.0**-53
-
-
-def _suggest_fraction(num_documents: int) -> str:
-    if num_documents < 2:
-        return "Name data sets in data.eval instead."
-    fraction = min(0.1, 1 / num_documents)
-    return f"Use data.eval_fraction={fraction:.1g}, or name data sets in data.eval."

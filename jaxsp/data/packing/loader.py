@@ -203,7 +203,7 @@ class BatchLoader:
                     name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
                 if host_batch.pairs is not None:
-                    arrays["pairs"] = _put_everywhere(host_batch.pairs, self._placement.mesh)
+                    arrays["pairs"] = jax.tree.map(self._put_everywhere, host_batch.pairs)
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
@@ -214,6 +214,10 @@ class BatchLoader:
             NamedSharding(self._placement.mesh, self._specs[name]),
             lambda index: blocks[_to_span(index, shape)],
         )
+
+    def _put_everywhere(self, array: np.ndarray) -> jax.Array:
+        whole = NamedSharding(self._placement.mesh, PartitionSpec())
+        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
 
     def _sort_rows(self, step: int) -> _SortedRows:
         first_row, num_rows = self._schedule.step_rows(step)
@@ -253,7 +257,9 @@ class BatchLoader:
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
         sharding = NamedSharding(self._placement.mesh, spec)
-        for span in _local_spans(sharding, self._shapes[spec]):
+        shape = self._shapes[spec]
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        for span in dict.fromkeys(_to_span(index, shape) for index in indices):
             microbatches, slots, (begin, end) = span
             places = self._places[slice(*microbatches), slice(*slots)]
             parts = [
@@ -305,25 +311,9 @@ def find_places(placement: RowPlacement) -> np.ndarray:
     )
 
 
-def _put_everywhere(pairs: Pairs, mesh: jax.sharding.Mesh) -> Pairs:
-    """Copies the pairs of a step to all devices."""
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def put(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
-
-    return jax.tree.map(put, pairs)
-
-
 def split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:
     """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
     return slots.reshape(len(slots), num_groups, slots.shape[1] // num_groups, *slots.shape[2:])
-
-
-def _local_spans(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[BlockSpan]:
-    """Distinct blocks of an array on this process's devices."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return list(dict.fromkeys(_to_span(index, shape) for index in indices))
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:

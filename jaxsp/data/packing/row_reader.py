@@ -79,7 +79,11 @@ class Documents:
         has_scores: bool = False,
     ):
         source_names = source_names or [str(number) for number in range(len(tokenized))]
-        self._max_id = _find_highest_id(stats)
+        self._max_id = np.iinfo(np.int32).max
+        """Highest id of all tokens and labels, if it is known."""
+        if stats is not None:
+            extremes = [ends for source in stats for ends in source.extreme_ids.values()]
+            self._max_id = max((highest for _, (highest, _) in extremes), default=0)
         self._tokenized = tokenized
         self._has_scores = has_scores
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
@@ -123,8 +127,9 @@ class Documents:
         self.references = self._read_references()
         """Log-probability of each document by the reference model, float64; None if it is unknown:
         jaxsp then computes it before it trains."""
-        self._check_positions()
-        self._check_has_labels(row_tokens, long_documents)
+        self.has_given_references = self.references is not None
+        """True if the records have the log-probabilities of the reference model."""
+        self._check_documents(row_tokens, long_documents)
 
     def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
         """Numbers the documents of all chunks."""
@@ -137,11 +142,6 @@ class Documents:
         self._chunk_of_document = np.repeat(np.arange(len(chosen), dtype=np.int32), sizes)
         self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
-
-    @functools.cached_property
-    def has_given_references(self) -> bool:
-        """True if the records have the log-probabilities of the reference model."""
-        return self._read_references() is not None
 
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
@@ -174,7 +174,7 @@ class Documents:
             )
         return references
 
-    def _check_positions(self) -> None:
+    def _check_documents(self, row_tokens: int | None, long_documents: str) -> None:
         longest = int(self.lengths.max(initial=0))
         if longest > POSITION_LIMIT:
             raise UserError(
@@ -182,8 +182,6 @@ class Documents:
                 f"{POSITION_LIMIT:,}, the number of positions. Cut it into shorter documents, or "
                 "set data.long_documents to truncate or drop."
             )
-
-    def _check_has_labels(self, row_tokens: int | None, long_documents: str) -> None:
         if self.num_loss_tokens > 0:
             return
         longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
@@ -321,13 +319,6 @@ def make_slots(
 def _find_firsts(sizes: Sequence[int]) -> list[int]:
     """Index of the first element of each of several sequences, if they follow each other."""
     return list(itertools.accumulate(sizes, initial=0))[:-1]
-
-
-def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
-    """Highest id of all tokens and labels; that of int32 without statistics."""
-    if stats is None:
-        return np.iinfo(np.int32).max
-    return max((ends[1][0] for source in stats for ends in source.extreme_ids.values()), default=0)
 
 
 def _check_lengths(

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxsp.data.ingest import record_cache
 from jaxsp.data.ingest.formats import BARE_ANSWERS
+from jaxsp.data.ingest.record_cache import RecordEntry
 from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def count_source(
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
     stored = np.concatenate([chunk.lengths for chunk in chunks])
-    has_loss = _find_used(chunks, selected)
+    has_loss = np.zeros(len(stored), bool)
+    starts = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
+    for start, chunk_segments in zip(starts, selected, strict=False):
+        has_loss[start + chunk_segments.indices] = True
     is_split = used > (used.max() if row_tokens is None else row_tokens)
     is_truncated = (used > 0) & (used < stored)
     left_out = stored[is_in_split & (used == 0)]
@@ -83,7 +87,12 @@ def count_source(
     num_empty = int(np.sum(left_out == 0)) // per_record
     held_out = stored[~is_in_split & count_held_out]
     # a bad record has no tokens, and records without tokens are never held out
-    num_skipped, skipped = _find_skipped(dataset) if num_empty else (0, [])
+    num_skipped = 0
+    skipped: list[RecordEntry] = []
+    if num_empty and "problem" in dataset.column_names:
+        num_skipped, skipped = record_cache.find_bad_records(
+            dataset, max_examples=_MAX_NAMED_RECORDS
+        )
     num_bare_answers = 0
     if BARE_ANSWERS in dataset.column_names:
         num_bare_answers = int(
@@ -95,7 +104,7 @@ def count_source(
         num_tokens=sum(int(chunk_segments.kept.length.sum()) for chunk_segments in selected),
         num_loss_tokens=sum(chunk_segments.num_loss_tokens for chunk_segments in selected),
         num_skipped=num_skipped,
-        skipped_examples=tuple(skipped),
+        skipped_examples=tuple(f"{entry['place']}: {entry['problem']}" for entry in skipped),
         num_empty=num_empty - num_skipped,
         num_split=int(np.count_nonzero(is_split)),
         num_truncated=int(np.count_nonzero(is_truncated)),
@@ -111,20 +120,3 @@ def count_source(
         num_held_out=len(held_out),
         num_tokens_held_out=int(held_out.sum()),
     )
-
-
-def _find_used(chunks: Sequence[Chunk], selected: Sequence[ChunkSegments]) -> np.ndarray:
-    """True for each stored document that has segments."""
-    ends = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
-    is_used = np.zeros(ends[-1], bool)
-    for start, chunk_segments in zip(ends, selected, strict=False):
-        is_used[start + chunk_segments.indices] = True
-    return is_used
-
-
-def _find_skipped(dataset: "datasets.Dataset") -> tuple[int, list[str]]:
-    """Returns the number of bad records, and location and problem of the first of them."""
-    if "problem" not in dataset.column_names:
-        return 0, []
-    num_skipped, examples = record_cache.find_bad_records(dataset, max_examples=_MAX_NAMED_RECORDS)
-    return num_skipped, [f"{entry['place']}: {entry['problem']}" for entry in examples]

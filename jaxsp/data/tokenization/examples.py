@@ -11,9 +11,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.ingest import formats
-from jaxsp.data.ingest.formats import IS_DESIRABLE, Format
+from jaxsp.data.ingest.formats import IS_DESIRABLE
 from jaxsp.data.tokenization import documents
-from jaxsp.data.tokenization.documents import EncodedDocument, EncodedRecord, TokenizeOptions
+from jaxsp.data.tokenization.documents import EncodedDocument, EncodedRecord
 
 if TYPE_CHECKING:
     import datasets
@@ -69,7 +69,14 @@ def encode_examples(
             if record_format.is_chat:
                 continue
             break
-        encoded = _encode(entry, record_format, options)
+        encoded: EncodedRecord
+        if options is not None:
+            (encoded,) = documents.encode_records([entry[record_format.column]], options)
+        else:
+            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
+            tokens = np.asarray(entry["input_ids"], np.int32)
+            rendered = RenderedRecord(text="")
+            encoded = (EncodedDocument(rendered=rendered, tokens=tokens, labels=labels),)
         if isinstance(encoded, str):
             if data.on_bad_record == "skip":
                 continue
@@ -80,28 +87,13 @@ def encode_examples(
             num_examples += 1
             seen.update(kinds)
             for document in encoded:
-                place = _name_document(entry, document)
+                name = document.rendered.name
+                if name == "completion":
+                    name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
+                place = f"{entry['place']}: {name}" if name else entry["place"]
                 yield Example(place, document.tokens, document.labels, kinds)
     if not num_examples:
         raise UserError("no record has a token. Give at least one that has.")
-
-
-def _encode(
-    entry: dict[str, Any], record_format: Format, options: TokenizeOptions | None
-) -> EncodedRecord:
-    if options is not None:
-        (encoded,) = documents.encode_records([entry[record_format.column]], options)
-        return encoded
-    labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
-    tokens = np.asarray(entry["input_ids"], np.int32)
-    return (EncodedDocument(rendered=RenderedRecord(text=""), tokens=tokens, labels=labels),)
-
-
-def _name_document(entry: dict[str, Any], document: EncodedDocument) -> str:
-    name = document.rendered.name
-    if name == "completion":
-        name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
-    return f"{entry['place']}: {name}" if name else entry["place"]
 
 
 def list_kinds(record: dict[str, Any]) -> list[str]:

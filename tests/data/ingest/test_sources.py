@@ -11,7 +11,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.ingest import duplicates, record_cache, source_files, sources
+from jaxsp.data.ingest import record_cache, source_files, sources
 from tests.messages import assert_names, numbers
 
 
@@ -312,7 +312,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
             f"data.train.{number}": SourceConfig(format="text", **fields)
             for number, fields in enumerate(given)
         }
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)
 
     check(
         {"source": "a.jsonl"},
@@ -347,7 +347,7 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
             f"data.train.{number}": SourceConfig(format="text", **fields)
             for number, fields in enumerate(given)
         }
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)
         return len(listed)
 
     other = {"source": "*.jsonl", "fields": {"text": "body"}}

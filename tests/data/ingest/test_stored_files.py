@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.ingest import duplicates, sources
+from jaxsp.data.ingest import sources
 from jaxsp.storage.object_store import ObjectStore
 from tests.messages import assert_names
 from tests.storage import store_server
@@ -142,4 +142,4 @@ def test_two_sources_cannot_read_the_same_object(files):
         for number, url in enumerate(urls)
     }
     with pytest.raises(UserError, match="count twice"):
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)
