@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
-from jaxsp.data.tokenization import tokenizer_json, tokenizers
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
@@ -136,6 +136,6 @@ def write_small_files(
             shutil.copytree(run_model_dir, directory, dirs_exist_ok=True)
     elif source is not None:
         folder.copy_small_files(source.path, directory)
-        tokenizer_json.correct_file(directory)
+        tokenizers.correct_file(directory)
     elif tokenizer is not None:
         tokenizer.save_pretrained(directory)

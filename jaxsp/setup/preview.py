@@ -15,8 +15,8 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.data.ingest import formats, sources
-from jaxsp.data.tokenization import examples
-from jaxsp.data.tokenization.examples import Example
+from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization.documents import Example
 from jaxsp.hf import folder
 from jaxsp.setup import model_files
 
@@ -34,7 +34,7 @@ def print_preview(
     Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
     Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
-        example with tool calls), see `examples.list_kinds`.
+        example with tool calls), see `documents.list_kinds`.
     Raises: UserError with the problems of all sources.
     """
     problems = ProblemCollector()
@@ -51,7 +51,7 @@ def print_preview(
         with problems.collect(), at(field, source.source):
             records = sources.read(source, data=config.data)
             unread = sources.list_unread_fields(source)
-            encoded = examples.encode_examples(
+            encoded = documents.encode_examples(
                 records,
                 source=source,
                 data=config.data,

@@ -28,7 +28,6 @@ from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import (
     generation_marks,
     span_search,
-    template_checks,
     template_text,
     turn_ends,
 )
@@ -126,7 +125,7 @@ def _render_conversation(
     messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
 ) -> RenderedRecord:
     text, marks = render(messages)
-    template_checks.check_messages_present(messages, text)
+    template_text.check_messages_present(messages, text)
     ending = "" if render.has_marks else turn_end.complete(messages)
     indices = [
         index
@@ -134,11 +133,11 @@ def _render_conversation(
         if message["role"] == template_text.ASSISTANT
     ]
     loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
-    bare = template_checks.find_bare_answers(messages, loss_indices, text, render)
+    bare = template_text.find_bare_answers(messages, loss_indices, text, render)
     if options.has_full_loss:
         suggestion = "use data.train_on=assistant"
         _check_all_have_loss(messages, suggestion)
-        template_checks.check_bare_answers(
+        template_text.check_bare_answers(
             bare, options.earlier_reasoning, instead_of_no_loss=suggestion
         )
         return RenderedRecord(text=text + ending, num_bare_answers=len(bare))
@@ -163,7 +162,7 @@ def _render_conversation(
         bare = [index for index in bare if index in marked]
     else:
         spans = _infer_spans(messages, loss_indices, text, render, turn_end)
-    template_checks.check_bare_answers(bare, options.earlier_reasoning)
+    template_text.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
         text=text + ending,
         loss_spans=tuple(spans),
@@ -195,7 +194,7 @@ def _render_completion(
     messages = prompt + completion
     text, _ = render(messages)
     text += turn_end.complete(messages)
-    template_checks.check_messages_present(messages, text)
+    template_text.check_messages_present(messages, text)
     suggestion = "use format: messages" if is_only else "leave the record out"
     first_with_loss = len(prompt)
     if options.has_full_loss:
@@ -207,10 +206,8 @@ def _render_completion(
         for index in range(first_with_loss, len(messages))
         if messages[index]["role"] == template_text.ASSISTANT
     ]
-    bare = template_checks.find_bare_answers(messages, answers, text, render)
-    template_checks.check_bare_answers(
-        bare, options.earlier_reasoning, instead_of_no_loss=suggestion
-    )
+    bare = template_text.find_bare_answers(messages, answers, text, render)
+    template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
     if options.has_full_loss:
         return RenderedRecord(text=text, num_bare_answers=len(bare))
     prompt_text, _ = render(prompt)
@@ -223,7 +220,7 @@ def _render_completion(
             f"the completion cannot be located: {use} another template."
         )
     marked = "format: messages and a data.chat_template with {% generation %} marks"
-    template_checks.check_span(
+    template_text.check_span(
         messages,
         range(len(prompt), len(messages)),
         text,
@@ -279,7 +276,7 @@ def _infer_spans(
     for index, span in zip(indices, spans, strict=True):
         start, end = span.span
         extended.append((start, turn_end.extend(completed, end)))
-        template_checks.check_span(
+        template_text.check_span(
             messages,
             [index],
             completed,

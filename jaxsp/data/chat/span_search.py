@@ -127,6 +127,7 @@ def find_by_exchanges(
     turn_format = _infer_turn_format(unused, render)
     if turn_format is None:
         return None
+    affixes, prompt = turn_format
     exchanges = {}
     for boundary in _list_boundaries(messages, indices):
         # Mistral's template skips tool calls and tool results when it checks that roles alternate,
@@ -143,7 +144,8 @@ def find_by_exchanges(
     augmented_pos = 0
     text_pos = 0
     for boundary, exchange in exchanges.items():
-        inserted = "".join(turn_format.render_turn(**message) for message in exchange)
+        turns = [(affixes[message["role"]], message["content"]) for message in exchange]
+        inserted = "".join(before + content + after for (before, after), content in turns)
         start = augmented.find(inserted, augmented_pos)
         if start < 0 or not text.startswith(augmented[augmented_pos:start], text_pos):
             return None
@@ -152,28 +154,17 @@ def find_by_exchanges(
         augmented_pos = start + len(inserted)
     if augmented[augmented_pos:] != text[text_pos:]:
         return None
-    headers = dict.fromkeys(indices, turn_format.affixes[ASSISTANT][0])
-    return _spans_between(indices, starts, text, prompt=turn_format.prompt, headers=headers)
+    headers = dict.fromkeys(indices, affixes[ASSISTANT][0])
+    return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TurnFormat:
-    """Text that a template writes around the content of plain messages."""
-
-    affixes: dict[str, tuple[str, str]]
-    """Text before and after the content, by role."""
-    prompt: str
-    """Generation prompt after a user message."""
-
-    def render_turn(self, *, role: str, content: str) -> str:
-        before, after = self.affixes[role]
-        return before + content + after
-
-
-def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat | None:
+def _infer_turn_format(
+    unused: Iterator[str], render: RenderText
+) -> tuple[dict[str, tuple[str, str]], str] | None:
     """Infers the format of messages by rendering the prefixes of a conversation of four words.
 
-    Returns None if a message is rendered differently when others follow.
+    Returns: text before and after the content, by role, and the generation prompt after a user
+        message; None if a message is rendered differently when others follow.
     """
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
     probe = [{"role": role, "content": next(unused)} for role in roles]
@@ -192,7 +183,7 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
             return None
     if not prompted.startswith(texts[2]):
         return None
-    return _TurnFormat(affixes=affixes, prompt=prompted.removeprefix(texts[2]))
+    return affixes, prompted.removeprefix(texts[2])
 
 
 def _list_boundaries(messages: Messages, indices: list[int]) -> list[int]:

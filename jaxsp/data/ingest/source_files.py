@@ -1,23 +1,32 @@
-"""Source files: found by name or glob, and read as records; a truncated file is an error."""
+"""Source files: found by name, glob or URL, and read as records; a truncated file is an error.
+
+Those in object stores are downloaded once, and read from the disk.
+"""
 
 import contextlib
 import csv
 import dataclasses
 import functools
 import glob
+import hashlib
 import io
 import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import filelock
 import pyarrow as pa
 
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.core import errors, paths
+from jaxsp.core import errors, paths, urls
+from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar, formats, json_records
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
+from jaxsp.processes import distributed
+from jaxsp.storage.object_store import ObjectStore
 
 TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
 """Suffixes of plain text; a missing file with such a name is not looked up on the hub."""
@@ -258,3 +267,77 @@ def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
             "or a .jsonl or .parquet file."
         )
     return file_type
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredFiles:
+    """Files of a source in an object store."""
+
+    store: ObjectStore
+    objects: dict[str, dict[str, Any]]
+    """Entry of the store for each file, by its URL."""
+
+    @property
+    def identity(self) -> list[tuple[str, int, str]]:
+        """Values that change when a file does."""
+        return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
+
+    def read(self, columns: RecordColumns) -> Iterator[LocatedRecord]:
+        """Yields every record of the files, which are downloaded if this version never was, or if
+        the downloaded file is damaged.
+
+        Places and errors name URLs instead of the downloaded files.
+        """
+        for url, info in self.objects.items():
+            yield from read_file(str(self._download(url, info)), columns, name=url)
+
+    def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
+        import datasets
+
+        # the object's name stays: its suffix tells the type
+        version = f"{url} {info['size']} {_version(info)}"
+        digest = hashlib.sha256(version.encode()).hexdigest()[:32]
+        root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
+        path = root / digest / url.rpartition("/")[2]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_name(f"{path.name}.lock")):
+            if not core_files.is_intact(path):
+                if path.exists():
+                    distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
+                name = url.removeprefix(f"{self.store.url}/")
+                self.store.download({name: path}, {name: info["size"]})
+                core_files.write_checksum(path)
+        return path
+
+
+def find_stored(source: SourceConfig) -> StoredFiles:
+    """Finds the files that a URL or a glob stands for, sorted.
+
+    Raises: UserError if there is none, or if the store cannot be used.
+    """
+    url = source.source
+    try:
+        urls.check(url)
+    except ValueError as error:
+        raise UserError(f"{error}.") from None
+    bucket = "/".join(url.split("/")[:3])
+    store = ObjectStore(bucket, label=bucket)
+    pattern = url.removeprefix(f"{bucket}/")
+    objects = store.list(pattern, is_glob=glob.has_magic(pattern))
+    if not glob.has_magic(pattern):
+        objects = {name: info for name, info in objects.items() if name == pattern}
+    if not objects:
+        raise UserError(
+            "no object matches. Name objects, for example "
+            f"{url.rstrip('/') if not glob.has_magic(url) else bucket}/*.jsonl; `*` stays in one "
+            "folder, `**` includes subfolders."
+        )
+    return StoredFiles(
+        store=store, objects={f"{bucket}/{name}": objects[name] for name in sorted(objects)}
+    )
+
+
+def _version(info: dict[str, Any]) -> str:
+    """Value that changes when an object is written with other content: its ETag."""
+    version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+    return str(version).strip('"')

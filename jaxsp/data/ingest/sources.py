@@ -23,7 +23,6 @@ from jaxsp.data.ingest import (
     record_checks,
     record_fields,
     source_files,
-    stored_files,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 from jaxsp.data.ingest.record_cache import RecordEntry
@@ -149,7 +148,7 @@ def _resolve_files(
     files: Sequence[str]
     identity: Any
     if path is None:
-        stored = stored_files.find(source)
+        stored = source_files.find_stored(source)
         files = list(stored.objects)
         identity = stored.identity
         records = functools.partial(stored.read, columns)
@@ -277,7 +276,7 @@ def _list_files(source: SourceConfig) -> dict[str, str]:
     Returns: nothing for folders and data sets on the hub.
     """
     if urls.is_url(source.source):
-        return {url: url for url in stored_files.find(source).objects}
+        return {url: url for url in source_files.find_stored(source).objects}
     path = source_files.resolve_path(source)
     if not (path.is_file() or glob.has_magic(str(path))):
         return {}

@@ -146,7 +146,7 @@ class BatchLoader:
         return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
     def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
-        step_rows = self._schedule.step_rows(step)
+        first_row, num_rows = self._schedule.step_rows(step)
         rows = sorted_rows.rows
         tokens_per_source = np.bincount(
             self._documents.find_sources(rows.document),
@@ -156,8 +156,8 @@ class BatchLoader:
         return StepCounts(
             rows=rows,
             places=self._places,
-            num_rows=step_rows.num_rows,
-            epoch=self._stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
+            num_rows=num_rows,
+            epoch=self._stream.find_epoch(first_row + num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
             documents_P2=self._list_pairs(sorted_rows),
             imbalance=self._compute_imbalance(rows),

@@ -13,10 +13,9 @@ from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.ingest.formats import IS_DESIRABLE, REFERENCES
 from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.packing import document_selection, packing, source_counts
-from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
+from jaxsp.data.packing import document_selection, packing
+from jaxsp.data.packing.document_selection import Chunk, ChunkSegments, SourceCounts
 from jaxsp.data.packing.packing import Segments
-from jaxsp.data.packing.source_counts import SourceCounts
 
 if TYPE_CHECKING:
     import datasets
@@ -110,7 +109,7 @@ class Documents:
             sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
             self._chunk_origins += [(number, first) for first in _find_firsts(sizes)]
             _check_lengths(dataset, stored, *options)
-            counts = source_counts.count_source(
+            counts = document_selection.count_source(
                 name,
                 dataset,
                 chunks,

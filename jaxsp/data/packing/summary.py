@@ -9,9 +9,9 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows
-from jaxsp.data.packing.source_counts import SourceCounts
 
 
 def describe_data(

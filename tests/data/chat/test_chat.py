@@ -17,7 +17,6 @@ from jaxsp.data.chat import (
     chat,
     chat_template,
     span_search,
-    template_checks,
     template_text,
     turn_ends,
 )
@@ -501,7 +500,7 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
-        template_checks.check_span(
+        template_text.check_span(
             TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
         )
 

@@ -20,7 +20,7 @@ from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.ingest import formats, sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import documents, examples, tokenizers
+from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.documents import TokenizeOptions
 from jaxsp.data.tokenization.encoding import TextEncoder
@@ -524,8 +524,8 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
     records = sources.read(config.train[0], data=config)
-    (example,) = examples.encode_examples(records, data=config, **how)
-    assert len(list(examples.encode_examples(records, data=config, **how, num_records=5))) == 2
+    (example,) = documents.encode_examples(records, data=config, **how)
+    assert len(list(documents.encode_examples(records, data=config, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
     result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
@@ -536,7 +536,7 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        list(examples.encode_examples(records, data=strict, **how))
+        list(documents.encode_examples(records, data=strict, **how))
 
 
 DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING
