@@ -11,13 +11,14 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.ingest import record_cache, sources
+from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from jaxsp.data.tokenization.tokenize import TokenizedSource
+from jaxsp.processes import distributed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def make_data_sets(
             if damage.path in rebuilt:
                 raise
             rebuilt.add(damage.path)
-            record_cache.report_damage(damage)
+            distributed.log(damage.notice)
         problems = ProblemCollector()
         opened = open_sources(config, for_training=for_training, problems=problems)
         problems.raise_if_any()

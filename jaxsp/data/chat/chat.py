@@ -25,12 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.chat import (
-    generation_marks,
-    span_search,
-    template_text,
-    turn_ends,
-)
+from jaxsp.data.chat import generation_marks, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
@@ -96,7 +91,8 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         )
         turn_end = turn_ends.find(options.tokenizer, render.template)
         if prompt is None:
-            return (_render_conversation(record["messages"], render, turn_end, options),)
+            render_messages = _render_whole if options.has_full_loss else _render_conversation
+            return (render_messages(record["messages"], render, turn_end, options),)
     is_only = len(completions) == 1
     documents = []
     for field, completion in completions.items():
@@ -108,6 +104,8 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
                 document = RenderedRecord(
                     text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
                 )
+            elif options.has_full_loss:
+                document = _render_whole(prompt + completion, render, turn_end, options)
             else:
                 document = _render_completion(
                     prompt, completion, render, turn_end, options, is_only=is_only
@@ -134,13 +132,6 @@ def _render_conversation(
     ]
     loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
     bare = template_text.find_bare_answers(messages, loss_indices, text, render)
-    if options.has_full_loss:
-        suggestion = "use data.train_on=assistant"
-        _check_all_have_loss(messages, suggestion)
-        template_text.check_bare_answers(
-            bare, options.earlier_reasoning, instead_of_no_loss=suggestion
-        )
-        return RenderedRecord(text=text + ending, num_bare_answers=len(bare))
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise UserError(
@@ -171,14 +162,44 @@ def _render_conversation(
     )
 
 
-def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
-    """Raises: UserError for an assistant message without loss."""
-    for number, message in enumerate(messages, 1):
-        if message["role"] == template_text.ASSISTANT and not template_text.has_loss(message):
+def _render_whole(
+    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
+) -> RenderedRecord:
+    """Renders messages that all have a loss."""
+    text = render(messages)[0] + turn_end.complete(messages)
+    template_text.check_messages_present(messages, text)
+    suggestion = "use data.train_on=assistant"
+    num_bare = _check_answers(messages, 0, text, render, options, suggestion=suggestion)
+    return RenderedRecord(text=text, num_bare_answers=num_bare)
+
+
+def _check_answers(
+    messages: Messages,
+    first: int,
+    text: str,
+    render: TemplateRenderer,
+    options: ChatOptions,
+    *,
+    suggestion: str,
+) -> int:
+    """Returns the number of assistant messages from `first` on whose thinking the template dropped.
+
+    Raises: UserError if data.earlier_reasoning does not allow them, or if one has no loss.
+    """
+    answers = [
+        index
+        for index in range(first, len(messages))
+        if messages[index]["role"] == template_text.ASSISTANT
+    ]
+    for index in answers:
+        if not template_text.has_loss(messages[index]):
             raise UserError(
-                f"message {number} has weight 0 (no loss), but the whole text is trained on: "
-                f"{suggestion}."
+                f"message {index - first + 1} has weight 0 (no loss), but the whole text is "
+                f"trained on: {suggestion}."
             )
+    bare = template_text.find_bare_answers(messages, answers, text, render)
+    template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
+    return len(bare)
 
 
 def _render_completion(
@@ -196,20 +217,7 @@ def _render_completion(
     text += turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     suggestion = "use format: messages" if is_only else "leave the record out"
-    first_with_loss = len(prompt)
-    if options.has_full_loss:
-        suggestion = "use data.train_on=assistant"
-        first_with_loss = 0
-    _check_all_have_loss(messages[first_with_loss:], suggestion)
-    answers = [
-        index
-        for index in range(first_with_loss, len(messages))
-        if messages[index]["role"] == template_text.ASSISTANT
-    ]
-    bare = template_text.find_bare_answers(messages, answers, text, render)
-    template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
-    if options.has_full_loss:
-        return RenderedRecord(text=text, num_bare_answers=len(bare))
+    num_bare = _check_answers(messages, len(prompt), text, render, options, suggestion=suggestion)
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
@@ -232,22 +240,16 @@ def _render_completion(
         text=text,
         loss_spans=((start, len(text)),),
         has_exact_spans=False,
-        num_bare_answers=len(bare),
+        num_bare_answers=num_bare,
     )
 
 
 def _infer_spans(
-    messages: Messages,
-    indices: list[int],
-    text: str,
-    render: RenderFunction,
-    turn_end: TurnEnd,
+    messages: Messages, indices: list[int], text: str, render: RenderFunction, turn_end: TurnEnd
 ) -> TextSpans:
     """Returns the spans of assistant messages for a template without marks.
 
     The last may end after `text`, with the end that the template leaves out.
-
-    Raises: UserError if they cannot be determined with certainty.
     """
 
     def render_text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:

@@ -180,7 +180,13 @@ class TemplateRenderer:
         self.template = text = _fix_date(text, date)
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
-            self._check_tools_are_used(record)
+            messages = template_text.list_messages(record)
+            texts = [self._render(messages, tools)[0] for tools in (self._tools, None)]
+            if texts[0] == texts[1]:
+                raise UserError(
+                    "the chat template ignores tools. Remove the tools, or use a template that "
+                    "supports them."
+                )
 
     def __call__(
         self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
@@ -212,15 +218,6 @@ class TemplateRenderer:
             raise UserError(f"the chat template refuses it: {_explain_failure(error)}.") from None
         (text,), spans = rendered
         return text, spans[0] if self.has_marks else []
-
-    def _check_tools_are_used(self, record: dict[str, Any]) -> None:
-        """Raises: UserError if the template writes the same text without tools."""
-        messages = template_text.list_messages(record)
-        if self._render(messages, self._tools)[0] == self._render(messages, None)[0]:
-            raise UserError(
-                "the chat template ignores tools. Remove the tools, or use a template that "
-                "supports them."
-            )
 
 
 def make_prompt_renderer(

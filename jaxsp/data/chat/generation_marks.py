@@ -10,7 +10,7 @@ import re
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
-from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, RenderFunction, TextSpans
 
 _MARKS = "the template's {% generation %} marks"
 
@@ -97,7 +97,7 @@ def read_marked_spans(
         for start, spans in zip(starts, overlaps, strict=True):
             end = start + len(word)
             if spans and not any(first <= start and end <= last for first, last in spans):
-                raise _partial_mark_error(index)
+                raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
         if index in is_marked and starts:
             # a tool result may repeat the name of the call outside the marks
             is_marked[index].add(any(overlaps))
@@ -110,7 +110,7 @@ def read_marked_spans(
         if True in is_marked[index]:
             message_end = template_text.find_end(marked_text, messages[index], place)
             if message_end is None or False in is_marked[index]:
-                raise _partial_mark_error(index)
+                raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
             place = message_end
     if len(loss_indices) < len(indices):
         spans = _select_loss_spans(
@@ -129,7 +129,6 @@ def _select_loss_spans(
     """Returns the marked spans of the messages with loss.
 
     Args: word_positions: first character of each word of the probe, and its message; sorted.
-    Raises: UserError if a mark may belong to a message with loss and to one without.
     """
     problem = UserError(f"{_MARKS} do not separate messages with loss from ones with weight 0.")
     if len(marks) != len(probe_marks):
@@ -154,12 +153,6 @@ def _select_loss_spans(
         if start < end and have_loss != {False}:
             spans.append((start, end))
     return spans
-
-
-def _partial_mark_error(index: int) -> UserError:
-    return UserError(
-        f"{_MARKS} cover only part of message {index + 1} ({template_text.ASSISTANT})."
-    )
 
 
 def _make_probe(messages: Messages, text: str) -> tuple[Messages, list[tuple[int, str]]]:

@@ -201,12 +201,7 @@ def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
 
 
 def _spans_between(
-    indices: list[int],
-    starts: dict[int, int],
-    text: str,
-    *,
-    prompt: str,
-    headers: dict[int, str],
+    indices: list[int], starts: dict[int, int], text: str, *, prompt: str, headers: dict[int, str]
 ) -> list[AssistantSpan] | None:
     """Returns the spans of messages with known boundaries; None if a header is unknown.
 

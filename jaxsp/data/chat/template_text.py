@@ -198,10 +198,7 @@ def check_messages_present(messages: Messages, text: str) -> None:
             raise UserError(f"{reason}.")
         if has_fixed_place:
             start = end
-    last = next(
-        (message for message in reversed(messages) if message["role"] == ASSISTANT),
-        None,
-    )
+    last = next((message for message in reversed(messages) if message["role"] == ASSISTANT), None)
     if last is not None and get_reasoning(last) not in text:
         raise UserError(
             "the chat template drops the thinking of the last assistant message. Remove the "

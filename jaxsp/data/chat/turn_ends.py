@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import transformers
 
 _USER = "user"
-
 _TOOL = "tool"
 
 

@@ -31,9 +31,9 @@ class Format:
     """Other fields, which are read or refused because other systems give them a meaning."""
     check: Callable[[SourceRecord, bool], Record]
     """Converts (record, has_labels) to the columns to store. Raises UserError."""
-    column: str
+    column: str = "record"
     """Stored column with the record's content."""
-    bytes_per_worker: int = 0
+    bytes_per_worker: int = 2**25
     """Bytes of records that are worth a tokenization worker."""
     needs_template: bool = False
     num_documents: int = 1
@@ -89,8 +89,6 @@ FORMATS = {
             optional=_CHAT_OPTIONAL,
             known=record_fields.IN_CHATS,
             check=record_checks.check_messages,
-            column="record",
-            bytes_per_worker=2**25,
             needs_template=True,
         ),
         Format(
@@ -99,8 +97,6 @@ FORMATS = {
             optional=_CHAT_OPTIONAL,
             known=record_fields.IN_CHATS,
             check=record_checks.check_completion,
-            column="record",
-            bytes_per_worker=2**25,
         ),
         Format(
             name="preference",
@@ -112,8 +108,6 @@ FORMATS = {
                 *record_fields.REFUSED_IN_PREFERENCES,
             ),
             check=record_checks.check_preference,
-            column="record",
-            bytes_per_worker=2**25,
             num_documents=2,
             values={FIRST_REFERENCE: math.nan, SECOND_REFERENCE: math.nan},
             has_common_loss_start=True,
@@ -124,8 +118,6 @@ FORMATS = {
             optional=_CHAT_OPTIONAL,
             known=(*record_fields.IN_CHATS, *record_fields.REFUSED_IN_UNPAIRED),
             check=record_checks.check_unpaired,
-            column="record",
-            bytes_per_worker=2**25,
             num_documents=2,
             values={IS_DESIRABLE: False},
             connect=record_checks.add_mismatched_completions,

@@ -93,12 +93,9 @@ def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":
         builder = datasets.load_dataset_builder(
             source.source, name=source.subset, revision=source.revision
         )
-        if (
-            source.revision
-            and type(builder).__name__ == "Cache"
-            and builder.hash != source.revision
-        ):
-            # without a network, `datasets` uses any cached revision
+        # without a network, `datasets` uses any cached revision
+        is_cached = type(builder).__name__ == "Cache"
+        if source.revision and is_cached and builder.hash != source.revision:
             raise UserError(
                 f"revision = {source.revision}: the hub cannot be reached, and the cache has "
                 f"{builder.hash}. Use that, or try again with a network."

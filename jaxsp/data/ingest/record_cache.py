@@ -60,35 +60,20 @@ class DamagedCacheError(NeedsAttentionError):
     def __init__(self, paths: Sequence[pathlib.Path], reason: str):
         """Removes the files. Raises: UserError if that is not allowed."""
         self.path = paths[0]
-        self.problem = f"{self.path} IS DAMAGED: {reason}"
+        problem = f"{self.path} IS DAMAGED: {reason}"
+        self.notice = f"{problem}. Rebuilding it"
         super().__init__(
-            f"{self.problem}. It was removed; run the same command again to rebuild it and to "
-            "resume from the latest checkpoint."
+            f"{problem}. It was removed; run the same command again to rebuild it and to resume "
+            "from the latest checkpoint."
         )
         for path in paths:
             try:
                 files.remove_with_checksum(path)
             except OSError as error:
                 raise UserError(
-                    f"{self.problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
+                    f"{problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
                     "set HF_DATASETS_CACHE to another folder."
                 ) from None
-
-
-def report_damage(damage: DamagedCacheError) -> None:
-    """Prints that damaged files are rebuilt."""
-    distributed.log(f"{damage.problem}. Rebuilding it")
-
-
-def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
-    """Maps a cached file into memory; None if it does not exist, or was damaged and is removed."""
-    if not path.exists():
-        return None
-    try:
-        return open_file(path)
-    except DamagedCacheError as damage:
-        report_damage(damage)
-        return None
 
 
 def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":
@@ -121,12 +106,7 @@ def write_cache(
     import datasets
 
     schema = pa.schema({name: _COLUMN_TYPES[name] for name in ("place", "problem", *columns)})
-    progress = datasets.utils.tqdm(
-        entries,
-        desc=desc,
-        unit=" records",
-        delay=_PROGRESS_DELAY_S,
-    )
+    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
@@ -205,7 +185,8 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
         raise UserError(
             f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk or your quota is full "
             f"({free / MIB:,.0f} MiB of the disk are free). Free some space, or set "
-            "HF_DATASETS_CACHE to a folder on a larger disk."
+            "HF_DATASETS_CACHE to a folder on a larger disk.",
+            is_named=True,
         ) from error
 
 

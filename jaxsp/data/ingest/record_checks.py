@@ -42,10 +42,7 @@ if the record has none."""
 IS_DESIRABLE = "is_desirable"
 """Column of unpaired records: True if the first document's completion is a good one."""
 
-_REFERENCE_FIELDS = {
-    "ref_chosen_logps": FIRST_REFERENCE,
-    "ref_rejected_logps": SECOND_REFERENCE,
-}
+_REFERENCE_FIELDS = {"ref_chosen_logps": FIRST_REFERENCE, "ref_rejected_logps": SECOND_REFERENCE}
 
 PREFERENCE_OPTIONAL = ("prompt", *_REFERENCE_FIELDS)
 """Optional fields of preferences, which `ignore_fields` may list."""
@@ -230,10 +227,7 @@ def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> RecordEntry:
 
 
 def _read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: str = "") -> Record:
-    """Returns fields of a record, all of them text, or all of them messages.
-
-    Raises: UserError if they are not, with the suggestion.
-    """
+    """Returns fields of a record, all of them text, or all of them messages."""
     content: Record = {}
     for field in fields:
         value = record.get(field)
@@ -253,10 +247,7 @@ def _read_contents(record: SourceRecord, fields: Sequence[str], *, suggestion: s
 
 
 def _add_system(content: Record, record: SourceRecord) -> Record:
-    """Returns a prompt and completions with the system message that the record has beside them.
-
-    Raises: UserError if they are text.
-    """
+    """Returns a prompt and completions with the system message that the record has beside them."""
     if isinstance(content["prompt"], list):
         content["prompt"] = _add_system_message(content["prompt"], record)
     elif system := record.find_system():
@@ -269,10 +260,7 @@ def _add_system(content: Record, record: SourceRecord) -> Record:
 
 
 def _add_system_message(messages: list[Record], record: SourceRecord) -> list[Record]:
-    """Returns a record's messages after the system message that it has beside them.
-
-    Raises: UserError if they begin with another one.
-    """
+    """Returns a record's messages after the system message that it has beside them."""
     system = record.find_system()
     if system is None:
         return messages
@@ -487,10 +475,7 @@ def _parse_mask(record: SourceRecord, name: str, num_tokens: int) -> np.ndarray:
 
 
 def _find_content(record: SourceRecord, num_tokens: int) -> slice:
-    """Returns the tokens that are not padding.
-
-    Raises: UserError if an attention mask has zeros between ones.
-    """
+    """Returns the tokens that are not padding."""
     name = "attention_mask"
     if not record.has(name):
         return slice(0, num_tokens)

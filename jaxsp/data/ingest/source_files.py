@@ -269,13 +269,31 @@ def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
     return file_type
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFiles:
-    """Files of a source in an object store."""
+    """Files in an object store that a URL or a glob stands for, sorted.
 
-    store: ObjectStore
-    objects: dict[str, dict[str, Any]]
-    """Entry of the store for each file, by its URL."""
+    Raises: UserError if there is none, or if the store cannot be used.
+    """
+
+    def __init__(self, url: str):
+        try:
+            urls.check(url)
+        except ValueError as error:
+            raise UserError(f"{error}.") from None
+        bucket = "/".join(url.split("/")[:3])
+        pattern = url.removeprefix(f"{bucket}/")
+        self._store = ObjectStore(bucket, label=bucket)
+        objects = self._store.list(pattern, is_glob=glob.has_magic(pattern))
+        if not glob.has_magic(pattern):
+            objects = {name: info for name, info in objects.items() if name == pattern}
+        if not objects:
+            raise UserError(
+                "no object matches. Name objects, for example "
+                f"{bucket if glob.has_magic(url) else url.rstrip('/')}/*.jsonl; `*` stays in one "
+                "folder, `**` includes subfolders."
+            )
+        self.objects = {f"{bucket}/{name}": objects[name] for name in sorted(objects)}
+        """Entry of the store for each file, by its URL."""
 
     @property
     def identity(self) -> list[tuple[str, int, str]]:
@@ -304,37 +322,10 @@ class StoredFiles:
             if not core_files.is_intact(path):
                 if path.exists():
                     distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
-                name = url.removeprefix(f"{self.store.url}/")
-                self.store.download({name: path}, {name: info["size"]})
+                name = url.removeprefix(f"{self._store.url}/")
+                self._store.download({name: path}, {name: info["size"]})
                 core_files.write_checksum(path)
         return path
-
-
-def find_stored(source: SourceConfig) -> StoredFiles:
-    """Finds the files that a URL or a glob stands for, sorted.
-
-    Raises: UserError if there is none, or if the store cannot be used.
-    """
-    url = source.source
-    try:
-        urls.check(url)
-    except ValueError as error:
-        raise UserError(f"{error}.") from None
-    bucket = "/".join(url.split("/")[:3])
-    store = ObjectStore(bucket, label=bucket)
-    pattern = url.removeprefix(f"{bucket}/")
-    objects = store.list(pattern, is_glob=glob.has_magic(pattern))
-    if not glob.has_magic(pattern):
-        objects = {name: info for name, info in objects.items() if name == pattern}
-    if not objects:
-        raise UserError(
-            "no object matches. Name objects, for example "
-            f"{url.rstrip('/') if not glob.has_magic(url) else bucket}/*.jsonl; `*` stays in one "
-            "folder, `**` includes subfolders."
-        )
-    return StoredFiles(
-        store=store, objects={f"{bucket}/{name}": objects[name] for name in sorted(objects)}
-    )
 
 
 def _version(info: dict[str, Any]) -> str:

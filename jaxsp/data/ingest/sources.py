@@ -7,7 +7,7 @@ import glob
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from jaxsp.data.ingest import (
     source_files,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
-from jaxsp.data.ingest.record_cache import RecordEntry
+from jaxsp.data.ingest.record_cache import DamagedCacheError, RecordEntry
 from jaxsp.data.ingest.record_fields import SourceRecord
+from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import datasets
@@ -74,12 +75,16 @@ def read(source: SourceConfig, *, data: DataConfig) -> "datasets.Dataset":
         cached = folder / "records.arrow"
         folder.mkdir(parents=True, exist_ok=True)
         with record_cache.build_once(cached):
-            dataset = record_cache.open_or_none(cached)
-            if dataset is None:
+            if cached.exists():
+                try:
+                    record_cache.open_file(cached)
+                except DamagedCacheError as damage:
+                    distributed.log(damage.notice)
+            if not cached.exists():
                 entries = _check_records(source, origin, columns, data=data)
                 entries = formats.FORMATS[source.format].connect(entries)
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
-                dataset = record_cache.open_file(cached)
+            dataset = record_cache.open_file(cached)
     except PermissionError as error:
         raise UserError(str(error)) from None
     if origin.split is not None:
@@ -145,10 +150,9 @@ def _resolve_files(
     """Finds the files of a path or a glob. Args: path: None for a URL."""
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
-    files: Sequence[str]
     identity: Any
     if path is None:
-        stored = source_files.find_stored(source)
+        stored = source_files.StoredFiles(source.source)
         files = list(stored.objects)
         identity = stored.identity
         records = functools.partial(stored.read, columns)
@@ -276,7 +280,7 @@ def _list_files(source: SourceConfig) -> dict[str, str]:
     Returns: nothing for folders and data sets on the hub.
     """
     if urls.is_url(source.source):
-        return {url: url for url in source_files.find_stored(source).objects}
+        return {url: url for url in source_files.StoredFiles(source.source).objects}
     path = source_files.resolve_path(source)
     if not (path.is_file() or glob.has_magic(str(path))):
         return {}

@@ -145,9 +145,7 @@ def compute(dataset: "datasets.Dataset") -> TokenStats:
 
 
 def open_or_make(
-    records: "datasets.Dataset",
-    fingerprint: str,
-    make: "Callable[[], datasets.Dataset] | None",
+    records: "datasets.Dataset", fingerprint: str, make: "Callable[[], datasets.Dataset] | None"
 ) -> "tuple[datasets.Dataset, TokenStats]":
     """Returns the tokens of records, and their statistics.
 

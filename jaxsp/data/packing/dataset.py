@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config import yaml_io
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import columnar
@@ -160,7 +159,19 @@ def pack_documents(
         scaled = np.divide(source_weights, max(source_weights))  # their sum could be infinite
         weights = tuple((scaled / scaled.sum()).tolist())
     tokens = np.bincount(part_of_segment, segments.length, minlength=len(weights))
-    _check_no_source_empty(documents, tokens, config.data)
+    if not tokens.all():
+        number = int(np.argmin(tokens))
+        source = documents.sources[number]
+        suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
+        if source.num_held_out:
+            suggestion = (
+                f"hold out fewer documents (data.eval_fraction = {config.data.eval_fraction:g} "
+                f"holds out {source.num_held_out:,} of this source)"
+            )
+        raise UserError(
+            f"data.train.{number} ({source.name}): a source with a weight must have at least one "
+            f"document that is used. Leave the source out, or {suggestion}."
+        )
     parts = [
         PackedEpochs(
             segments.select(part_of_segment == part),
@@ -185,29 +196,8 @@ def pack_documents(
     )
 
 
-def _check_no_source_empty(documents: Documents, tokens: np.ndarray, data: DataConfig) -> None:
-    """Raises: UserError if no document of a weighted source is left."""
-    if tokens.all():
-        return
-    number = int(np.argmin(tokens))
-    source = documents.sources[number]
-    suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
-    if source.num_held_out:
-        suggestion = (
-            f"hold out fewer documents (data.eval_fraction = {data.eval_fraction:g} "
-            f"holds out {source.num_held_out:,} of this source)"
-        )
-    raise UserError(
-        f"data.train.{number} ({source.name}): a source with a weight must have at least one "
-        f"document that is used. Leave the source out, or {suggestion}."
-    )
-
-
 def pack_arrays(
-    name: str,
-    documents: Sequence[np.ndarray],
-    labels: Sequence[np.ndarray],
-    config: Config,
+    name: str, documents: Sequence[np.ndarray], labels: Sequence[np.ndarray], config: Config
 ) -> PackedDataset:
     """Packs token ids, such as the prompts of an evaluation, into rows, which must hold each.
 

@@ -122,25 +122,15 @@ class ChunkSegments:
     """Tokens of all segments without a loss token."""
 
 
-def select_segments(
-    chunks: Sequence[Chunk], used: np.ndarray, row_tokens: int | None
-) -> list[ChunkSegments]:
+def select_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
     """Selects the segments that have a loss token: the others would cost steps and teach nothing.
 
     The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        used: number of tokens that are used of each document of the chunks.
+        used: number of tokens that are used of each document of the chunk.
         row_tokens: tokens of a row; None: no document is split.
     """
-    ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
-    return [
-        _select_chunk_segments(chunk, chunk_used, row_tokens)
-        for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
-    ]
-
-
-def _select_chunk_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
     indices = np.flatnonzero(used)
     lengths = used[indices]
     segments = packing.split_documents(lengths, row_tokens)

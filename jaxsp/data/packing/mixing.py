@@ -124,11 +124,7 @@ class RowSchedule:
 
 
 def build_schedule(
-    *,
-    begin_row: int,
-    rows_per_step: int,
-    num_steps: int | None = None,
-    end_row: int | None = None,
+    *, begin_row: int, rows_per_step: int, num_steps: int | None = None, end_row: int | None = None
 ) -> RowSchedule:
     """Builds a schedule of `num_steps` steps, or until the stream has come to its end.
 

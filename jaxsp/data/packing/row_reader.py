@@ -103,7 +103,11 @@ class Documents:
             options = (row_tokens, long_documents)
             usable = document_selection.choose_lengths(stored, *options, self.per_record)
             used = np.where(is_in_split, usable, 0)
-            selected = document_selection.select_segments(chunks, used, row_tokens)
+            ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
+            selected = [
+                document_selection.select_segments(chunk, chunk_used, row_tokens)
+                for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
+            ]
             chosen += selected
             self._chunks += chunks
             sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
@@ -154,10 +158,7 @@ class Documents:
         return np.concatenate(values)
 
     def _read_references(self) -> np.ndarray | None:
-        """Log-probabilities of the reference model that the records have.
-
-        Raises: UserError if only some of them have them.
-        """
+        """Log-probabilities of the reference model that the records have: all, or none."""
         columns = [values for name in REFERENCES if (values := self._read_column(name)) is not None]
         if not columns:
             return None
@@ -306,9 +307,7 @@ def make_slots(
     padding = (0, max_segments - len(row.length))
     return SegmentSlots(
         documents=np.pad(
-            np.asarray(documents, np.int32),
-            (0, max_segments - len(documents)),
-            constant_values=-1,
+            np.asarray(documents, np.int32), (0, max_segments - len(documents)), constant_values=-1
         ),
         starts=np.pad(row.starts, padding).astype(np.int32),
         lengths=np.pad(row.length, padding).astype(np.int32),
@@ -321,15 +320,11 @@ def _find_firsts(sizes: Sequence[int]) -> list[int]:
 
 
 def _check_lengths(
-    dataset: "datasets.Dataset",
-    lengths: np.ndarray,
-    row_tokens: int | None,
-    long_documents: str,
+    dataset: "datasets.Dataset", lengths: np.ndarray, row_tokens: int | None, long_documents: str
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split.
 
-    Raises: UserError. The documents of a pair are not split, because attention would not see the
-        whole of them.
+    The documents of a pair are not split, because attention would not see the whole of them.
     """
     per_record = document_selection.count_documents_per_record(dataset)
     may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
@@ -340,9 +335,8 @@ def _check_lengths(
         return
     first = int(too_long[0])
     place = dataset[first // per_record]["place"]
-    num_others = len(too_long) - 1
     others = ""
-    if num_others:
+    if num_others := len(too_long) - 1:
         noun = "document is" if num_others == 1 else "documents are"
         others = f" {num_others:,} other {noun} too long."
     raise UserError(

@@ -14,7 +14,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat, chat_template, template_text
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.ingest import formats
-from jaxsp.data.ingest.formats import IS_DESIRABLE, Format
+from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE, Format
 from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ class TokenizeOptions:
         has_full_loss = self.format.is_text or self.chat.has_full_loss
         return ["tokens"] if has_full_loss else ["tokens", "labels"]
 
+    @property
+    def count_columns(self) -> list[str]:
+        """Columns of the tokenized dataset with a number for each record."""
+        bare_answers = [BARE_ANSWERS] if self.format.is_chat else []
+        return bare_answers + ([FIRST_TOKENS] if self.format.num_documents > 1 else [])
+
 
 def resolve_options(
     source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
@@ -74,29 +80,25 @@ def resolve_options(
 
 def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
     """Returns the documents of texts, or of records as JSON; or their problem."""
-    rendered: list[tuple[RenderedRecord, ...] | str] = []
-    for record in records:
+    rendered: dict[int, tuple[RenderedRecord, ...]] = {}
+    encoded: list[EncodedRecord] = [""] * len(records)
+    for index, record in enumerate(records):
         try:
-            rendered.append(
+            rendered[index] = (
                 (RenderedRecord(text=record, is_plain=True),)
                 if options.format.is_text
                 else chat.render_record(json.loads(record), options.chat)
             )
         except UserError as error:
-            rendered.append(str(error))
+            encoded[index] = str(error)
     encoder = TextEncoder(options.chat.tokenizer)
-    texts = [each for record in rendered if isinstance(record, tuple) for each in record]
-    encodings = iter(encoder.tokenize(texts))
-    encoded: list[EncodedRecord] = []
-    for record in rendered:
-        if isinstance(record, str):
-            encoded.append(record)
-            continue
-        pairs = zip(record, list(itertools.islice(encodings, len(record))), strict=True)
+    encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
+    for index, documents in rendered.items():
+        pairs = zip(documents, [*itertools.islice(encodings, len(documents))], strict=True)
         try:
-            encoded.append(_encode_record(pairs, encoder, options.format))
+            encoded[index] = _encode_record(pairs, encoder, options.format)
         except UserError as error:
-            encoded.append(str(error))
+            encoded[index] = str(error)
     return encoded
 
 

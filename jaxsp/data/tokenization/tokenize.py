@@ -114,10 +114,7 @@ def _map_dataset(
     fingerprint: str,
     title: str,
 ) -> "datasets.Dataset":
-    """Tokenizes a dataset, in worker processes if it is large.
-
-    Raises: UserError if one of these has been killed.
-    """
+    """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
     import multiprocess
 
@@ -135,10 +132,7 @@ def _map_dataset(
     batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
-    if options.format.is_chat:
-        types[BARE_ANSWERS] = datasets.Value("int32")
-    if options.format.num_documents > 1:
-        types[FIRST_TOKENS] = datasets.Value("int32")
+    types |= {name: datasets.Value("int32") for name in options.count_columns}
     types |= {name: dataset.features[name] for name in options.format.values}
     try:
         tokenized = dataset.with_format("arrow").map(
@@ -174,24 +168,20 @@ def _encode_table(
     usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
-    num_bare_answers = np.zeros(len(problems), np.int32)
-    first_tokens = np.zeros(len(problems), np.int32)
+    counts = {name: np.zeros(len(problems), np.int32) for name in (BARE_ANSWERS, FIRST_TOKENS)}
     encoded = documents.encode_records([contents[index] for index in usable], options)
     for index, record in zip(usable, encoded, strict=True):
         if isinstance(record, str):
             problems[index] = record
             continue
-        num_bare_answers[index] = sum(each.rendered.num_bare_answers for each in record)
-        first_tokens[index] = len(record[0].tokens)
+        counts[BARE_ANSWERS][index] = sum(each.rendered.num_bare_answers for each in record)
+        counts[FIRST_TOKENS][index] = len(record[0].tokens)
         arrays["tokens"][index] = np.concatenate([each.tokens for each in record])
         if "labels" in arrays:
             labels = [each.tokens if each.labels is None else each.labels for each in record]
             arrays["labels"][index] = np.concatenate(labels)
     columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
-    if options.format.is_chat:
-        columns[BARE_ANSWERS] = num_bare_answers
-    if options.format.num_documents > 1:
-        columns[FIRST_TOKENS] = first_tokens
+    columns |= {name: counts[name] for name in options.count_columns}
     columns |= {name: records[name] for name in options.format.values}
     return pa.table(
         {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}

@@ -208,9 +208,7 @@ def _load_file(
 
 def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
     """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
-    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None:
-        return False
-    if backend.pre_tokenizer is None:
+    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
         return False
     splits = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
     return splits[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
