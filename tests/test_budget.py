@@ -15,7 +15,7 @@ LIMITS = {
     "checkpoint": 1403,
     "config": 2487,
     "core": 1130,
-    "data": 7465,
+    "data": 6966,
     "delta_rule": 897,
     "evaluation": 832,
     "experts": 801,

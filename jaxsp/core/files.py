@@ -175,7 +175,7 @@ def check_regular(path: pathlib.Path) -> None:
         raise OSError(errno.EINVAL, "must be a regular file, not a pipe or a device", str(path))
 
 
-def check_model_folder(folder: pathlib.Path, *, error_prefix: str) -> None:
+def check_model_folder(folder: pathlib.Path, *, error_prefix: str = "") -> None:
     """Checks that the files in a model's folder are regular files, and inside of it.
 
     An archive can contain a symbolic link to a secret, which exports would copy. The hub's cache
@@ -183,6 +183,7 @@ def check_model_folder(folder: pathlib.Path, *, error_prefix: str) -> None:
 
     Raises: UserError
     """
+    error_prefix += " " if error_prefix else ""
     resolved = folder.resolve()
     allowed = [resolved]
     if resolved.parent.name == "snapshots":
@@ -193,11 +194,11 @@ def check_model_folder(folder: pathlib.Path, *, error_prefix: str) -> None:
         is_copied = path.suffix != ".safetensors"
         if is_copied and not any(target.is_relative_to(parent) for parent in allowed):
             raise UserError(
-                f"{error_prefix} {path} is a link to {target}, outside of its folder. If you trust "
+                f"{error_prefix}{path} is a link to {target}, outside of its folder. If you trust "
                 "it, replace the link by a copy."
             )
         if target.exists():
             try:
                 check_regular(target)
             except OSError as error:
-                raise UserError(f"{error_prefix} {path}: {error.strerror}.") from None
+                raise UserError(f"{error_prefix}{path}: {error.strerror}.") from None

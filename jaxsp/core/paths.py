@@ -9,7 +9,7 @@ from jaxsp.core.errors import UserError
 _MAX_NAME_BYTES = 255
 
 
-def expand_user(text: str, *, field: str) -> pathlib.Path:
+def expand_user(text: str, *, field: str | None = None) -> pathlib.Path:
     """Returns the path with a leading `~` or `~name` replaced by that user's home folder.
 
     Raises: UserError for a user who does not exist, and for a name that no file can have.
@@ -17,7 +17,8 @@ def expand_user(text: str, *, field: str) -> pathlib.Path:
     try:
         return expand_home(text)
     except ValueError as error:
-        raise UserError(f"{field} = {text}: {error}.") from None
+        prefix = f"{field} = {text}: " if field else ""
+        raise UserError(f"{prefix}{error}.") from None
 
 
 def expand_home(text: str) -> pathlib.Path:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
-from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.tokenization import tokenizer_json, tokenizers
+from jaxsp.core.errors import ProblemCollector, UserError, at
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
@@ -105,17 +105,17 @@ def load_tokenizer(
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir))
+            name = str(run_model_dir)
     if name is not None:
-        return tokenizers.load(name)
+        with at("model.tokenizer", name):
+            return tokenizers.load(name)
     if source is None:
         raise UserError(
             "model.tokenizer = null: text needs one, and so do run.generate_samples and "
             "eval.tasks. Use bytes, or a folder or hub name."
         )
-    return tokenizers.load(
-        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
-    )
+    with at("model.source", source.source), at("its tokenizer"):
+        return tokenizers.load(str(source.path))
 
 
 def write_small_files(
@@ -136,6 +136,6 @@ def write_small_files(
             shutil.copytree(run_model_dir, directory, dirs_exist_ok=True)
     elif source is not None:
         folder.copy_small_files(source.path, directory)
-        tokenizer_json.correct_file(directory)
+        tokenizers.correct_file(directory)
     elif tokenizer is not None:
         tokenizer.save_pretrained(directory)
