@@ -8,7 +8,6 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
-from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import (
     HERE,
     MAX_COUNT,
@@ -253,7 +252,7 @@ class Config(ConfigSection):
     optimizer: Any
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: Any
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 

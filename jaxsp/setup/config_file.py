@@ -11,6 +11,7 @@ from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.choices import OPTIMIZER, Optimizer
 from jaxsp.setup import check
+from jaxsp.tasks.eval_config import EvalConfig
 
 __all__ = ["SCHEMA", "Config", "apply_override", "load", "parse", "read", "save"]
 
@@ -20,6 +21,7 @@ class Config(schema.Config):
 
     objective: Annotated[Objective, OBJECTIVE] = Sft()
     optimizer: Annotated[Optimizer, OPTIMIZER]
+    eval: EvalConfig = EvalConfig()
 
 
 SCHEMA = Schema(Config)

@@ -33,12 +33,9 @@ def make(config: Config, tokenizer: Any) -> Samples:
         for length in task.lengths:
             with problems.collect():
                 of_length = task_samples.make_samples(
-                    task.task,
+                    task,
                     tokenize,
                     length=length,
-                    depths=task.num_depths,
-                    samples=task.samples,
-                    seed=task.seed,
                     reserved_tokens=len(first_ids),
                     field=f"eval.tasks.{number}.lengths",
                 )

@@ -1,10 +1,13 @@
-"""Interface of evaluation tasks: prompts whose answers are found in them."""
+"""Base class of evaluation tasks: prompts whose answers are found in them."""
 
 import abc
 import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
+from jaxsp.config.fields import ConfigSection, NonNegativeCount, PositiveCount, with_examples
 from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
 
 
@@ -32,11 +35,28 @@ class TooShortError(Exception):
         super().__init__(f"must have at least {min_tokens} tokens")
 
 
-class Task(abc.ABC):
-    """An evaluation task; `registry.TASKS` has all of them."""
+class Task(ConfigSection, abc.ABC):
+    """A retrieval task: prompts whose answers are found in them."""
 
-    has_depth: bool = False
-    """True if the place of the needle is an axis of the results."""
+    task: str
+    """Task, after RULER's, with jaxsp's own words and sentences. Results are the rate of answers of
+    which each token is the most probable one, as greedy decoding would write them, and the mean
+    loss of the answers' tokens. They are not RULER's score, which accepts other words around the
+    answer."""
+    lengths: Annotated[
+        tuple[PositiveCount, ...],
+        with_examples("[4096, 32768, 131072]", min_length=1, strict=False),
+    ]
+    """Lengths of prompt and answer together, in tokens. Samples of all lengths have the same
+    questions."""
+    samples: PositiveCount = 20
+    """Number of samples for each length, and for each depth of needle."""
+    seed: NonNegativeCount = 0
+    """Seed of keys, values and sentences."""
+
+    def list_depths(self) -> Sequence[float | None]:
+        """Places of the needle that are an axis of the results, from 0 (start) to 1 (end)."""
+        return (None,)
 
     @abc.abstractmethod
     def make_sample(
@@ -52,6 +72,6 @@ class Task(abc.ABC):
         The question must not depend on max_tokens, so that lengths are compared by the same
         questions, and `TooShortError.min_tokens` is right.
 
-        Args: depth: a number if the task has a depth, otherwise None.
+        Args: depth: one of `list_depths`.
         Raises: TooShortError.
         """
