@@ -44,7 +44,7 @@ def _render_options(names: dict[str, list[str]], found: dict[str, Counterpart]) 
     yield "|" + " --- |" * (len(names) + 2)
     fields = {str(counterpart.field_name).replace(".0.", "[].") for counterpart in found.values()}
     lines = (line.split() for line in config_file.SCHEMA.describe_fields().splitlines())
-    for field in [line[0] for line in lines if line[0] in fields]:
+    for field in dict.fromkeys(line[0] for line in lines if line[0] in fields):
         same = {
             name: counterpart
             for name, counterpart in found.items()

@@ -17,7 +17,7 @@ from jaxsp.config.fields import (
     with_examples,
 )
 from jaxsp.config.rope_schema import RopeConfig
-from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
+from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 
 
 class ModelSourceConfig(ConfigSection):
@@ -240,7 +240,7 @@ class MemoryConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """The config of a run; setup/config_file.py has the classes of its optimizer and objective."""
+    """The config of a run; setup/config_file.py has the classes of the other sections."""
 
     run: RunConfig
     model: ModelSourceConfig
@@ -254,7 +254,7 @@ class Config(ConfigSection):
     memory: MemoryConfig = MemoryConfig()
     eval: Any
     checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
+    logging: Any
 
     @property
     def has_frozen_weights(self) -> bool:
