@@ -11,7 +11,6 @@ from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
-from jaxsp.reporting.trackers import trackers
 from jaxsp.run import jax_limits, trainer
 from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -33,7 +32,7 @@ def main(arguments: list[str]) -> None:
     config = config_file.load(args.config, args.changes)
     process = cli.detect_process(args)
     if process.index == 0:
-        trackers.check_installed(config.logging)
+        config.logging.check_installed()
     console = rich.console.Console(quiet=process.index > 0, markup=False)
     if args.preview is not None:
         if args.preview < 0:

@@ -9,7 +9,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import encoding
 from jaxsp.evaluation.retrieval import Samples
-from jaxsp.tasks import samples as task_samples
 from jaxsp.tasks.task import Sample
 
 
@@ -32,8 +31,7 @@ def make(config: Config, tokenizer: Any) -> Samples:
     for number, task in enumerate(config.eval.tasks):
         for length in task.lengths:
             with problems.collect():
-                of_length = task_samples.make_samples(
-                    task,
+                of_length = task.make_samples(
                     tokenize,
                     length=length,
                     reserved_tokens=len(first_ids),

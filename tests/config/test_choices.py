@@ -20,7 +20,6 @@ from jaxsp.reporting.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.reporting.trackers.tracker import Client, Tracker
 from jaxsp.reporting.trackers.trackers import Trackers
 from jaxsp.setup.config_file import Config
-from jaxsp.tasks import samples
 from jaxsp.tasks.eval_config import EvalConfig
 from jaxsp.tasks.registry import TASKS
 from jaxsp.tasks.task import Task
@@ -164,7 +163,7 @@ def test_an_objective_is_a_class():
 def test_an_evaluation_task_is_a_class():
     changes = ["eval.tasks=[{task: parity, lengths: [9], samples: 2}]", "eval.tasks.0.factor=3"]
     (task,) = config_file.parse(SCHEMA, FIELDS, changes).eval.tasks
-    made = samples.make_samples(task, lambda text: [*text.encode()], length=9)
+    made = task.make_samples(lambda text: [*text.encode()], length=9)
     assert [bytes(sample.answer_ids.tolist()) for sample in made] == [b" 1", b" 1"]
 
 

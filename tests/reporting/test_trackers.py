@@ -104,12 +104,10 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(
-        trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else name
-    )
-    trackers.check_installed(LoggingConfig(trackers=["tensorboard", "mlflow"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else name)
+    LoggingConfig(trackers=["tensorboard", "mlflow"]).check_installed()
     with pytest.raises(UserError, match=r"pip install 'jaxsp\[wandb\]'"):
-        trackers.check_installed(LoggingConfig(trackers=["tensorboard", "wandb"]))
+        LoggingConfig(trackers=["tensorboard", "wandb"]).check_installed()
 
 
 class HangingServer(http.server.ThreadingHTTPServer):

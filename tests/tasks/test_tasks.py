@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.tasks import frequent_words, haystack, samples
+from jaxsp.tasks import frequent_words, haystack
 from jaxsp.tasks.registry import TASK
 from tests.tasks import solutions, tokenizers
 
@@ -20,7 +20,7 @@ def make(task, kind="bytes", *, length=512, depths=3, number=4, seed=0, **option
     tokenize, _ = tokenizers.get(kind)
     fields = {"depths": depths} if task == "needle" else {}
     chosen = TASKS[task](lengths=(length,), samples=number, seed=seed, **fields)
-    return samples.make_samples(chosen, tokenize, length=length, **options)
+    return chosen.make_samples(tokenize, length=length, **options)
 
 
 def texts(sample, kind="bytes"):
@@ -66,7 +66,7 @@ def test_a_token_across_the_boundary_belongs_to_the_answer():
         return [ord(part[0]) + 256 * len(part) for part in re.findall(r"\w \d|.", text, re.DOTALL)]
 
     task = TASKS["multi_key"](lengths=(2000,), samples=1)
-    (sample,) = samples.make_samples(task, tokenize, length=2000)
+    (sample,) = task.make_samples(tokenize, length=2000)
     assert sample.answer_ids[0] == ord("s") + 256 * 3  # of "is"
     assert len(sample.answer_ids) == 7
     assert sample.prompt_ids[-1] == ord("i") + 256

@@ -1,14 +1,16 @@
 """Config section of logs: trackers and profiles."""
 
+import importlib.util
 from typing import Annotated, Any
 
 import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.fields import Choice, ConfigSection, PositiveCount, with_examples
+from jaxsp.core.errors import UserError
 from jaxsp.reporting.trackers.mlflow_tracker import Mlflow
 from jaxsp.reporting.trackers.tensorboard import TensorBoard
-from jaxsp.reporting.trackers.tracker import Tracker
+from jaxsp.reporting.trackers.tracker import Service, Tracker
 from jaxsp.reporting.trackers.wandb_tracker import Wandb
 
 TRACKERS = (TensorBoard, Wandb, Mlflow)
@@ -51,3 +53,13 @@ class LoggingConfig(ConfigSection):
         if not is_pair or not all(map(fields.is_count, value)) or value[0] > value[1]:
             raise ValueError("must be the first and the last step, counted from 1, or null")
         return value
+
+    def check_installed(self) -> None:
+        """Raises: UserError if the package of a tracker is not installed."""
+        for name in (tracker.type for tracker in self.trackers if isinstance(tracker, Service)):
+            if importlib.util.find_spec(name) is None:
+                raise UserError(
+                    f"logging.trackers = [{', '.join(each.type for each in self.trackers)}]: "
+                    f"{name} needs the package {name}, which is not installed. "
+                    f"Use pip install 'jaxsp[{name}]'."
+                )

@@ -5,12 +5,11 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jaxsp.config import yaml_io
 from jaxsp.core import redaction
-from jaxsp.reporting.trackers import tracker
-from jaxsp.reporting.trackers.tracker import Client, Outcome, Service, TrackedRun
+from jaxsp.reporting.trackers.tracker import Client, Outcome, Service, TrackedRun, print_failure
 
 # MLFLOW_* where a user sets none: its own defaults retry for minutes, and send usage data
 SETTINGS = "DISABLE_TELEMETRY=1 LOGGING_LEVEL=WARNING ASYNC_LOGGING_BUFFERING_SECONDS=1"
@@ -25,10 +24,6 @@ class Mlflow(Service):
 
     type: Literal["mlflow"] = "mlflow"
 
-    package: ClassVar[str | None] = "mlflow"
-    project_variable: ClassVar[str] = "MLFLOW_EXPERIMENT_NAME"
-    name_variable: ClassVar[str] = "MLFLOW_RUN_NAME"
-
     def start(self, run: TrackedRun) -> Client:
         for setting in SETTINGS.split():
             os.environ.setdefault(*f"MLFLOW_{setting}".split("="))
@@ -37,9 +32,10 @@ class Mlflow(Service):
         logging.getLogger("alembic").setLevel(logging.WARNING)  # of 60 lines for a new database
         local = f"sqlite:///{run.directory.resolve()}/mlflow.db"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or local)
-        mlflow.set_experiment(self.find_project())
+        mlflow.set_experiment(self.find_project("MLFLOW_EXPERIMENT_NAME"))
         place = f"mlflow at {redaction.strip_credentials(mlflow.get_tracking_uri())}"
-        started = mlflow.start_run(run.ids.get(place), run_name=self.find_name(run))
+        name = self.find_name("MLFLOW_RUN_NAME", run)
+        started = mlflow.start_run(run.ids.get(place), run_name=name)
         if place not in run.ids:
             run.keep_id(place, started.info.run_id)
             fields = yaml_io.flatten(run.config.model_dump(mode="json"))
@@ -66,7 +62,7 @@ class _MlflowClient(Client):
 
     def _record_failure(self, record: logging.LogRecord) -> bool:
         if not self._paused_until:
-            tracker.print_failure("mlflow", f"for a minute or more: {record.getMessage()}")
+            print_failure("mlflow", f"for a minute or more: {record.getMessage()}")
         self._paused_until = time.monotonic() + PAUSE_S
         return False  # not printed by MLflow
 

@@ -58,8 +58,6 @@ class Tracker(ConfigSection, abc.ABC):
     type: str
     """Program or service that shows the numbers."""
 
-    package: ClassVar[str | None] = None
-    """Package that it needs, which is also the name of its extra; None for one of jaxsp's own."""
     folder: ClassVar[str | None] = None
     """Folder of the run directory with its files, for the banner."""
 
@@ -69,7 +67,7 @@ class Tracker(ConfigSection, abc.ABC):
 
 
 class Service(Tracker):
-    """Tracker with projects, and with names of runs."""
+    """Tracker with projects and names of runs. Its package and extra have the name of its type."""
 
     project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
     """Project of wandb, and experiment of mlflow. null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME of
@@ -78,17 +76,13 @@ class Service(Tracker):
     """Name of the run. null: WANDB_NAME or MLFLOW_RUN_NAME of the environment, else the name of
     run.directory."""
 
-    project_variable: ClassVar[str]
-    name_variable: ClassVar[str]
+    def find_project(self, variable: str) -> str:
+        """Returns project, else the value of a variable of the environment, else the default."""
+        return self.project or os.environ.get(variable) or "jaxsp"
 
-    def find_project(self) -> str:
-        """Returns project, else the value of the tracker's variable, else the default."""
-        return self.project or os.environ.get(self.project_variable) or "jaxsp"
-
-    def find_name(self, run: TrackedRun) -> str:
+    def find_name(self, variable: str, run: TrackedRun) -> str:
         """Returns run_name, else the value of a variable, else the run directory's name."""
-        name = self.run_name or os.environ.get(self.name_variable)
-        return name or run.directory.resolve().name
+        return self.run_name or os.environ.get(variable) or run.directory.resolve().name
 
 
 def print_failure(name: str, text: str) -> None:

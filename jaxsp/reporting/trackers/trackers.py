@@ -1,6 +1,5 @@
 """Trackers of a run, and the numbers that they receive."""
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,16 +7,8 @@ import jax
 
 from jaxsp.config.schema import Config
 from jaxsp.core import files
-from jaxsp.core.errors import UserError
-from jaxsp.reporting.trackers.logging_config import LoggingConfig
-from jaxsp.reporting.trackers.tracker import (
-    IDS_FILE,
-    Client,
-    Outcome,
-    TrackedRun,
-    Tracker,
-    print_failure,
-)
+from jaxsp.reporting.trackers import tracker
+from jaxsp.reporting.trackers.tracker import Client, Outcome, TrackedRun, Tracker
 from jaxsp.runtime import run_paths
 
 
@@ -27,13 +18,13 @@ class Trackers:
     def __init__(self, config: Config, *, from_step: int, is_resume: bool):
         """Starts the trackers in process 0. Args: is_resume: False for a run that is new there."""
         directory = run_paths.local_dir(config.run)
-        saved = files.read_json(directory / IDS_FILE) if is_resume else None
+        saved = files.read_json(directory / tracker.IDS_FILE) if is_resume else None
         run = TrackedRun(directory=directory, config=config, from_step=from_step, ids=saved or {})
         self.outcome: Outcome = "finished"
         """End of the run, if no exception ends it."""
         self._clients: dict[str, Client] = {}
-        for tracker in config.logging.trackers if jax.process_index() == 0 else ():
-            self._try(tracker.type, self._start, tracker, run)
+        for choice in config.logging.trackers if jax.process_index() == 0 else ():
+            self._try(choice.type, self._start, choice, run)
 
     def __enter__(self) -> "Trackers":
         return self
@@ -49,8 +40,8 @@ class Trackers:
         for name, client in list(self._clients.items()):
             self._try(name, client.log, numbers, line["step"])
 
-    def _start(self, tracker: Tracker, run: TrackedRun) -> None:
-        self._clients[tracker.type] = tracker.start(run)
+    def _start(self, choice: Tracker, run: TrackedRun) -> None:
+        self._clients[choice.type] = choice.start(run)
 
     def _try(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         """Calls a tracker, and leaves it out from then on if it fails."""
@@ -58,18 +49,7 @@ class Trackers:
             call(*arguments)
         except Exception as error:  # the clients raise errors of many kinds
             self._clients.pop(name, None)
-            print_failure(name, f"{type(error).__name__}: {error}")
-
-
-def check_installed(config: LoggingConfig) -> None:
-    """Raises: UserError if the package of a tracker is not installed."""
-    names = ", ".join(tracker.type for tracker in config.trackers)
-    for package in filter(None, (tracker.package for tracker in config.trackers)):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"logging.trackers = [{names}]: {package} needs the package {package}, which is "
-                f"not installed. Use pip install 'jaxsp[{package}]'."
-            )
+            tracker.print_failure(name, f"{type(error).__name__}: {error}")
 
 
 def name_numbers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -5,7 +5,7 @@ W&B's environment variables hold, such as WANDB_API_KEY, WANDB_MODE, WANDB_ENTIT
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from jaxsp.processes import distributed
 from jaxsp.reporting.trackers.tracker import Client, Outcome, Service, TrackedRun
@@ -22,10 +22,6 @@ class Wandb(Service):
 
     type: Literal["wandb"] = "wandb"
 
-    package: ClassVar[str | None] = "wandb"
-    project_variable: ClassVar[str] = "WANDB_PROJECT"
-    name_variable: ClassVar[str] = "WANDB_NAME"
-
     def start(self, run: TrackedRun) -> Client:
         import wandb
 
@@ -40,8 +36,8 @@ class Wandb(Service):
             id=run.ids.get("wandb"),
             resume="allow",
             dir=os.environ.get("WANDB_DIR") or run.directory,
-            project=self.find_project(),
-            name=self.find_name(run),
+            project=self.find_project("WANDB_PROJECT"),
+            name=self.find_name("WANDB_NAME", run),
             config=run.config.model_dump(mode="json"),
             allow_val_change=True,
             settings=wandb.Settings(
