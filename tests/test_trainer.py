@@ -86,7 +86,7 @@ def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path
         "model": {"compute_dtype": "float32", "tokenizer": "bytes"},
         "data": {"row_tokens": 64, "train": [{"source": "a", "format": "text"}], "eval": []},
         "checkpoint": {"keep_best": 2},
-        "logging": {"trackers": ["mlflow"], "project": "x"},
+        "logging": {"trackers": ["mlflow"], "profile_steps": [1, 2]},
     }
     (tmp_path / "run.yaml").write_text(yaml_io.dump(fields))
     for config in (fields, tmp_path / "run.yaml", str(tmp_path / "run.yaml")):
@@ -94,7 +94,7 @@ def test_fields_without_effect_are_refused_by_name_also_those_of_a_file(tmp_path
             jaxsp.Trainer("base", config)
         assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
             *("run.directory", "run.save_every", "model.tokenizer", "data.train"),
-            *("checkpoint.keep_best", "logging.trackers", "logging.project"),
+            *("checkpoint.keep_best", "logging.trackers", "logging.profile_steps"),
         ]
 
 

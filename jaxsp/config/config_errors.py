@@ -126,15 +126,15 @@ class Schema:
     def find_names(self, name: str) -> list[str]:
         """Dotted names of all fields of that name; for entries of a list, with the index 0.
 
-        Names of model.rope and eval.tasks are too general: `seed` is run.seed. The table of
-        foreign names has those that fit.
+        Names of model.rope, eval.tasks and logging.trackers are too general: `seed` is run.seed.
+        The table of foreign names has those that fit.
         """
         found = []
         for section_name, section in self.sections.items():
             if any(name in kind.model_fields for kind in section.sections):
                 found.append(f"{section_name}.{name}")  # optimizer.weight_decay, not of a group
                 continue
-            if section_name == "eval":
+            if section_name in ("eval", "logging"):
                 continue
             for kind in section.sections[:1]:
                 for field_name, field in kind.model_fields.items():
@@ -202,22 +202,23 @@ class Schema:
 
     def _explain_choice(self, path: list[str], value: Any) -> str:
         """Explains a name that selects no class."""
-        field = next(iter(self.find_fields([part for part in path if not part.isdigit()])))[1]
-        choice = read_field(field).choice
+        choice = self.find_choice(path)
         assert choice is not None
         name = ".".join(path)
+        field_path = path[:-1] if path[-1].isdigit() else path
         if isinstance(value, dict):
-            name += f".{choice.selector}"
+            field_path = [*path, choice.selector]
+            name = ".".join(field_path)
             if choice.selector not in value:
-                return f"{name}: missing.{self._describe_meaning(name.split('.'))}"
+                return f"{name}: missing.{self._describe_meaning(field_path)}"
             value = value[choice.selector]
         elif not choice.is_name:
             known = foreign_names.find(name)
             owner = f"; {value} is a value of {known.field_name}" if known is not None else ""
-            meaning = self._describe_meaning(path, value)
+            meaning = self._describe_meaning(field_path, value)
             return f"{_format_setting(name, value)}: {_MAPPING_RULE}{owner}.{meaning}"
         names = [f"'{each}'" for each in choice.by_name()]
-        meaning = self._describe_meaning(name.split("."), value)
+        meaning = self._describe_meaning(field_path, value)
         return f"{_format_setting(name, value)}: must be {errors.format_choices(names)}.{meaning}"
 
     def _explain_extra(
@@ -234,8 +235,8 @@ class Schema:
         if choice is not None and owners:
             section = name.rpartition(".")[0]
             selected = own.model_fields[choice.selector].default
-            if choice.is_name:
-                selected = f"the {section.rpartition('.')[2]} {selected}"
+            if choice.is_name and not path[-2].isdigit():
+                selected = f"the {path[-2]} {selected}"
             choices = [f"{section}.{choice.selector}={owner}" for owner in owners]
             yield (
                 f"{_format_setting(name, value)}: must be null, because {selected} "
@@ -351,7 +352,7 @@ class Schema:
             choices = [*inner.by_name()]
         example = field.examples[0] if field.examples else field.default
         if inner is not None and inner.is_name:
-            example = getattr(example, inner.selector, example)
+            example = inner.find(example)
         candidates = [
             self.coerce_value(name, value) if value is not None else None,
             errors.find_nearest(str(value), choices),
@@ -414,14 +415,16 @@ def _find_description(section: Section, name: str) -> str:
 
 def _describe_value(field: FieldInfo) -> str:
     """Type and default of a field, and its meaning in a second line."""
-    choice = read_field(field).choice
+    _, choice, is_list = read_field(field)
     text = _type_name(field.annotation)
     default = "required"
     if not field.is_required() and not is_for_training(field):
         value = field.get_default()
-        if choice is not None and choice.is_name:
+        if choice is not None and choice.is_name and is_list:
+            value = [choice.find(entry) for entry in value]
+        elif choice is not None and choice.is_name:
             text = f"{' | '.join(choice.by_name())} | mapping"
-            value = getattr(value, choice.selector)
+            value = choice.find(value)
         default = f"default {yaml_io.format_value(value)}"
     return f"({text}; {default})\n{' '.join((field.description or '').split())}"
 

@@ -153,7 +153,8 @@ def apply_override(
             parent[index] = {}
         choice = schema.find_choice(path[: depth + 1])
         if isinstance(parent[index], str) and choice is not None and choice.is_name:
-            parent[index] = {choice.selector: parent[index]}
+            named = {choice.selector: parent[index]}
+            parent[index] = [named] if path[depth + 1].isdigit() else named
         parent = parent[index]
     return None
 

@@ -74,6 +74,8 @@ class Choice:
 
     def find(self, value: Any) -> str | None:
         """Name of the class that a value selects, right or wrong."""
+        if self.is_name and isinstance(value, str):
+            return value
         if isinstance(value, dict):
             found = value.get(self.selector, self.default)
             return found if self.selector not in value else str(found)

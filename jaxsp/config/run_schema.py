@@ -1,4 +1,4 @@
-"""Config sections of the run, its checkpoints and its logs."""
+"""Config sections of the run and its checkpoints."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -196,45 +196,3 @@ class CheckpointConfig(ConfigSection):
     """Name of the eval set whose loss ranks checkpoints for keep_best and decides early stopping.
     null: the first of data.eval, or held_out. After a change of this field or of that set's
     documents, earlier losses no longer count."""
-
-
-class LoggingConfig(ConfigSection):
-    """Logs in addition to metrics.jsonl."""
-
-    trackers: Annotated[
-        tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
-        with_examples("[tensorboard, wandb]", strict=False),
-    ] = ("tensorboard",)
-    """Trackers that show the values of metrics.jsonl and eval.jsonl. tensorboard: event files in
-    run.directory/tensorboard. wandb: Weights & Biases; offline, in run.directory/wandb, without a
-    login. mlflow: the server of the environment variable MLFLOW_TRACKING_URI; without one, the
-    database run.directory/mlflow.db. A failing tracker neither ends the run nor delays a step."""
-    project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
-    """Project of wandb, and experiment of mlflow. null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME of
-    the environment, else jaxsp."""
-    run_name: Annotated[str | None, with_examples("qwen3-64k", min_length=1)] = None
-    """Name of the run in wandb and mlflow. null: WANDB_NAME or MLFLOW_RUN_NAME of the environment,
-    else the name of run.directory."""
-    profile_steps: Annotated[
-        tuple[PositiveCount, PositiveCount] | None, with_examples("[3, 5]", strict=False)
-    ] = None
-    """First and last step to trace with JAX's profiler. The trace is in run.directory/profile, for
-    XProf or Perfetto."""
-
-    @pydantic.field_validator("trackers", mode="before")
-    @classmethod
-    def _check_trackers(cls, value: Any) -> Any:
-        names = [value] if isinstance(value, str) else value
-        if isinstance(names, list) and len(set(map(str, names))) < len(names):
-            raise ValueError("must not name a tracker twice")
-        return names
-
-    @pydantic.field_validator("profile_steps", mode="before")
-    @classmethod
-    def _check_profile_steps(cls, value: Any) -> Any:
-        if value is None:
-            return value
-        is_pair = isinstance(value, list | tuple) and len(value) == 2
-        if not is_pair or not all(map(fields.is_count, value)) or value[0] > value[1]:
-            raise ValueError("must be the first and the last step, counted from 1, or null")
-        return value

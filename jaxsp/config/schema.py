@@ -8,7 +8,6 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import BatchConfig, DataConfig
-from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.fields import (
     HERE,
     MAX_COUNT,
@@ -18,7 +17,7 @@ from jaxsp.config.fields import (
     with_examples,
 )
 from jaxsp.config.rope_schema import RopeConfig
-from jaxsp.config.run_schema import CheckpointConfig, LoggingConfig, RunConfig
+from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 
 
 class ModelSourceConfig(ConfigSection):
@@ -248,7 +247,7 @@ class MemoryConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """The config of a run; setup/config_file.py has the classes of its optimizer and objective."""
+    """The config of a run; setup/config_file.py has the classes of the other sections."""
 
     run: RunConfig
     model: ModelSourceConfig
@@ -260,9 +259,9 @@ class Config(ConfigSection):
     optimizer: Any
     adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: Any
     checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
+    logging: Any
 
     @property
     def has_frozen_weights(self) -> bool:

@@ -22,7 +22,8 @@ from jaxsp.reporting.profiler import ProfilerTrace
 from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.starts import StartLine
 from jaxsp.reporting.step_log import StepLog
-from jaxsp.reporting.trackers.trackers import Outcome, Trackers
+from jaxsp.reporting.trackers.tracker import Outcome
+from jaxsp.reporting.trackers.trackers import Trackers
 from jaxsp.run import preflight, references
 from jaxsp.run.evaluations import Evaluations
 from jaxsp.runtime import run_dir, run_paths

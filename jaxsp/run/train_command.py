@@ -12,7 +12,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
-from jaxsp.reporting.trackers import trackers
 from jaxsp.run import jax_limits, trainer
 from jaxsp.runtime import compilation_cache, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -25,7 +24,7 @@ from jaxsp.storage import run_storage
 def run(args: argparse.Namespace, config: Config, process: Process) -> None:
     """Trains a config. Raises: UserError with all problems found before the first step."""
     if process.index == 0:
-        trackers.check_installed(config.logging)
+        config.logging.check_installed()
     console = rich.console.Console(quiet=process.index > 0, markup=False)
     if args.preview is not None:
         if args.preview < 0:

@@ -270,8 +270,7 @@ def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[s
         names.append("tasks.jsonl")
     if config.run.generate_samples:
         names.append("samples.jsonl")
-    if "tensorboard" in config.logging.trackers:
-        names.append("tensorboard/")
+    names += [f"{tracker.folder}/" for tracker in config.logging.trackers if tracker.folder]
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[0] > first_step:
         names.append("profile/")

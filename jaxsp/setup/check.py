@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from jaxsp.config import yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.config.data_schema import PAIR_FORMATS, DataConfig
-from jaxsp.config.eval_schema import EvalConfig
 from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 from jaxsp.core import errors
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.tasks.eval_config import EvalConfig
 
 _EVAL_SUGGESTION = (
     "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', "

@@ -10,7 +10,9 @@ from jaxsp.config.config_file import read, save
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.choices import OPTIMIZER, Optimizer
+from jaxsp.reporting.trackers.logging_config import LoggingConfig
 from jaxsp.setup import check
+from jaxsp.tasks.eval_config import EvalConfig
 
 __all__ = ["SCHEMA", "Config", "apply_override", "load", "parse", "read", "save"]
 
@@ -20,6 +22,8 @@ class Config(schema.Config):
 
     objective: Annotated[Objective, OBJECTIVE] = Sft()
     optimizer: Annotated[Optimizer, OPTIMIZER]
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
 
 
 SCHEMA = Schema(Config)

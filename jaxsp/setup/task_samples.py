@@ -9,7 +9,6 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import encoding
 from jaxsp.evaluation.retrieval import Samples
-from jaxsp.tasks import samples as task_samples
 from jaxsp.tasks.task import Sample
 
 
@@ -32,13 +31,9 @@ def make(config: Config, tokenizer: Any) -> Samples:
     for number, task in enumerate(config.eval.tasks):
         for length in task.lengths:
             with problems.collect():
-                of_length = task_samples.make_samples(
-                    task.task,
+                of_length = task.make_samples(
                     tokenize,
                     length=length,
-                    depths=task.num_depths,
-                    samples=task.samples,
-                    seed=task.seed,
                     reserved_tokens=len(first_ids),
                     field=f"eval.tasks.{number}.lengths",
                 )

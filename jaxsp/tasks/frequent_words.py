@@ -1,6 +1,7 @@
 """Frequent words: the most frequent of many coded words, as RULER's `fwe` (NVIDIA/RULER)."""
 
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,9 @@ differ for every larger number."""
 
 
 class FrequentWords(Task):
-    """Coded words whose counts fall with the square of their rank; ranks 2 to 4 are asked for.
+    """The three most frequent of many coded words (fwe).
+
+    Their counts fall with the square of their rank; ranks 2 to 4 are asked for.
 
     As in RULER, words have 6 random letters, counts follow a zeta distribution with exponent 2 and
     are rounded down, and the most frequent word is replaced by dots, which do not count. Different
@@ -31,6 +34,8 @@ class FrequentWords(Task):
     those where ranks 2 to 5 have different counts are refused; the vocabulary is not cut at a word
     per 50 tokens, which would change texts of less than about 600 tokens.
     """
+
+    task: Literal["frequent_words"] = "frequent_words"
 
     def make_sample(
         self,

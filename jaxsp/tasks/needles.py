@@ -8,9 +8,11 @@ and 3) and UUIDs are left out.
 """
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import numpy as np
 
+from jaxsp.config.fields import PositiveCount, with_examples
 from jaxsp.tasks import haystack
 from jaxsp.tasks.haystack_task import HaystackTask, Question
 
@@ -21,9 +23,17 @@ _NUM_NEEDLES = 4
 
 
 class Needle(HaystackTask):
-    """One key with one code (`niah_single`)."""
+    """A code hidden in sentences (niah_single)."""
 
-    has_depth = True
+    task: Literal["needle"] = "needle"
+    depths: Annotated[PositiveCount, with_examples(11)] = 11
+    """Number of places of the needle, equally spaced from the start to the end of the text; 1: the
+    middle."""
+
+    def list_depths(self) -> Sequence[float | None]:
+        if self.depths == 1:
+            return (0.5,)
+        return [index / (self.depths - 1) for index in range(self.depths)]
 
     def draw(self, random: np.random.Generator) -> Question:
         (key,) = _draw_keys(random, 1)
@@ -32,7 +42,9 @@ class Needle(HaystackTask):
 
 
 class MultiKey(HaystackTask):
-    """4 keys with one code each, of which one is asked for (`niah_multikey_1`)."""
+    """One of four codes with different keys (niah_multikey_1)."""
+
+    task: Literal["multi_key"] = "multi_key"
 
     def draw(self, random: np.random.Generator) -> Question:
         keys = _draw_keys(random, _NUM_NEEDLES)
@@ -42,7 +54,9 @@ class MultiKey(HaystackTask):
 
 
 class MultiValue(HaystackTask):
-    """One key with 4 codes, which are asked for in the order of the text (`niah_multivalue`)."""
+    """Four codes of one key, in the order of the text (niah_multivalue)."""
+
+    task: Literal["multi_value"] = "multi_value"
 
     def draw(self, random: np.random.Generator) -> Question:
         (key,) = _draw_keys(random, 1)
@@ -57,7 +71,9 @@ class MultiValue(HaystackTask):
 
 
 class MultiQuery(HaystackTask):
-    """4 keys with one code each, all asked for in an order of their own (`niah_multiquery`)."""
+    """The codes of four keys, in the order of the question (niah_multiquery)."""
+
+    task: Literal["multi_query"] = "multi_query"
 
     def draw(self, random: np.random.Generator) -> Question:
         keys = _draw_keys(random, _NUM_NEEDLES)

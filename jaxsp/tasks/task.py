@@ -1,10 +1,15 @@
-"""Interface of evaluation tasks: prompts whose answers are found in them."""
+"""Base class of evaluation tasks: prompts whose answers are found in them."""
 
 import abc
 import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import numpy as np
 
+from jaxsp.config.fields import ConfigSection, NonNegativeCount, PositiveCount, with_examples
+from jaxsp.core.errors import UserError
 from jaxsp.tasks.part_tokenizer import Ids, PartTokenizer
 
 
@@ -32,11 +37,28 @@ class TooShortError(Exception):
         super().__init__(f"must have at least {min_tokens} tokens")
 
 
-class Task(abc.ABC):
-    """An evaluation task; `registry.TASKS` has all of them."""
+class Task(ConfigSection, abc.ABC):
+    """A retrieval task: prompts whose answers are found in them."""
 
-    has_depth: bool = False
-    """True if the place of the needle is an axis of the results."""
+    task: str
+    """Task, after RULER's, with jaxsp's own words and sentences. Results are the rate of answers of
+    which each token is the most probable one, as greedy decoding would write them, and the mean
+    loss of the answers' tokens. They are not RULER's score, which accepts other words around the
+    answer."""
+    lengths: Annotated[
+        tuple[PositiveCount, ...],
+        with_examples("[4096, 32768, 131072]", min_length=1, strict=False),
+    ]
+    """Lengths of prompt and answer together, in tokens. Samples of all lengths have the same
+    questions."""
+    samples: PositiveCount = 20
+    """Number of samples for each length, and for each depth of needle."""
+    seed: NonNegativeCount = 0
+    """Seed of keys, values and sentences."""
+
+    def list_depths(self) -> Sequence[float | None]:
+        """Places of the needle that are an axis of the results, from 0 (start) to 1 (end)."""
+        return (None,)
 
     @abc.abstractmethod
     def make_sample(
@@ -52,6 +74,54 @@ class Task(abc.ABC):
         The question must not depend on max_tokens, so that lengths are compared by the same
         questions, and `TooShortError.min_tokens` is right.
 
-        Args: depth: a number if the task has a depth, otherwise None.
+        Args: depth: one of `list_depths`.
         Raises: TooShortError.
         """
+
+    def make_samples(
+        self,
+        tokenize: Callable[[str], list[int]],
+        *,
+        length: int,
+        reserved_tokens: int = 0,
+        field: str = "length",
+    ) -> list[Sample]:
+        """Makes the samples of one length, one depth after another.
+
+        They depend on the seed, the task, the depth and the tokenizer, and not on the process or
+        the platform. Those of different lengths have the same questions, so that lengths are
+        compared by the same questions; those of different depths have different ones.
+
+        Args:
+            tokenize: tokenizer without special tokens.
+            length: maximum number of tokens of prompt, answer and reserved tokens.
+            reserved_tokens: number of tokens that the caller adds, such as BOS.
+            field: name of the field that has the length, for errors.
+
+        Raises: UserError for a length in which the question does not fit, with the smallest that
+            works.
+        """
+        parts = PartTokenizer(tokenize)
+        task_key = zlib.crc32(self.task.encode())  # Python's hash differs between processes
+        made = []
+        min_length = 0
+        for depth in self.list_depths():
+            depth_key = 0 if depth is None else 1 + round(depth * 1e6)
+            for index in range(self.samples):
+                random = np.random.default_rng([self.seed, task_key, depth_key, index])
+                try:
+                    prompt_ids, answer_ids = self.make_sample(
+                        parts, random, max_tokens=length - reserved_tokens, depth=depth
+                    )
+                except TooShortError as error:
+                    min_length = max(min_length, error.min_tokens + reserved_tokens)
+                    continue
+                made.append(
+                    Sample(prompt_ids=prompt_ids, answer_ids=answer_ids, length=length, depth=depth)
+                )
+        if min_length:
+            raise UserError(
+                f"{field} = {length}: must be at least {min_length}, the tokens of the shortest "
+                f"prompts and answers of {self.task} with this tokenizer. Use {min_length} or more."
+            )
+        return made

@@ -1,5 +1,7 @@
 """Variable tracking: a chain of assignments, as RULER's `vt` (NVIDIA/RULER)."""
 
+from typing import Literal
+
 import numpy as np
 
 from jaxsp.tasks.haystack_task import HaystackTask, Question
@@ -9,13 +11,15 @@ _NUM_HOPS = 4
 
 
 class VariableTracking(HaystackTask):
-    """A variable with a number, and 4 others of which each gets the value of the one before.
+    """Variables that get one value from each other (vt).
 
     As in RULER, one chain of 4 hops is spread over the haystack in its order, names have 5 capital
     letters, and values 5 digits. All names are asked for. Different from RULER: in the order of the
     assignments, because the whole answer must be the greedy one; and the prompt has no solved
     example before the text.
     """
+
+    task: Literal["variable_tracking"] = "variable_tracking"
 
     def draw(self, random: np.random.Generator) -> Question:
         names = [word.upper() for word in draw_words(random, _NUM_HOPS + 1, num_letters=5)]

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import optax
+import pydantic
 import pytest
 
 from jaxsp.config import config_file
@@ -15,7 +16,13 @@ from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.optimizers.choices import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
+from jaxsp.reporting.trackers.logging_config import TRACKERS, LoggingConfig
+from jaxsp.reporting.trackers.tracker import Client, Tracker
+from jaxsp.reporting.trackers.trackers import Trackers
 from jaxsp.setup.config_file import Config
+from jaxsp.tasks.eval_config import EvalConfig
+from jaxsp.tasks.registry import TASKS
+from jaxsp.tasks.task import Task
 from tests import batches
 from tests.training import test_preferences
 
@@ -63,6 +70,59 @@ class Length(PairObjective):
         return pairs.counts_P2
 
 
+class Parity(Task):
+    """Parity."""
+
+    task: Literal["parity"] = "parity"
+    factor: int = 1
+    """Factor of the answer."""
+
+    def make_sample(self, parts, random, *, max_tokens, depth):
+        return parts.start("Odd?"), parts.after_word(f" {self.factor * max_tokens % 2}")
+
+
+class OwnEvalConfig(EvalConfig):
+    """Evaluations."""
+
+    tasks: Annotated[
+        tuple[Annotated[Task, Choice(selector="task", types=(*TASKS, Parity))], ...],
+        pydantic.Field(strict=False),
+    ] = ()
+
+
+class Lines(Tracker):
+    """Lines."""
+
+    type: Literal["lines"] = "lines"
+    file_name: str = "lines"
+    """Name of the file."""
+
+    def start(self, run):
+        return LinesClient(run.directory / self.file_name)
+
+
+class LinesClient(Client):
+    def __init__(self, path):
+        self.path = path
+
+    def log(self, numbers, step):
+        self.path.write_text(f"{step} {numbers}")
+
+    def close(self, outcome):
+        assert outcome == "finished"
+
+
+class OwnLoggingConfig(LoggingConfig):
+    """Logs."""
+
+    trackers: Annotated[
+        tuple[
+            Annotated[Tracker, Choice(selector="type", types=(*TRACKERS, Lines), is_name=True)], ...
+        ],
+        pydantic.Field(strict=False),
+    ] = ()
+
+
 class OwnConfig(Config):
     """A config with the choices of this file."""
 
@@ -70,6 +130,8 @@ class OwnConfig(Config):
     objective: Annotated[
         Objective, Choice(selector="type", types=(*OBJECTIVES, Length), default="sft")
     ] = Sft()
+    eval: OwnEvalConfig = OwnEvalConfig()
+    logging: OwnLoggingConfig = OwnLoggingConfig()
 
 
 SCHEMA = Schema(OwnConfig)
@@ -96,6 +158,22 @@ def test_an_objective_is_a_class():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
     assert derivatives.compute_losses(config.objective, pairs) == 4
+
+
+def test_an_evaluation_task_is_a_class():
+    changes = ["eval.tasks=[{task: parity, lengths: [9], samples: 2}]", "eval.tasks.0.factor=3"]
+    (task,) = config_file.parse(SCHEMA, FIELDS, changes).eval.tasks
+    made = task.make_samples(lambda text: [*text.encode()], length=9)
+    assert [bytes(sample.answer_ids.tolist()) for sample in made] == [b" 1", b" 1"]
+
+
+def test_a_tracker_is_a_class_named_or_with_its_fields(tmp_path):
+    changes = [f"run.directory={tmp_path}", "logging.trackers=[lines]"]
+    config = config_file.parse(SCHEMA, FIELDS, [*changes, "logging.trackers.0.file_name=out"])
+    with Trackers(config, from_step=0, is_resume=False) as trackers:
+        trackers.log({"step": 1, "loss": 2})
+    assert (tmp_path / "out").read_text() == "1 {'train/loss': 2.0}"
+    assert config_file.parse(SCHEMA, FIELDS, changes).logging.trackers == (Lines(),)
 
 
 def test_the_help_and_the_errors_of_a_choice_come_from_its_class():

@@ -8,9 +8,9 @@ import time
 import pytest
 import yaml
 
-from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.core.errors import UserError
-from jaxsp.reporting.trackers import mlflow_tracker, trackers
+from jaxsp.reporting.trackers import mlflow_tracker, tracker, trackers
+from jaxsp.reporting.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.reporting.trackers.trackers import Trackers
 from jaxsp.setup import config_file
 from tests import batches, commands
@@ -27,7 +27,7 @@ def make_config(folder, *changes):
     return config_file.parse(fields, changes)
 
 
-class FakeTracker(trackers.Tracker):
+class FakeClient(tracker.Client):
     """Keeps what it receives. `failing` is the name of a method that raises."""
 
     def __init__(self, run, failing=None):
@@ -54,15 +54,13 @@ def fakes(monkeypatch):
     """Replaces the trackers by fake ones, of which wandb fails in the method named `failing`."""
     started = {"failing": None}
 
-    def load(name):
-        def start(run):
-            started[name] = FakeTracker.__new__(FakeTracker)
-            started[name].__init__(run, started["failing"] if name == "wandb" else None)
-            return started[name]
+    def start(self, run):
+        started[self.type] = client = FakeClient.__new__(FakeClient)
+        client.__init__(run, started["failing"] if self.type == "wandb" else None)
+        return client
 
-        return start
-
-    monkeypatch.setattr(trackers, "_load", load)
+    for kind in TRACKERS:
+        monkeypatch.setattr(kind, "start", start)
     return started
 
 
@@ -98,7 +96,7 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
     assert start(is_resume=False) == {}
     assert start(is_resume=True) == {"fake": "an id"}
     assert start(is_resume=False) == {}
-    (tmp_path / trackers.IDS_FILE).write_text("{")
+    (tmp_path / tracker.IDS_FILE).write_text("{")
     assert start(is_resume=True) == {}
     with pytest.raises(ZeroDivisionError), Trackers(config, from_step=0, is_resume=False):
         _ = 1 / 0
@@ -106,12 +104,10 @@ def test_only_a_resumed_run_keeps_its_ids_and_an_exception_is_a_failed_run(tmp_p
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(
-        trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else name
-    )
-    trackers.check_installed(LoggingConfig(trackers=("tensorboard", "mlflow")))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else name)
+    LoggingConfig(trackers=["tensorboard", "mlflow"]).check_installed()
     with pytest.raises(UserError, match=r"pip install 'jaxsp\[wandb\]'"):
-        trackers.check_installed(LoggingConfig(trackers=("tensorboard", "wandb")))
+        LoggingConfig(trackers=["tensorboard", "wandb"]).check_installed()
 
 
 class HangingServer(http.server.ThreadingHTTPServer):
@@ -223,7 +219,7 @@ def run(tmp_path_factory):
         "data": {"train": [source], "eval": [source | {"name": "held out"}], "row_tokens": 64},
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.01},
-        "logging": {"trackers": ["tensorboard", "wandb", "mlflow"], "project": "tests"},
+        "logging": {"trackers": ["tensorboard", "wandb", {"type": "mlflow", "project": "tests"}]},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(fields))
     env = {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": ""}

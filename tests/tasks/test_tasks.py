@@ -7,25 +7,20 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.tasks import frequent_words, haystack, samples
-from jaxsp.tasks.registry import TASKS
+from jaxsp.tasks import frequent_words, haystack
+from jaxsp.tasks.registry import TASK
 from tests.tasks import solutions, tokenizers
 
 KINDS = ("bytes", "byte_level", "sentencepiece")
 LENGTHS = (512, 5000)
+TASKS = TASK.by_name()
 
 
 def make(task, kind="bytes", *, length=512, depths=3, number=4, seed=0, **options):
     tokenize, _ = tokenizers.get(kind)
-    return samples.make_samples(
-        task,
-        tokenize,
-        length=length,
-        depths=depths if TASKS[task].has_depth else None,
-        samples=number,
-        seed=seed,
-        **options,
-    )
+    fields = {"depths": depths} if task == "needle" else {}
+    chosen = TASKS[task](lengths=(length,), samples=number, seed=seed, **fields)
+    return chosen.make_samples(tokenize, length=length, **options)
 
 
 def texts(sample, kind="bytes"):
@@ -70,9 +65,8 @@ def test_a_token_across_the_boundary_belongs_to_the_answer():
         # the last letter before a number is merged with the space and the first digit
         return [ord(part[0]) + 256 * len(part) for part in re.findall(r"\w \d|.", text, re.DOTALL)]
 
-    (sample,) = samples.make_samples(
-        "multi_key", tokenize, length=2000, depths=None, samples=1, seed=0
-    )
+    task = TASKS["multi_key"](lengths=(2000,), samples=1)
+    (sample,) = task.make_samples(tokenize, length=2000)
     assert sample.answer_ids[0] == ord("s") + 256 * 3  # of "is"
     assert len(sample.answer_ids) == 7
     assert sample.prompt_ids[-1] == ord("i") + 256
