@@ -72,15 +72,20 @@ def at(name: str, *value: object) -> Iterator[None]:
     """Context whose user errors get the name of their place, which the code below need not have.
 
     `with at("data.train.0.source", "notes.txt"):` names a field and its value, for whatever the
-    block raises: `data.train.0.source = notes.txt: is a folder. Name a file.` Without a value, the
-    name is a place inside of what an outer `at` names, such as `record 3`.
+    block raises: `data.train.0.source = notes.txt: is a folder. Name a file.` A problem of
+    `.split = x` is that of data.train.0.split. Without a value, the name is a place inside of what
+    an outer `at` names, such as `record 3`.
     """
     try:
         yield
     except UserError as error:
         if not error.is_named:
             prefix = " = ".join([name, *map(str, value)])
-            error.problems = [f"{prefix}: {problem}" for problem in error.problems]
+            section = name.rpartition(".")[0]
+            error.problems = [
+                f"{section}{problem}" if value and problem[0] == "." else f"{prefix}: {problem}"
+                for problem in error.problems
+            ]
             error.is_named = bool(value)
         raise
 

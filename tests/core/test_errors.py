@@ -51,6 +51,11 @@ def test_an_error_gets_the_name_of_its_field_once():
         at("record 3"),
     ):
         raise UserError(["must be text.", "must be short."])
+    with (
+        pytest.raises(UserError, match=r"^data\.train\.0\.split = x: must be y\.$"),
+        at("data.train.0.source", "a.jsonl"),
+    ):
+        raise UserError(".split = x: must be y.")
     assert pickle.loads(pickle.dumps(caught.value)).problems == [
         "data.train.0.source = a.jsonl: record 3: must be text.",
         "data.train.0.source = a.jsonl: record 3: must be short.",

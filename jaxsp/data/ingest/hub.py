@@ -97,7 +97,7 @@ def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":
         is_cached = type(builder).__name__ == "Cache"
         if source.revision and is_cached and builder.hash != source.revision:
             raise UserError(
-                f"revision = {source.revision}: the hub cannot be reached, and the cache has "
+                f".revision = {source.revision}: the hub cannot be reached, and the cache has "
                 f"{builder.hash}. Use that, or try again with a network."
             )
         builder.download_and_prepare()
@@ -167,15 +167,15 @@ def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int
         instruction = datasets.ReadInstruction.from_spec(spec).to_absolute(dict(lengths))
     except ValueError as error:
         raise UserError(
-            f"split = {spec}: {errors.first_line(error)}. Use {errors.format_choices(lengths)}, or "
-            "a part, such as train[:95%] or train[100:200]."
+            f".split = {spec}: {errors.first_line(error)}. Use {errors.format_choices(lengths)}, "
+            "or a part, such as train[:95%] or train[100:200]."
         ) from None
     parts = [(part.splitname, part.from_, part.to) for part in instruction]
     for name, start, stop in parts:
         if start >= stop:
             available = f", {name} has {lengths[name]:,}" if lengths[name] < UNKNOWN_LENGTH else ""
             raise UserError(
-                f"split = {spec}: selects no record{available}. Use for example {name}[:95%]."
+                f".split = {spec}: selects no record{available}. Use for example {name}[:95%]."
             )
     return parts
 
@@ -194,14 +194,14 @@ def _describe_failure(error: Exception, source: SourceConfig) -> str:
     if known:
         problem = "has several subsets"
         if source.subset:
-            problem = f"subset = {source.subset}: there is no such subset"
+            problem = f".subset = {source.subset}: there is no such subset"
         subsets = errors.format_choices(word.strip(" '\"") for word in known[1].split(","))
         return f"{problem}. Set subset to {subsets}."
     if "gated dataset" in reason:
         url = f"https://huggingface.co/datasets/{name}"
         return f"is gated. Accept its terms on {url}, and log in: hf auth login."
     if source.revision and reason.startswith("Revision"):
-        return f"revision = {source.revision}: the data set has no such branch, tag or commit."
+        return f".revision = {source.revision}: the data set has no such branch, tag or commit."
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return (
             f"{_NO_SUCH_FILE}, and no such data set on the hub. {_EXAMPLE} If it is private, log "

@@ -97,7 +97,7 @@ def check_preference(record: SourceRecord, has_labels: bool) -> Record:
         fields.insert(0, "prompt")
         ignoring = suggest_ignoring("prompt")
         suggestion = f". If chosen and rejected begin with the prompt, set {ignoring}"
-    content = _read_contents(record, fields, suggestion=suggestion)
+    content: Any = _read_contents(record, fields, suggestion=suggestion)
     prompt, chosen, rejected = (content.get(name) for name in ("prompt", "chosen", "rejected"))
     if chosen == rejected:
         raise UserError("chosen and rejected are identical. Leave the record out.")

@@ -121,7 +121,7 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns) -> _RecordSour
         for name in ("subset", "revision"):
             if value := getattr(source, name):
                 raise UserError(
-                    f"{name} = {value}: only data sets on the hub have one, not files. Remove "
+                    f".{name} = {value}: only data sets on the hub have one, not files. Remove "
                     f"{name}."
                 )
         if path is None or not hub.is_saved_dataset(path):

@@ -92,7 +92,7 @@ def test_the_configured_split_is_read_by_default_train(tmp_path):
     assert_names(
         problem("both", split="dev"),
         "train or test",
-        start="data.train.0.source = both: split = dev: ",
+        start="data.train.0.split = dev: ",
     )
 
 
@@ -141,7 +141,7 @@ def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
     TRAIN.to_json("file.jsonl")
     for source in ("one", "file.jsonl"):
         message = problem(source, split=split)
-        assert_names(message, *parts, start=f"data.train.0.source = {source}: split = {split}: ")
+        assert_names(message, *parts, start=f"data.train.0.split = {split}: ")
         assert f"{hub_data.UNKNOWN_LENGTH:,}" not in message
 
 
@@ -217,12 +217,12 @@ def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
     assert_names(
         problem("org/name", split="dev"),
         "train or test",
-        start="data.train.0.source = org/name: split = dev: ",
+        start="data.train.0.split = dev: ",
     )
     assert_names(
         problem("org/name", revision="v2"),
         COMMIT,
-        start="data.train.0.source = org/name: revision = v2: ",
+        start="data.train.0.revision = v2: ",
     )
     (tmp_path / "org").mkdir()
     (tmp_path / "org/name").write_text("a file comes first")
@@ -242,7 +242,7 @@ def test_a_data_set_with_several_subsets_needs_a_subset(tmp_path):
     assert_names(
         problem("org/name", subset="fr"),
         "de or en",
-        start="data.train.0.source = org/name: subset = fr: ",
+        start="data.train.0.subset = fr: ",
     )
 
 
@@ -275,7 +275,7 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
         ),
         (
             NOT_FOUND("Revision 'v2' doesn't exist for dataset 'org/name' on the Hub."),
-            "revision = v2: ",
+            ".revision = v2: ",
             ["branch", "tag", "commit"],
         ),
         (
@@ -311,5 +311,6 @@ def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     message = problem("org/name", revision="v2")
-    assert_names(message, *parts, start=f"data.train.0.source = org/name: {start}")
+    place = "data.train.0" if start.startswith(".") else "data.train.0.source = org/name: "
+    assert_names(message, *parts, start=f"{place}{start}")
     assert len(message) < 500
