@@ -10,6 +10,7 @@ from jaxsp import export, generate
 from jaxsp.core.errors import UserError
 from jaxsp.run import trainer
 from jaxsp.setup import build, config_file
+from jaxsp.run import generate_command
 from tests import batches
 
 pytestmark = pytest.mark.e2e
@@ -87,7 +88,7 @@ def test_the_command_answers_as_the_samples_and_transformers_do(run, capsys, tmp
     assert f"{len(PROMPT)} tokens of the prompt, {len(new)} new; prompt and compilation" in speed
     assert tokenizer.decode(new) == read_samples(run)[2, "code", 0]["answer"]
     expected = tokenizer.decode(new, skip_special_tokens=True)
-    assert text == generate.escape(expected)
+    assert text == generate_command.escape(expected)
     options = ["model.compute_dtype=float32", *MESH]
     again, _ = generate_text(capsys, tmp_path / "hf", *words, *options)
     assert again == text
