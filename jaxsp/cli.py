@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from jaxsp.config import config_errors
-from jaxsp.core import errors, exit_codes
+from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import cluster, distributed, standard_streams
 from jaxsp.processes.cluster import Process
@@ -151,6 +151,15 @@ def detect_process(args: argparse.Namespace) -> Process:
         num_processes=args.num_processes,
         process_index=args.process_id,
     )
+
+
+def write_output(path: pathlib.Path, content: str) -> None:
+    """Writes a file that a user named. It may be a link, or a device such as /dev/stdout."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.write(content)
+    else:
+        files.write_atomic(pathlib.Path(os.path.realpath(path)), content)
 
 
 def check_file(file: pathlib.Path, *, flag: str) -> None:

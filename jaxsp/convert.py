@@ -12,8 +12,9 @@ from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
 from jaxsp.config.fields import is_count
 from jaxsp.config.foreign_names import Counterpart
 from jaxsp.config.objective_schema import FORMATS
-from jaxsp.core import errors, redaction
+from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.processes import redaction
 
 _REQUIRED: dict[str, dict[str, Any]] = {
     "run": {"directory": "runs/converted", "epochs": 1},

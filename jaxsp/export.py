@@ -177,7 +177,7 @@ def _export_model(
     _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     tokenizer = _check_tokenizer(out, lines)
-    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
+    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG)
     if generation.get("eos_token_id") is not None and not model.has_scores:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")

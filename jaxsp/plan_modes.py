@@ -9,6 +9,7 @@ from typing import Any
 
 import rich.console
 
+from jaxsp import cli
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import UserError
@@ -74,7 +75,7 @@ class PlanRequest:
         """Writes a result, and the source of published model sizes, to `json_file`."""
         if self.json_file:
             result = result | {"published_sizes": self.sizes.note or None}
-            files.write_output(self.json_file, files.to_json(result))
+            cli.write_output(self.json_file, files.to_json(result))
             self.console.print(f"written: {self.json_file}")
 
 

@@ -99,7 +99,7 @@ def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
         if finding["type"] != "extra_forbidden":
             rule = finding["msg"].replace("Input should be", "must be")
             if finding["type"] in _RULES:
-                rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
+                rule = _RULES[finding["type"]].format_map(finding.get("ctx", {})).removesuffix(".")
             if rule == _MAPPING_RULE and known is not None:
                 rule += f"; {value} is a value of {known.field_name}"
             yield f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"

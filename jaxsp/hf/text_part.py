@@ -99,7 +99,7 @@ def select_tensors(
 
     Args:
         fields: fields of the config.json beside the tensors.
-    Raises: ValueError if two tensors have the same name in the export.
+    Raises: UserError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
     text = FAMILIES.get(str(fields.get("model_type")))
@@ -124,7 +124,10 @@ def select_tensors(
                 break
         text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
         if text_name in selected:
-            raise ValueError(f"{text_name}: stored twice, one of them as {name}")
+            raise UserError(
+                f"{text_name}: stored twice, one of them as {name}. Copy or download the folder "
+                "again."
+            )
         selected[text_name] = tensor
     return selected, left_out
 

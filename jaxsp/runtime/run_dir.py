@@ -19,7 +19,7 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, files, paths, urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
@@ -67,7 +67,8 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
         created or locked.
     """
     name = name or str(folder)
-    paths.check_folder(folder, field="run.directory")
+    with at("run.directory", folder):
+        paths.check_folder(folder)
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
         yield

@@ -17,7 +17,7 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
 from jaxsp.core import files as core_files
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
@@ -44,9 +44,11 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         be used.
     """
     directory = run_paths.local_dir(run)
-    paths.check_folder(directory, field="run.directory")
+    with at("run.directory", directory):
+        paths.check_folder(directory)
     if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
-        paths.check_folder(pathlib.Path(run.resume), field="run.resume")
+        with at("run.resume", run.resume):
+            paths.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
     )

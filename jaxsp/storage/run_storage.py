@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import files, urls
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage.object_store import ObjectStore
@@ -45,13 +45,11 @@ def make_local(text: str, *, field: str) -> str:
     """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
     if not urls.is_url(text):
         return text
-    try:
+    with at(field, text):
         urls.check(text)
-    except ValueError as error:
-        raise UserError(f"{field} = {text}: {error}.") from None
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
     store = ObjectStore(url, label=f"{field} = {text}")
-    folder = urls.cache_dir() / "downloads" / urls.name_local(url)
+    folder = run_paths.cache_dir() / "downloads" / run_paths.name_local(url)
     steps = {int(step)} if step.isdecimal() else {max(find_steps(store.list()), default=-1)}
     download(store, folder, steps=steps)
     if not (folder / run_paths.CONFIG_FILE).exists():
@@ -171,7 +169,7 @@ def open_run(run: RunConfig) -> Iterator[None]:
     download(store, folder)
     own.complete = find_steps(store.list())
     store.patience_s = PATIENCE_S
-    store.error_type = NeedsAttentionError
+    store.is_in_run = True
     kept = folder / run_paths.CHECKPOINTS_DIR
     store.advice = f"The latest checkpoint is in {kept}; the same command uploads it and resumes."
     uploads[folder.resolve()] = own

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import files, paths
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import generation_marks, template_text
 from jaxsp.data.chat.template_text import RecordError, TextSpans
 
@@ -112,17 +112,17 @@ def resolve_template(chat_template: str) -> str:
     """
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
-    try:
-        path = paths.expand_user(chat_template, field="data.chat_template")
-        return files.read_text(path)
-    except FileNotFoundError:
-        raise UserError(
-            f"data.chat_template = {chat_template}: no such file below {pathlib.Path.cwd()}, and "
-            "not a template, which would contain {{ or {%. Give a file, or null for the "
-            "tokenizer's own."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.chat_template = {chat_template}: cannot be read: {error}.") from None
+    with at("data.chat_template", chat_template):
+        path = paths.expand_user(chat_template)
+        try:
+            return files.read_text(path)
+        except FileNotFoundError:
+            raise UserError(
+                f"no such file below {pathlib.Path.cwd()}, and not a template, which would contain "
+                "{{ or {%. Give a file, or null for the tokenizer's own."
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot be read: {error}.") from None
 
 
 def _fix_date(template: str, date: datetime.date | None) -> str:

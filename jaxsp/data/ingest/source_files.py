@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors, paths
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import columnar, formats, json_records
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 
@@ -189,7 +189,8 @@ def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
 def resolve_path(source: SourceConfig, *, field: str) -> pathlib.Path:
     """Returns a source's path or glob, with `~` and `{stdlib}` replaced."""
     path = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    return paths.expand_user(path, field=field)
+    with at(field, path):
+        return paths.expand_user(path)
 
 
 def find_files(path: pathlib.Path, source: SourceConfig) -> list[str]:

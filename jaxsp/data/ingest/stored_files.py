@@ -64,10 +64,7 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     Raises: UserError if there is none, or if the store cannot be used.
     """
     url = source.source
-    try:
-        urls.check(url)
-    except ValueError as error:
-        raise UserError(f"{error}.") from None
+    urls.check(url)
     bucket = "/".join(url.split("/")[:3])
     store = ObjectStore(bucket, label=f"{field} = {url}")
     pattern = url.removeprefix(f"{bucket}/")

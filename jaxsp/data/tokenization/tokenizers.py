@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxsp.core import errors, files, paths
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.tokenization import tokenizer_json
 from jaxsp.processes import distributed
 
@@ -61,7 +61,8 @@ def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrai
     if paths.is_path(name) and not pathlib.Path(name).exists():
         raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
     if pathlib.Path(name).is_dir():
-        files.check_model_folder(pathlib.Path(name), error_prefix=error_prefix)
+        with at(error_prefix.removesuffix(":")):
+            files.check_model_folder(pathlib.Path(name))
     try:
         with convert_panics():
             # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects

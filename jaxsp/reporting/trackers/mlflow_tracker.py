@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from jaxsp.config import yaml_io
-from jaxsp.core import redaction
+from jaxsp.processes import redaction
 from jaxsp.reporting.trackers import trackers
 
 # MLFLOW_* where a user sets none: its own defaults retry for minutes, and send usage data

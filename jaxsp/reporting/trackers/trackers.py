@@ -14,9 +14,9 @@ import jax
 
 from jaxsp.config.run_schema import LoggingConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import files, redaction
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
-from jaxsp.processes import distributed
+from jaxsp.processes import distributed, redaction
 from jaxsp.runtime import run_paths
 
 IDS_FILE = "trackers.json"
