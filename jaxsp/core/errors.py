@@ -41,8 +41,9 @@ class UserError(ValueError):
 
     def __init__(self, problems: str | Iterable[str], *, is_named: bool = False):
         """Args: is_named: True if the problems begin with a field, so that `at` adds nothing."""
-        super().__init__(problems)
-        self.problems = [problems] if isinstance(problems, str) else [*problems]
+        lines = [problems] if isinstance(problems, str) else [*problems]
+        super().__init__(lines)
+        self.problems = lines
         self.is_named = is_named
 
     @property

@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import queue
 import shutil
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import huggingface_hub
@@ -22,22 +22,10 @@ INDEX_FILE = "model.safetensors.index.json"
 _CONFIG_FILE = "config.json"
 
 _SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "*.tiktoken",
-    "tekken.json",
-    "tokenizer.model*",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("*.tiktoken", "tekken.json", "tokenizer.model*", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 """Files of a model besides its weights: configs, tokenizer, chat template."""
 
@@ -125,16 +113,13 @@ def has_parent(source: str) -> bool:
 
 def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str:
     """The problem of a missing folder, with a suggestion."""
-    folders = [file.parent for file in path.parent.glob(f"*/{config_file}")]
-    hint = errors.did_you_mean(path.name, [folder.name for folder in folders])
-    kind = "a model"
-    example = ", such as Qwen/Qwen3-0.6B"
-    if config_file != _CONFIG_FILE:
-        kind = "an adapter"
-        example = ""
+    names = [file.parent.name for file in path.parent.glob(f"*/{config_file}")]
+    is_model = config_file == _CONFIG_FILE
+    kind = "a model" if is_model else "an adapter"
     return (
         f"there is no folder {path.absolute()}. Give a folder with {kind}'s {config_file}, or the "
-        f"name of {kind} on the hub{example}.{hint}"
+        f"name of {kind} on the hub{', such as Qwen/Qwen3-0.6B' if is_model else ''}."
+        f"{errors.did_you_mean(path.name, names)}"
     )
 
 
@@ -148,27 +133,24 @@ def _find_snapshot(source: str, names: tuple[str, ...], deadline_s: float | None
     """
     if deadline_s is None:
         return _download(source, names)
-    results: queue.Queue[pathlib.Path | Exception] = queue.Queue()
+    result: Future[pathlib.Path] = Future()
 
     def run() -> None:
         try:
-            results.put(_download(source, names))
-        except Exception as error:  # raised again in the calling thread
-            results.put(error)
+            result.set_result(_download(source, names))
+        except Exception as error:
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        result = results.get(timeout=deadline_s)
-    except queue.Empty:
+        return result.result(timeout=deadline_s)
+    except TimeoutError:
         with contextlib.suppress(OSError, ValueError):  # not in the cache
             cached = huggingface_hub.snapshot_download(source, local_files_only=True)
             if pathlib.Path(cached, "config.json").is_file():
                 return pathlib.Path(cached)
         reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
         raise HubError(f"{reason}. Try again, or give a folder.", reason=reason) from None
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -194,10 +176,9 @@ def copy_small_files(
     """Copies files of a model, by default all except weights: configs, tokenizer, chat template."""
     with at("cannot be copied"):
         files.check_model_folder(folder)
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    for path in sorted(paths):
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         name = path.relative_to(folder)
-        if str(name) not in exclude:
+        if path.is_file() and str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             # not shutil.copy: files of the hub's cache may be read-only
             shutil.copyfile(path, directory / name)

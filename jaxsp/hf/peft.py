@@ -220,46 +220,53 @@ def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...
     targets = fields.get("target_modules")
     if targets == "all-linear":
         return tuple(projections)
-    excluded = fields.get("exclude_modules")
+    is_target = _make_matcher(targets)
+    is_excluded = _make_matcher(fields.get("exclude_modules"))
     chosen_layers = fields.get("layers_to_transform")
     if isinstance(chosen_layers, int):
         chosen_layers = [chosen_layers]
 
-    def is_match(name: str, patterns: Any) -> bool:
-        if isinstance(patterns, str):
-            try:
-                return re.fullmatch(patterns, name) is not None
-            # RecursionError: too many parentheses; OverflowError: too many repetitions
-            except (re.error, RecursionError, OverflowError) as error:
-                raise UserError(
-                    f"target_modules = {format_value(patterns)}: is not a regular expression: "
-                    f"{error}."
-                ) from None
-        return any(name == each or name.endswith(f".{each}") for each in patterns or ())
+    def is_adapted(projection: str, layer: int) -> bool:
+        name = decoder.LAYER_PREFIX.format(layer=layer) + projection
+        names = (name, _add_text_prefix(name))
+        is_chosen = not chosen_layers or layer in chosen_layers
+        return is_chosen and any(map(is_target, names)) and not any(map(is_excluded, names))
 
-    found = []
-    for projection, layers_with_it in projections.items():
-        matches = []
-        for layer in layers_with_it:
-            name = decoder.LAYER_PREFIX.format(layer=layer) + projection
-            names = (name, _add_text_prefix(name))
-            is_chosen = not chosen_layers or layer in chosen_layers
-            is_adapted = any(is_match(name, targets) for name in names)
-            is_excluded = any(is_match(name, excluded) for name in names)
-            matches.append(is_adapted and is_chosen and not is_excluded)
-        if any(matches) != all(matches):
-            raise UserError(
-                f"target_modules: {projection} has an adapter in {sum(matches)} of "
-                f"{len(matches)} layers that have it; it must be in all or none."
-            )
-        if matches[0]:
-            found.append(projection)
+    found = [
+        projection
+        for projection, numbers in projections.items()
+        if _is_in_all("target_modules", projection, [is_adapted(projection, n) for n in numbers])
+    ]
     if not found and not fields.get("target_parameters"):
         raise UserError(
             f"target_modules = {format_value(targets)}: matches no projection of the model "
             f"({', '.join(projections)})."
         )
     return tuple(found)
+
+
+def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
+    """Function that is True for the name of a module, as PEFT matches it."""
+    if not isinstance(patterns, str):
+        return lambda name: any(name == x or name.endswith(f".{x}") for x in patterns or ())
+    try:
+        compiled = re.compile(patterns)
+    # RecursionError: too many parentheses; OverflowError: too many repetitions
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(
+            f"target_modules = {format_value(patterns)}: is not a regular expression: {error}."
+        ) from None
+    return lambda name: compiled.fullmatch(name) is not None
+
+
+def _is_in_all(field: str, name: str, is_adapted: list[bool]) -> bool:
+    """True if all layers have an adapter, False if none has. Raises: UserError if some have."""
+    if any(is_adapted) != all(is_adapted):
+        raise UserError(
+            f"{field}: {name} has an adapter in {sum(is_adapted)} of {len(is_adapted)} layers "
+            "that have it; it must be in all or none."
+        )
+    return all(is_adapted)
 
 
 def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
@@ -279,12 +286,7 @@ def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, 
             both = (full, _add_text_prefix(full))
             of_layers.append({n for n in names for f in both if f == n or f.endswith(f".{n}")})
         matched.update(*of_layers)
-        if any(of_layers) != all(of_layers):
-            raise UserError(
-                f"target_parameters: {parameter} has an adapter in {sum(map(bool, of_layers))} of "
-                f"{len(numbers)} layers that have it; it must be in all or none."
-            )
-        if all(of_layers):
+        if _is_in_all("target_parameters", parameter, list(map(bool, of_layers))):
             found.append(parameter)
     others = [name for name in names if name not in matched]
     if others:
@@ -303,54 +305,50 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
         damaged file.
     """
     with at(source.field, source.source):
-        return _open_weights(source, table)
-
-
-def _open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
-    path = source.path / WEIGHTS_FILE
-    if not path.is_file():
-        raise UserError(
-            f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
-            "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
-        )
-    header = tensors.read_header(path)
-    stored = {}
-    for name, tensor in header.items():
-        name = name.removeprefix(_PREFIX)
-        if name.startswith(_TEXT_PREFIX):
-            name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
-        stored[name] = tensor
-    declared = source.config_fields.get("modules_to_save") or ()
-    saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
-    params = jax.tree.leaves(table)
-    shapes = weights.tensor_shapes(
-        [param for param in params if param.is_adapter or param.hf_name in saved]
-    )
-    missing, surplus, misshapen = weights.compare(stored, shapes)
-    head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
-    surplus = [name for name in surplus if name != head]
-    problems = [
-        f"{title} {weights.abbreviate(names)}. Use an adapter of this model, as PEFT's "
-        "save_pretrained writes it."
-        for title, names in (
-            ("missing tensors:", missing),
-            ("tensors of neither its target_modules nor its modules_to_save:", surplus),
-            ("tensors of another shape than the model's:", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        raise UserError(problems)
-    read = {name: stored[name] for name in shapes}
-    reader = WeightReader(source=source, tensors=read, left_out="")
-    if head in stored and head not in shapes:
-        if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
+        path = source.path / WEIGHTS_FILE
+        if not path.is_file():
             raise UserError(
-                f"{head} must equal the embedding, because the model's config.json has "
-                "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
-                "as model.source."
+                f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
+                "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
             )
-    return reader
+        header = tensors.read_header(path)
+        stored = {}
+        for name, tensor in header.items():
+            name = name.removeprefix(_PREFIX)
+            if name.startswith(_TEXT_PREFIX):
+                name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
+            stored[name] = tensor
+        declared = source.config_fields.get("modules_to_save") or ()
+        saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
+        params = jax.tree.leaves(table)
+        shapes = weights.tensor_shapes(
+            [param for param in params if param.is_adapter or param.hf_name in saved]
+        )
+        missing, surplus, misshapen = weights.compare(stored, shapes)
+        head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
+        surplus = [name for name in surplus if name != head]
+        problems = [
+            f"{title} {weights.abbreviate(names)}. Use an adapter of this model, as PEFT's "
+            "save_pretrained writes it."
+            for title, names in (
+                ("missing tensors:", missing),
+                ("tensors of neither its target_modules nor its modules_to_save:", surplus),
+                ("tensors of another shape than the model's:", misshapen),
+            )
+            if names
+        ]
+        if problems:
+            raise UserError(problems)
+        read = {name: stored[name] for name in shapes}
+        reader = WeightReader(source=source, tensors=read, left_out="")
+        if head in stored and head not in shapes:
+            if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
+                raise UserError(
+                    f"{head} must equal the embedding, because the model's config.json has "
+                    "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged "
+                    "model as model.source."
+                )
+        return reader
 
 
 def _add_text_prefix(name: str) -> str:

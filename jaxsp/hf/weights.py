@@ -129,41 +129,38 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         all damaged files.
     """
     with at(source.field, source.source):
-        return _open(source, table)
-
-
-def _open(source: ModelFolder, table: layers.Weights) -> WeightReader:
-    stored, others = text_part.select_tensors(_read_headers(source), source.config_fields)
-    shapes = tensor_shapes(table)
-    stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
-    embedding_name = table["embedding"].hf_name
-    head = None
-    left_out = text_part.describe_left_out(others, source.config_fields)
-    head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
-    if head_name != _HEAD_NAME and head_name not in stored:  # a reward model of a language model
-        del shapes[head_name]
-        left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
-        stored.pop(_HEAD_NAME, None)
-    elif "head" not in table and _HEAD_NAME in stored:
-        head = stored.pop(_HEAD_NAME)
-        stored.setdefault(embedding_name, head)
-    views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
-    views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
-    if problems := _find_differences(views, shapes, source):
-        raise UserError(problems)
-    reader = WeightReader(
-        source=source,
-        tensors={name: views[name] for name in shapes},
-        left_out=left_out,
-        other_tensors=others,
-    )
-    if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
-        raise UserError(
-            f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
-            "tie_word_embeddings = true. Set it to false there to train both, or remove the tensor "
-            "that is wrong."
+        stored, others = text_part.select_tensors(_read_headers(source), source.config_fields)
+        shapes = tensor_shapes(table)
+        stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
+        embedding_name = table["embedding"].hf_name
+        head = None
+        left_out = text_part.describe_left_out(others, source.config_fields)
+        head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
+        # A reward model that is made from a language model
+        if head_name != _HEAD_NAME and head_name not in stored:
+            del shapes[head_name]
+            left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
+            stored.pop(_HEAD_NAME, None)
+        elif "head" not in table and _HEAD_NAME in stored:
+            head = stored.pop(_HEAD_NAME)
+            stored.setdefault(embedding_name, head)
+        views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
+        views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
+        if problems := _find_differences(views, shapes, source):
+            raise UserError(problems)
+        reader = WeightReader(
+            source=source,
+            tensors={name: views[name] for name in shapes},
+            left_out=left_out,
+            other_tensors=others,
         )
-    return reader
+        if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
+            raise UserError(
+                f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
+                "tie_word_embeddings = true. Set it to false there to train both, or remove the "
+                "tensor that is wrong."
+            )
+        return reader
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
@@ -221,9 +218,7 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
         )
     file_of_tensor: set[tuple[str, str]] = set()
     stored: dict[str, StoredTensor] = {}
-    for name in files:
-        if name in absent:
-            continue
+    for name in (name for name in files if name not in absent):
         with problems.collect():
             header = tensors.read_header(source.path / name)
             stored |= header
@@ -273,7 +268,7 @@ def compare(
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of missing and of surplus tensors, and descriptions of those of another shape."""
     missing = [name for name in shapes if name not in stored]
-    surplus = sorted(name for name in stored if name not in shapes)
+    surplus = sorted(stored.keys() - shapes.keys())
     misshapen = [
         f"{name} {list(stored[name].shape)} instead of {list(shape)}"
         for name, shape in shapes.items()
