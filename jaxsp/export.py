@@ -13,7 +13,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
@@ -35,10 +35,11 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
     writer.check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = run_paths.find_latest(run_storage.make_local(args.run, field="RUN_OR_CHECKPOINT"))
+    with at("RUN_OR_CHECKPOINT", args.run):
+        checkpoint = run_paths.find_latest(run_storage.make_local(args.run))
+        if checkpoint is None and not pathlib.Path(args.run).exists():
+            raise UserError("there is no such folder.")
     if checkpoint is None:
-        if not pathlib.Path(args.run).exists():
-            raise UserError(f"RUN_OR_CHECKPOINT = {args.run}: there is no such folder.")
         raise UserError(
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."
@@ -113,10 +114,8 @@ def _export_adapter(
     if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
         base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
         loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
-    return [
-        *lines,
-        f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
-    ]
+    text = f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead"
+    return [*lines, text]
 
 
 def _export_model(
@@ -154,15 +153,14 @@ def _export_model(
     model_dir = resume.find_model_dir(checkpoint)
     tokenizer = None
     small_files = None
+    name = config.model.tokenizer
     if model_dir is not None and (model_dir / "config.json").is_file():
         small_files = model_dir  # everything that model.source had besides its weights
-    else:
-        name = config.model.tokenizer
-        if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
-            has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
-            tokenizer = tokenizers.load(str(model_dir)) if has_tokenizer else None
-        else:
-            tokenizer = None if name is None else tokenizers.load(name)
+    elif model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
+        if (model_dir / "tokenizer_config.json").is_file():
+            tokenizer = tokenizers.load(str(model_dir))
+    elif name is not None:
+        tokenizer = tokenizers.load(name)
     dtype = args.dtype or config.model.compute_dtype
     writer.export_model(
         weights,

@@ -59,7 +59,7 @@ class StoreRun(kills.Run):
 
 def stored_steps() -> set[int]:
     """Steps of the complete checkpoints in the store."""
-    return run_storage.find_steps(ObjectStore(URL, label="").list())
+    return run_storage.find_steps(ObjectStore(URL).list())
 
 
 def read_until(process: subprocess.Popen, text: str) -> str:
@@ -101,7 +101,7 @@ def test_two_processes_upload_their_shards_and_resume_from_them(tmp_path, monkey
             if steps == 2:  # another machine
                 shutil.rmtree(second)
                 shutil.rmtree(first)
-        assert run_storage.make_local(URL, field="RUN")
+        assert run_storage.make_local(URL)
 
 
 def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch)
         assert server.env["AWS_SECRET_ACCESS_KEY"] not in output
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
-        local = run_storage.make_local(URL, field="RUN")
+        local = run_storage.make_local(URL)
         case.faulty.directory = pathlib.Path(local)
         assert list(kills.differences(case, is_exact=True)) == []
         export.main([URL, str(tmp_path / "hf")])

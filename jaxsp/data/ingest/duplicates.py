@@ -43,7 +43,7 @@ def _list_files(source: SourceConfig, *, field: str) -> dict[str, str]:
     Returns: nothing for folders and data sets on the hub.
     """
     if urls.is_url(source.source):
-        return {url: url for url in stored_files.find(source, field=field).objects}
+        return {url: url for url in stored_files.find(source).objects}
     path = source_files.resolve_path(source, field=field)
     if not (path.is_file() or glob.has_magic(str(path))):
         return {}

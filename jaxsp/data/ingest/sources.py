@@ -151,7 +151,7 @@ def _resolve_stored_files(
     """Finds the files of a source in an object store."""
     _check_hub_fields(source, field=field)
     _check_split(source, field=field)
-    files = stored_files.find(source, field=field)
+    files = stored_files.find(source)
     file_type = source_files.common_file_type(list(files.objects), source)
     return _RecordSource(
         identity=(file_type.name, files.identity),

@@ -58,7 +58,7 @@ class StoredFiles:
         return path
 
 
-def find(source: SourceConfig, *, field: str) -> StoredFiles:
+def find(source: SourceConfig) -> StoredFiles:
     """Finds the files that a URL or a glob stands for, sorted.
 
     Raises: UserError if there is none, or if the store cannot be used.
@@ -66,7 +66,7 @@ def find(source: SourceConfig, *, field: str) -> StoredFiles:
     url = source.source
     urls.check(url)
     bucket = "/".join(url.split("/")[:3])
-    store = ObjectStore(bucket, label=f"{field} = {url}")
+    store = ObjectStore(bucket)
     pattern = url.removeprefix(f"{bucket}/")
     objects = store.list(pattern, is_glob=glob.has_magic(pattern))
     if not glob.has_magic(pattern):
