@@ -11,10 +11,9 @@ another node:
 """
 
 import collections
-import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that communicate with each other, all at the same time."""
@@ -24,8 +23,7 @@ ALL_TO_ALL = "all-to-all"
 ALL_REDUCE = "all-reduce"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """Load of a collective on links and network cards, in multiples of the bytes that each device
     sends."""
 
@@ -40,16 +38,6 @@ class Load:
     network_hops: int = 0
     """Consecutive messages between nodes."""
 
-    def join(self, other: "Load") -> "Load":
-        """The load of two collectives at the same time on other devices."""
-        return Load(
-            link=max(self.link, other.link),
-            network=max(self.network, other.network),
-            node=max(self.node, other.node),
-            link_hops=max(self.link_hops, other.link_hops),
-            network_hops=max(self.network_hops, other.network_hops),
-        )
-
 
 @functools.lru_cache(maxsize=1024)
 def find_load(operation: str, groups: Groups, *, node_devices: int, is_ring: bool = True) -> Load:
@@ -63,68 +51,36 @@ def find_load(operation: str, groups: Groups, *, node_devices: int, is_ring: boo
 
     Args: is_ring: False: in a collective-permute, the last device of a group sends nothing.
     """
-    load = Load()
-    leaving: dict[int, float] = {}
+    loads = [Load()]
+    leaving: dict[int, float] = collections.defaultdict(float)  # bytes that leave each node
     for group in groups:
-        group_nodes = [device // node_devices for device in group]
+        nodes = [device // node_devices for device in group]
+        sizes = collections.Counter(nodes)
+        is_inside = max(sizes.values()) > 1
+        is_between = len(sizes) > 1
+        leaves = dict.fromkeys(sizes, float(is_between))
+        link = float(is_inside)
+        network = float(is_between)
+        hops = (int(is_inside), int(is_between))
         if operation == PERMUTE:
-            of_group, leaves = _find_permute_load(group_nodes, is_ring=is_ring)
+            targets = [*nodes[1:], *nodes[: int(is_ring)]]
+            senders = [x for x, target in zip(nodes, targets, strict=False) if x != target]
+            leaves = {node: float(senders.count(node)) for node in senders}
+            link = float(len(targets) > len(senders))
+            hops = (int(link), int(is_between))
         elif operation == ALL_TO_ALL:
-            of_group, leaves = _find_all_to_all_load(group_nodes)
+            others = max(1, len(nodes) - 1)
+            leaves = {node: size * (len(nodes) - size) / others for node, size in sizes.items()}
+            link = (max(sizes.values()) - 1) / others
+            network = (len(nodes) - min(sizes.values())) / others
         else:
-            of_group, leaves = _find_ring_load(operation, group_nodes)
-        load = load.join(of_group)
+            network /= min(sizes.values())
+            hops = _count_ring_hops(operation, len(nodes), num_nodes=len(sizes))
+        loads.append(Load(link, network, 0.0, *hops))
         for node, size in leaves.items():
-            leaving[node] = leaving.get(node, 0.0) + size
-    return dataclasses.replace(load, node=max(leaving.values(), default=0.0))
-
-
-_Leaving = Mapping[int, float | int]
-"""Bytes that leave each node."""
-
-
-def _find_permute_load(nodes: Sequence[int], *, is_ring: bool) -> tuple[Load, _Leaving]:
-    """Load of a group in which each device sends to the next one."""
-    targets = [*nodes[1:], *nodes[: int(is_ring)]]
-    leaves = collections.Counter(
-        node for node, target in zip(nodes, targets, strict=False) if node != target
-    )
-    is_inside = len(targets) > sum(leaves.values())
-    is_between = bool(leaves)
-    load = Load(
-        link=float(is_inside),
-        network=float(is_between),
-        link_hops=int(is_inside),
-        network_hops=int(is_between),
-    )
-    return load, leaves
-
-
-def _find_all_to_all_load(nodes: Sequence[int]) -> tuple[Load, _Leaving]:
-    """Load of a group in which each device sends to each other one."""
-    sizes = collections.Counter(nodes)
-    others = max(1, len(nodes) - 1)
-    load = Load(
-        link=(max(sizes.values()) - 1) / others,
-        network=(len(nodes) - min(sizes.values())) / others,
-        link_hops=int(max(sizes.values()) > 1),
-        network_hops=int(len(sizes) > 1),
-    )
-    return load, {node: size * (len(nodes) - size) / others for node, size in sizes.items()}
-
-
-def _find_ring_load(operation: str, nodes: Sequence[int]) -> tuple[Load, _Leaving]:
-    """Load of a group whose rings leave each of its nodes once."""
-    sizes = collections.Counter(nodes)
-    is_between = len(sizes) > 1
-    link_hops, network_hops = _count_ring_hops(operation, len(nodes), num_nodes=len(sizes))
-    load = Load(
-        link=float(max(sizes.values()) > 1),
-        network=is_between / min(sizes.values()),
-        link_hops=link_hops,
-        network_hops=network_hops,
-    )
-    return load, dict.fromkeys(sizes, float(is_between))
+            leaving[node] += size
+    busiest = Load(*map(max, zip(*loads, strict=True)))
+    return busiest._replace(node=max(leaving.values(), default=0.0))
 
 
 def _count_ring_hops(operation: str, num_devices: int, *, num_nodes: int) -> tuple[int, int]:
