@@ -218,7 +218,7 @@ def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
         )
     file_of_tensor: set[tuple[str, str]] = set()
     stored: dict[str, StoredTensor] = {}
-    for name in (name for name in files if name not in absent):
+    for name in sorted({*files} - {*absent}):
         with problems.collect():
             header = tensors.read_header(source.path / name)
             stored |= header
