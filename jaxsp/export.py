@@ -156,11 +156,13 @@ def _export_model(
     name = config.model.tokenizer
     if model_dir is not None and (model_dir / "config.json").is_file():
         small_files = model_dir  # everything that model.source had besides its weights
-    elif model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
-        if (model_dir / "tokenizer_config.json").is_file():
-            tokenizer = tokenizers.load(str(model_dir))
-    elif name is not None:
-        tokenizer = tokenizers.load(name)
+    else:
+        if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
+            has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
+            name = str(model_dir) if has_tokenizer else None
+        if name is not None:
+            with at("model.tokenizer", name):
+                tokenizer = tokenizers.load(name)
     dtype = args.dtype or config.model.compute_dtype
     writer.export_model(
         weights,
@@ -193,7 +195,8 @@ def _write_chat_template(config: Config, directory: pathlib.Path) -> None:
     """Writes the run's chat template, so that chats are rendered as in training."""
     template = config.data.chat_template
     if config.data.chat_template_kwargs and (directory / "tokenizer_config.json").is_file():
-        tokenizer = tokenizers.load(str(directory), error_prefix=str(directory))
+        with at(str(directory)):
+            tokenizer = tokenizers.load(str(directory))
         template = chat_template.load_template(config.data, tokenizer)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -206,7 +209,8 @@ def _check_tokenizer(
     if not pathlib.Path(directory, "tokenizer_config.json").is_file():
         return None
     try:
-        return tokenizers.load(str(directory), error_prefix=f"{directory}: its tokenizer")
+        with at(str(directory)), at("its tokenizer"):
+            return tokenizers.load(str(directory))
     except UserError as error:  # training on token ids did not need it
         lines.append(str(error))
         return None

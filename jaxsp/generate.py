@@ -12,11 +12,10 @@ from jaxsp import cli
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
 from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.tokenization import encoding
+from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.generation.generator import Generator, Sampling
 from jaxsp.generation.text_stream import TextStream
 from jaxsp.hf import folder, model_config
@@ -174,10 +173,8 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
         renderer = chat_template.make_prompt_renderer(config.data, tokenizer)
-        try:
+        with at("--chat"):
             text = renderer(messages, prompt=True)[0]
-        except RecordError as problem:
-            raise UserError(f"--chat: {problem}.") from None
     elif args.prompt_file is not None:
         try:
             text = files.read_text(args.prompt_file)
@@ -188,7 +185,7 @@ def _encode(args: argparse.Namespace, config: Config, tokenizer: Any) -> list[in
             ) from None
     else:
         text = args.prompt
-    ids = encoding.encode_prompt(text, tokenizer, is_plain=args.chat is None)
+    ids = TextEncoder(tokenizer).encode_prompt(text, is_plain=args.chat is None)
     if not ids:
         raise UserError("--prompt: has no tokens. Use a text with at least one character.")
     return ids

@@ -41,7 +41,7 @@ from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
@@ -201,13 +201,13 @@ def _pack_documents(
             "weights", loss_weights, lengths, np.float32, is_weight, rule
         )
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
-    packed = Documents(
-        [datasets.Dataset(pa.table(columns))],
-        source_names=["documents"],
-        row_tokens=config.data.row_tokens,
-        long_documents=config.data.long_documents,
-        field="documents",
-    )
+    with at("documents"):
+        packed = Documents(
+            [datasets.Dataset(pa.table(columns))],
+            source_names=["documents"],
+            row_tokens=config.data.row_tokens,
+            long_documents=config.data.long_documents,
+        )
     # Digests are for comparisons with checkpoints and other processes, which `library` does not do
     return dataset.pack_documents(name, packed, config, digests=[""])
 

@@ -15,7 +15,7 @@ LIMITS = {
     "checkpoint": 1403,
     "config": 2487,
     "core": 743,
-    "data": 7556,
+    "data": 7055,
     "delta_rule": 897,
     "evaluation": 832,
     "experts": 801,

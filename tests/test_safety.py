@@ -17,7 +17,6 @@ from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.setup import build
 from tests import batches, commands, messages
@@ -95,7 +94,7 @@ def test_a_chat_template_stays_in_its_sandbox(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = tokenizers.make_byte_tokenizer()
     options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=True)
-    with pytest.raises(RecordError, match="chat template"):
+    with pytest.raises(UserError, match="chat template"):
         chat.render_record(CHAT, options)
     assert not any(tmp_path.iterdir())
 

@@ -19,8 +19,8 @@ from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.loader import StepCounts
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.evaluation import long_ppl, setting_fields, token_losses
 from jaxsp.evaluation.long_ppl import LongPPL
 from jaxsp.evaluation.position_losses import PositionFields, PositionSums

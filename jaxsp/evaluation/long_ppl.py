@@ -17,7 +17,7 @@ import numpy as np
 from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import in_memory
+from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation.token_losses import DocumentLosses
 
@@ -93,7 +93,7 @@ def cut(data: PackedDataset) -> list[ShortText]:
 def pack(texts: Sequence[ShortText], config: Config) -> PackedDataset:
     """Packs short texts as documents, in their order."""
     documents = [text.tokens for text in texts]
-    return in_memory.pack_arrays("short texts", documents, [text.labels for text in texts], config)
+    return dataset.pack_arrays("short texts", documents, [text.labels for text in texts], config)
 
 
 def compute(texts: Sequence[ShortText], full: DocumentLosses, short: DocumentLosses) -> LongPPL:

@@ -14,7 +14,7 @@ from jaxsp import attention
 from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
-from jaxsp.data.packing import in_memory
+from jaxsp.data.packing import dataset
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.setting_fields import SettingFields
@@ -64,7 +64,7 @@ class _Group:
             np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
             for _, sample in samples
         ]
-        self.data = in_memory.pack_arrays("tasks", documents, labels, evaluator.config)
+        self.data = dataset.pack_arrays("tasks", documents, labels, evaluator.config)
         self.evaluator = evaluator
         self.settings = setting_fields.describe(evaluator.spec)
 

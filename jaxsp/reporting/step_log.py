@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.data.packing.loader import StepCounts
 from jaxsp.evaluation import evaluator
 from jaxsp.model import flops
 from jaxsp.reporting import metrics

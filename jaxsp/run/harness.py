@@ -22,10 +22,9 @@ from lm_eval.tasks import TaskManager
 from jaxsp.blocks import layers
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.packing import in_memory
+from jaxsp.data.packing import dataset
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.generation.generator import Generator, Sampling
@@ -100,10 +99,11 @@ class HarnessModel(TemplateLM):
         is_open = not add_generation_prompt
         try:
             return self._renderer(chat_history, prompt=not is_open, is_open=is_open)[0]
-        except RecordError as problem:
+        except UserError as problem:
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
-                raise UserError(f"--apply-chat-template: {problem}.") from None
+                with at("--apply-chat-template"):
+                    raise
             harness_utils.warning_once(harness.eval_logger, f"no system message: {problem}")
             return self.apply_chat_template(others, add_generation_prompt)
 
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
             labels.append(targets)
         if not documents:
             return []
-        data = in_memory.pack_arrays("requests", documents, labels, self._spec.config)
+        data = dataset.pack_arrays("requests", documents, labels, self._spec.config)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
         return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))

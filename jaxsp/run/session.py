@@ -14,7 +14,7 @@ from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
-from jaxsp.data.packing.step_records import StepCounts
+from jaxsp.data.packing.loader import StepCounts
 from jaxsp.reporting import console as output
 from jaxsp.reporting import run_summary, starts
 from jaxsp.reporting.metrics import MetricsWriter

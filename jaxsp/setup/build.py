@@ -19,7 +19,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.data.tokenization import tokenizer_json
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.retrieval import Samples
 from jaxsp.hf import folder, model_config, other_parts
@@ -344,7 +344,7 @@ def _save_model_files(
             shutil.copytree(model_dir, directory, dirs_exist_ok=True)
     elif resolved.model_folder is not None and has_own_tokenizer:
         folder.copy_small_files(resolved.model_folder.path, directory)
-        tokenizer_json.correct_file(directory)
+        tokenizers.correct_file(directory)
     elif resolved.tokenizer is not None:
         resolved.tokenizer.save_pretrained(directory)
     resolved.stop_tokens.add_to_file(directory, default=resolved.hf_config["eos_token_id"])

@@ -9,15 +9,16 @@ import numpy as np
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
-from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
-from jaxsp.data.ingest import duplicates, record_cache, sources
+from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from jaxsp.data.tokenization.tokenize import TokenizedSource
+from jaxsp.processes import distributed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,13 @@ def open_sources(
     evals = {f"data.eval.{number}": source for number, source in enumerate(data.eval)}
     records = {}
     for field, source in (train | evals).items():
-        with problems.collect():
-            records[field] = sources.read(source, data=data, field=f"{field}.source")
+        with problems.collect(), at(f"{field}.source", source.source):
+            records[field] = sources.read(source, data=data)
     with problems.collect():
         _check_unique_names(train)
         _check_unique_names(evals)
     with problems.collect():
-        duplicates.check_no_duplicates(
+        sources.check_no_duplicates(
             {field: source for field, source in train.items() if field in records}
         )
     return OpenedSources(train=train, evals=evals, records=records)
@@ -96,11 +97,10 @@ def make_data_sets(
             tokenized = {}
             problems = ProblemCollector()
             for field, source in opened.all.items():
-                with problems.collect():
+                with problems.collect(), at(f"{field}.source", source.source):
                     tokenized[field] = tokenize.tokenize_dataset(
                         opened.records[field],
                         source=source,
-                        field=f"{field}.source",
                         data=config.data,
                         tokenizer=tokenizer,
                         vocab_size=vocab_size,
@@ -112,7 +112,7 @@ def make_data_sets(
             if damage.path in rebuilt:
                 raise
             rebuilt.add(damage.path)
-            record_cache.report_damage(damage)
+            distributed.log(damage.notice)
         problems = ProblemCollector()
         opened = open_sources(config, for_training=for_training, problems=problems)
         problems.raise_if_any()
@@ -186,17 +186,17 @@ def _pack(
         masks: for each source, which records are held out.
         use_held_out: use the held-out records instead of the others.
     """
-    documents = Documents(
-        [tokenized[member].dataset for member in members],
-        source_names=[_name(source) for source in members.values()],
-        held_out=masks,
-        use_held_out=use_held_out,
-        row_tokens=config.data.row_tokens,
-        long_documents=config.data.long_documents,
-        stats=[tokenized[member].stats for member in members],
-        has_scores=config.objective.type == "reward",
-        field=field,
-    )
+    with at(field):
+        documents = Documents(
+            [tokenized[member].dataset for member in members],
+            source_names=[_name(source) for source in members.values()],
+            held_out=masks,
+            use_held_out=use_held_out,
+            row_tokens=config.data.row_tokens,
+            long_documents=config.data.long_documents,
+            stats=[tokenized[member].stats for member in members],
+            has_scores=config.objective.type == "reward",
+        )
     weights = [source.weight for source in members.values() if source.weight is not None]
     if len(members) == 1 or use_held_out:
         weights = []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.schema import Config
-from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
@@ -105,14 +105,14 @@ def load_tokenizer(
     name = config.model.tokenizer
     if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
         if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir))
+            name = str(run_model_dir)
     if name is not None:
-        return tokenizers.load(name)
+        with at("model.tokenizer", name):
+            return tokenizers.load(name)
     if source is None:
         raise UserError(
             "model.tokenizer = null: text needs one, and so do run.generate_samples and "
             "eval.tasks. Use bytes, or a folder or hub name."
         )
-    return tokenizers.load(
-        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
-    )
+    with at("model.source", source.source), at("its tokenizer"):
+        return tokenizers.load(str(source.path))

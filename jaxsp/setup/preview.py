@@ -13,10 +13,10 @@ import rich.text
 from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import ProblemCollector
+from jaxsp.core.errors import ProblemCollector, at
 from jaxsp.data.ingest import formats, sources
-from jaxsp.data.tokenization import examples
-from jaxsp.data.tokenization.examples import Example
+from jaxsp.data.tokenization import documents
+from jaxsp.data.tokenization.documents import Example
 from jaxsp.hf import folder
 from jaxsp.setup import model_files
 
@@ -34,7 +34,7 @@ def print_preview(
     Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
     Args: num_records: the first ones; None: the first one, and one of each kind of chat (for
-        example with tool calls), see `examples.list_kinds`.
+        example with tool calls), see `documents.list_kinds`.
     Raises: UserError with the problems of all sources.
     """
     problems = ProblemCollector()
@@ -47,16 +47,15 @@ def print_preview(
         tokenizer = model_files.load_tokenizer(config, model_folder, None)
     for number, source in enumerate(config.data.train):
         num_problems = len(problems)
-        with problems.collect():
-            field = f"data.train.{number}.source"
-            records = sources.read(source, data=config.data, field=field)
-            unread = sources.list_unread_fields(source, field=field)
-            encoded = examples.encode_examples(
+        field = f"data.train.{number}.source"
+        with problems.collect(), at(field, source.source):
+            records = sources.read(source, data=config.data)
+            unread = sources.list_unread_fields(source)
+            encoded = documents.encode_examples(
                 records,
                 source=source,
                 data=config.data,
                 tokenizer=tokenizer,
-                field=field,
                 num_records=num_records,
             )
             name = f"{field} = {source.source}"

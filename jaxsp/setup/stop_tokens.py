@@ -15,7 +15,6 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import documents
 from jaxsp.hf import folder, writer
@@ -77,7 +76,7 @@ def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
         renderer = TemplateRenderer(
             {}, tokenizer=tokenizer, template=options.chat.template, with_marks=False
         )
-    except RecordError:  # several templates, none of which is for all records
+    except UserError:  # several templates, none of which is for all records
         return StopTokens()
     end = turn_ends.find(tokenizer, renderer.template)
     alternatives = tuple(tuple(tokenizer.convert_tokens_to_ids(tokens)) for tokens in end.stops)

@@ -25,7 +25,7 @@ def make(config: Config, tokenizer: Any) -> Samples:
             "eval.tasks: a reward model predicts no tokens, so it has no answers. Leave the tasks "
             "out."
         )
-    first_ids = np.array(encoding.list_first_tokens(tokenizer), np.int32)
+    first_ids = np.array(encoding.surrounding_tokens(tokenizer)[0], np.int32)
     tokenize = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     made: dict[str, list[Sample]] = {}
     problems = ProblemCollector()

@@ -207,15 +207,13 @@ def glob_escape(name: str) -> str:
 def _tokenize(source: dict[str, Any], data: dict[str, Any], tokenizer: Any) -> None:
     fields = CONFIG | {"data": {"train": [source], "row_tokens": 64, **data}}
     config = config_file.parse(fields)
-    field = "data.train.0.source"
-    records = sources.read(config.data.train[0], data=config.data, field=field)
+    records = sources.read(config.data.train[0], data=config.data)
     tokenize.tokenize_dataset(
         records,
         source=config.data.train[0],
         data=config.data,
         tokenizer=tokenizer,
         vocab_size=600,
-        field=field,
     )
 
 

@@ -10,8 +10,8 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.chat.chat import RenderedRecord
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.data.tokenization.encoding import TextEncoder
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.setup import model_files
@@ -84,9 +84,11 @@ def test_a_hostile_tokenizer_fails_for_the_records_that_it_cannot_read(prepared)
     backend |= {"normalizer": None, "pre_tokenizer": fuzz_inputs.split_by("(a+)+$")}
     tokenizer = fuzz_inputs.load_tokenizer(backend, {})
     rendered = [RenderedRecord(text=text) for text in ("ab", "a" * 30 + "b", "ba")]
-    first, second, third = encoding.encode_texts(rendered, tokenizer)
-    assert [ids.tolist() for ids, _ in (first, third)] == [[97, 98], [98, 97]]
-    assert isinstance(second, RecordError)
+    encoder = TextEncoder(tokenizer)
+    first, second, third = zip(rendered, encoder.tokenize(rendered), strict=True)
+    assert [encoder.encode(*pair)[0].tolist() for pair in (first, third)] == [[97, 98], [98, 97]]
+    with pytest.raises(UserError, match="the tokenizer fails"):
+        encoder.encode(*second)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

@@ -6,7 +6,7 @@ import pytest
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import in_memory
+from jaxsp.data.packing import dataset
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.generation import samples
 from jaxsp.generation.text_stream import TextStream
@@ -19,7 +19,7 @@ def select(tokens, loss_spans, *, limit=64, new=8):
     labels = np.full(len(tokens), NO_LABEL, np.int32)
     for begin, end in loss_spans:
         labels[begin:end] = tokens[begin:end]
-    data = in_memory.pack_arrays("x", [np.array(tokens)], [labels], batches.make_config())
+    data = dataset.pack_arrays("x", [np.array(tokens)], [labels], batches.make_config())
     (sample,) = samples.select_samples(data.documents, 3, limit, new)
     return sample
 

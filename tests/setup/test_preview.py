@@ -10,7 +10,7 @@ import rich.console
 
 from jaxsp import train
 from jaxsp.config import config_file
-from jaxsp.data.tokenization import encoding
+from jaxsp.data.tokenization import documents
 from jaxsp.setup import preview
 from tests import messages
 from tests.data.chat import chats
@@ -128,11 +128,11 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
         "{learning_rate: 1}}"
     )
     given = []
-    encode = encoding.encode_texts
+    encode = documents.encode_records
     monkeypatch.setattr(
-        encoding,
-        "encode_texts",
-        lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer),
+        documents,
+        "encode_records",
+        lambda records, options: given.append(len(records)) or encode(records, options),
     )
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
     words = [

@@ -18,21 +18,16 @@ A record that fails a check is refused; nothing is guessed. The text is always t
 drops the thinking of earlier messages, data.earlier_reasoning decides about the bare answers.
 """
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxsp.data.chat import (
-    generation_marks,
-    reasoning,
-    span_checks,
-    span_search,
-    template_text,
-    turn_ends,
-)
+from jaxsp.core.errors import UserError, at
+from jaxsp.data.chat import generation_marks, span_search, template_text, turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
+from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
 
 _MAX_PREFIX_TURNS = 4
@@ -77,7 +72,7 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
     """Renders a record of `messages`, or of `prompt` and completions, as formats.py stores them.
 
     Returns: a document for each completion.
-    Raises: RecordError if the record cannot be used.
+    Raises: UserError if the record cannot be used.
     Source: TRL 1.16's SFTTrainer with `assistant_only_loss` for messages and `completion_only_loss`
         for prompt and completion: ids and labels are the same for the same template. Differs: TRL
         replaces templates without marks by its own for the models it knows; a prompt that is
@@ -86,48 +81,42 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
     """
     prompt = record.get("prompt")
     completions = {name: record[name] for name in template_text.COMPLETION_FIELDS if name in record}
-    if isinstance(prompt, str):
-        return _render_completions(
-            completions, lambda completion: _join_texts(prompt, completion, options)
+    if not isinstance(prompt, str):
+        render = TemplateRenderer(
+            record,
+            tokenizer=options.tokenizer,
+            template=options.template,
+            with_marks=prompt is None and not options.has_full_loss,
+            date=options.date,
         )
-    render = TemplateRenderer(
-        record,
-        tokenizer=options.tokenizer,
-        template=options.template,
-        with_marks=prompt is None and not options.has_full_loss,
-        date=options.date,
-    )
-    turn_end = turn_ends.find(options.tokenizer, render.template)
-    if prompt is None:
-        return (_render_conversation(record["messages"], render, turn_end, options),)
-    return _render_completions(
-        completions,
-        lambda completion: _render_completion(
-            prompt, completion, render, turn_end, options, is_only=len(completions) == 1
-        ),
-    )
-
-
-def _render_completions(
-    completions: dict[str, Any], render: Callable[[Any], RenderedRecord]
-) -> tuple[RenderedRecord, ...]:
-    """Renders each completion of a prompt. If there are several, names them, also in errors."""
-    if len(completions) == 1:
-        return tuple(map(render, completions.values()))
+        turn_end = turn_ends.find(options.tokenizer, render.template)
+        if prompt is None:
+            render_messages = _render_whole if options.has_full_loss else _render_conversation
+            return (render_messages(record["messages"], render, turn_end, options),)
+    is_only = len(completions) == 1
     documents = []
     for field, completion in completions.items():
-        name = field.replace("_", " ")
-        try:
-            documents.append(dataclasses.replace(render(completion), name=name))
-        except RecordError as problem:
-            raise RecordError(f"{name}: {problem}") from None
+        name = "" if is_only else field.replace("_", " ")
+        with at_document(name):
+            if isinstance(prompt, str):
+                text = prompt + completion
+                spans = None if options.has_full_loss else ((len(prompt), len(text)),)
+                document = RenderedRecord(
+                    text=text, loss_spans=spans, has_exact_spans=False, is_plain=True
+                )
+            elif options.has_full_loss:
+                document = _render_whole(prompt + completion, render, turn_end, options)
+            else:
+                document = _render_completion(
+                    prompt, completion, render, turn_end, options, is_only=is_only
+                )
+        documents.append(dataclasses.replace(document, name=name))
     return tuple(documents)
 
 
-def _join_texts(prompt: str, completion: str, options: ChatOptions) -> RenderedRecord:
-    text = prompt + completion
-    spans = None if options.has_full_loss else ((len(prompt), len(text)),)
-    return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
+def at_document(name: str) -> contextlib.AbstractContextManager[None]:
+    """Context that names a document in errors. Args: name: empty if its record has no other."""
+    return at(name) if name else contextlib.nullcontext()
 
 
 def _render_conversation(
@@ -142,25 +131,20 @@ def _render_conversation(
         if message["role"] == template_text.ASSISTANT
     ]
     loss_indices = [index for index in indices if template_text.has_loss(messages[index])]
-    bare = reasoning.find_bare_answers(messages, loss_indices, text, render)
-    if options.has_full_loss:
-        suggestion = "use data.train_on=assistant"
-        _check_all_have_loss(messages, suggestion)
-        reasoning.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
-        return RenderedRecord(text=text + ending, num_bare_answers=len(bare))
+    bare = template_text.find_bare_answers(messages, loss_indices, text, render)
     if not indices:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise RecordError(
+        raise UserError(
             f"has no message with the role {template_text.ASSISTANT} to train on, only {roles}. "
-            "Map the source's role names with roles, or use data.train_on=all"
+            "Map the source's role names with roles, or use data.train_on=all."
         )
     if options.earlier_reasoning == "no_loss":
         loss_indices = [index for index in loss_indices if index not in bare]
     if not loss_indices:
         reason = " or loses its thinking" if bare else ""
-        raise RecordError(
+        raise UserError(
             f"every message with the role {template_text.ASSISTANT} has weight 0{reason}. Leave "
-            "the record out"
+            "the record out."
         )
     if render.has_marks:
         spans, marked = generation_marks.read_marked_spans(
@@ -169,7 +153,7 @@ def _render_conversation(
         bare = [index for index in bare if index in marked]
     else:
         spans = _infer_spans(messages, loss_indices, text, render, turn_end)
-    reasoning.check_bare_answers(bare, options.earlier_reasoning)
+    template_text.check_bare_answers(bare, options.earlier_reasoning)
     return RenderedRecord(
         text=text + ending,
         loss_spans=tuple(spans),
@@ -178,14 +162,44 @@ def _render_conversation(
     )
 
 
-def _check_all_have_loss(messages: Messages, suggestion: str) -> None:
-    """Raises: RecordError for an assistant message without loss."""
-    for number, message in enumerate(messages, 1):
-        if message["role"] == template_text.ASSISTANT and not template_text.has_loss(message):
-            raise RecordError(
-                f"message {number} has weight 0 (no loss), but the whole text is trained on: "
-                f"{suggestion}"
+def _render_whole(
+    messages: Messages, render: TemplateRenderer, turn_end: TurnEnd, options: ChatOptions
+) -> RenderedRecord:
+    """Renders messages that all have a loss."""
+    text = render(messages)[0] + turn_end.complete(messages)
+    template_text.check_messages_present(messages, text)
+    suggestion = "use data.train_on=assistant"
+    num_bare = _check_answers(messages, 0, text, render, options, suggestion=suggestion)
+    return RenderedRecord(text=text, num_bare_answers=num_bare)
+
+
+def _check_answers(
+    messages: Messages,
+    first: int,
+    text: str,
+    render: TemplateRenderer,
+    options: ChatOptions,
+    *,
+    suggestion: str,
+) -> int:
+    """Returns the number of assistant messages from `first` on whose thinking the template dropped.
+
+    Raises: UserError if data.earlier_reasoning does not allow them, or if one has no loss.
+    """
+    answers = [
+        index
+        for index in range(first, len(messages))
+        if messages[index]["role"] == template_text.ASSISTANT
+    ]
+    for index in answers:
+        if not template_text.has_loss(messages[index]):
+            raise UserError(
+                f"message {index - first + 1} has weight 0 (no loss), but the whole text is "
+                f"trained on: {suggestion}."
             )
+    bare = template_text.find_bare_answers(messages, answers, text, render)
+    template_text.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
+    return len(bare)
 
 
 def _render_completion(
@@ -203,31 +217,18 @@ def _render_completion(
     text += turn_end.complete(messages)
     template_text.check_messages_present(messages, text)
     suggestion = "use format: messages" if is_only else "leave the record out"
-    first_with_loss = len(prompt)
-    if options.has_full_loss:
-        suggestion = "use data.train_on=assistant"
-        first_with_loss = 0
-    _check_all_have_loss(messages[first_with_loss:], suggestion)
-    answers = [
-        index
-        for index in range(first_with_loss, len(messages))
-        if messages[index]["role"] == template_text.ASSISTANT
-    ]
-    bare = reasoning.find_bare_answers(messages, answers, text, render)
-    reasoning.check_bare_answers(bare, options.earlier_reasoning, instead_of_no_loss=suggestion)
-    if options.has_full_loss:
-        return RenderedRecord(text=text, num_bare_answers=len(bare))
+    num_bare = _check_answers(messages, len(prompt), text, render, options, suggestion=suggestion)
     prompt_text, _ = render(prompt)
     prompted, _ = render(prompt, prompt=True)
     start = template_text.common_prefix_length(prompted, text)
     use = "use data.train_on=all, or" if is_only else "use"
     if start < min(len(prompted), template_text.common_prefix_length(prompt_text, prompted)):
-        raise RecordError(
+        raise UserError(
             "the chat template writes the prompt differently when the completion follows, so that "
-            f"the completion cannot be located: {use} another template"
+            f"the completion cannot be located: {use} another template."
         )
     marked = "format: messages and a data.chat_template with {% generation %} marks"
-    span_checks.check_span(
+    template_text.check_span(
         messages,
         range(len(prompt), len(messages)),
         text,
@@ -239,22 +240,16 @@ def _render_completion(
         text=text,
         loss_spans=((start, len(text)),),
         has_exact_spans=False,
-        num_bare_answers=len(bare),
+        num_bare_answers=num_bare,
     )
 
 
 def _infer_spans(
-    messages: Messages,
-    indices: list[int],
-    text: str,
-    render: RenderFunction,
-    turn_end: TurnEnd,
+    messages: Messages, indices: list[int], text: str, render: RenderFunction, turn_end: TurnEnd
 ) -> TextSpans:
     """Returns the spans of assistant messages for a template without marks.
 
     The last may end after `text`, with the end that the template leaves out.
-
-    Raises: RecordError if they cannot be determined with certainty.
     """
 
     def render_text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
@@ -273,17 +268,17 @@ def _infer_spans(
         if spans is not None:
             break
     else:
-        raise RecordError(
+        raise UserError(
             "the chat template has no {% generation %} marks, and writes turns differently when "
             "others follow, so that the assistant's text cannot be located: "
-            f"{template_text.MARKS_SUGGESTION}"
+            f"{template_text.MARKS_SUGGESTION}."
         )
     completed = text + turn_end.complete(messages)
     extended = []
     for index, span in zip(indices, spans, strict=True):
         start, end = span.span
         extended.append((start, turn_end.extend(completed, end)))
-        span_checks.check_span(
+        template_text.check_span(
             messages,
             [index],
             completed,

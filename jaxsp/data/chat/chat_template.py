@@ -10,7 +10,7 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import generation_marks, template_text
-from jaxsp.data.chat.template_text import RecordError, TextSpans
+from jaxsp.data.chat.template_text import TextSpans
 
 if TYPE_CHECKING:
     import transformers
@@ -59,45 +59,46 @@ def load_template(
     else:
         raise UserError(
             "data.chat_template = null: the tokenizer has no chat template of its own. Give a "
-            "file: data.chat_template=template.jinja."
+            "file: data.chat_template=template.jinja.",
+            is_named=True,
         )
-    for text in texts:
-        try:
-            # without a conversation, the template is only compiled
-            chat_template_utils.render_jinja_template([], chat_template=text)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                f"data.chat_template = {value}: must be a Jinja template: line {error.lineno}: "
-                f"{error.message}."
-            ) from None
-        # Jinja and Python's compiler raise any error for a template that is too deep or too large
-        except Exception as error:
-            raise UserError(
-                f"data.chat_template = {value}: cannot be compiled: {_explain_failure(error)}."
-            ) from None
+    with at("data.chat_template", value):
+        for text in texts:
+            try:
+                # without a conversation, the template is only compiled
+                chat_template_utils.render_jinja_template([], chat_template=text)
+            except jinja2.TemplateSyntaxError as error:
+                raise UserError(
+                    f"must be a Jinja template: line {error.lineno}: {error.message}."
+                ) from None
+            # Jinja and Python's compiler raise any error for a template that is too deep or large
+            except Exception as error:
+                raise UserError(f"cannot be compiled: {_explain_failure(error)}.") from None
     if data.chat_template_date is not None and not any(map(writes_date, texts)):
         raise UserError(
             f"data.chat_template_date = {data.chat_template_date}: the chat template writes no "
-            "date (strftime_now). Remove it."
+            "date (strftime_now). Remove it.",
+            is_named=True,
         )
-    defaults = ""
-    if data.chat_template_kwargs and len(texts) > 1:
+    if not data.chat_template_kwargs:
+        return None if template is None else texts[0]
+    if len(texts) > 1:
         raise UserError(
             "data.chat_template_kwargs: the tokenizer has several chat templates. Use "
-            "data.chat_template to choose one."
+            "data.chat_template to choose one.",
+            is_named=True,
         )
+    known = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(texts[0]))
+    defaults = ""
     for name, default in data.chat_template_kwargs.items():
-        known = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(texts[0]))
         if name in _RESERVED_KWARGS or name not in known:
             raise UserError(
                 f"data.chat_template_kwargs.{name}: the chat template has no variable of this "
-                "name. Correct or remove it."
+                "name. Correct or remove it.",
+                is_named=True,
             )
         defaults += f"{{% if {name} is not defined %}}{{% set {name} = {default!r} %}}{{% endif %}}"
-    if defaults:
-        # Jinja drops the line break after the tag
-        return f"{defaults}\n{texts[0]}"
-    return None if template is None else texts[0]
+    return f"{defaults}\n{texts[0]}"  # Jinja drops the line break after the tag
 
 
 def writes_date(template: str) -> bool:
@@ -162,24 +163,30 @@ class TemplateRenderer:
             template: None to use the tokenizer's own.
             with_marks: return the spans of {% generation %} marks, if the template has some.
             date: data.chat_template_date.
-        Raises: RecordError if the record does not fit the template.
+        Raises: UserError if the record does not fit the template.
         """
         self._tools = record.get("tools") or None  # for [], some templates mention tools
         kwargs = record.get("chat_template_kwargs") or {}
         for name in _RESERVED_KWARGS:
             if name in kwargs:
-                raise RecordError(f"chat_template_kwargs cannot set {name}")
+                raise UserError(f"chat_template_kwargs cannot set {name}.")
         self._kwargs = {**tokenizer.special_tokens_map, **kwargs}
         try:
             text = tokenizer.get_chat_template(template, self._tools)
         except ValueError:  # the tokenizer has several templates, and none for this record
-            raise RecordError(
-                "the tokenizer has no chat template for it. Set data.chat_template"
+            raise UserError(
+                "the tokenizer has no chat template for it. Set data.chat_template."
             ) from None
         self.template = text = _fix_date(text, date)
         self.has_marks = with_marks and generation_marks.has_generation_marks(text)
         if self._tools is not None:
-            self._check_tools_are_used(record)
+            messages = template_text.list_messages(record)
+            texts = [self._render(messages, tools)[0] for tools in (self._tools, None)]
+            if texts[0] == texts[1]:
+                raise UserError(
+                    "the chat template ignores tools. Remove the tools, or use a template that "
+                    "supports them."
+                )
 
     def __call__(
         self, messages: Sequence[dict[str, Any]], *, prompt: bool = False, is_open: bool = False
@@ -187,7 +194,7 @@ class TemplateRenderer:
         """Returns the text of messages, and its marked spans.
 
         Args: prompt: append the generation prompt. is_open: leave out the end of the last message.
-        Raises: RecordError if the template fails.
+        Raises: UserError if the template fails.
         """
         return self._render(
             messages, self._tools, add_generation_prompt=prompt, continue_final_message=is_open
@@ -208,18 +215,9 @@ class TemplateRenderer:
                 **self._kwargs,
             )
         except Exception as error:  # raise_exception's, or any that Python raises in a template
-            raise RecordError(f"the chat template refuses it: {_explain_failure(error)}") from None
+            raise UserError(f"the chat template refuses it: {_explain_failure(error)}.") from None
         (text,), spans = rendered
         return text, spans[0] if self.has_marks else []
-
-    def _check_tools_are_used(self, record: dict[str, Any]) -> None:
-        """Raises: RecordError if the template writes the same text without tools."""
-        messages = template_text.list_messages(record)
-        if self._render(messages, self._tools)[0] == self._render(messages, None)[0]:
-            raise RecordError(
-                "the chat template ignores tools. Remove the tools, or use a template that "
-                "supports them"
-            )
 
 
 def make_prompt_renderer(
@@ -229,12 +227,10 @@ def make_prompt_renderer(
     variables that it does not have."""
     template = load_template(data, tokenizer)
     date = data.chat_template_date
-    try:
+    with at("chat template"):
         return TemplateRenderer(
             {}, tokenizer=tokenizer, template=template, with_marks=False, date=date
         )
-    except RecordError as problem:
-        raise UserError(f"chat template: {problem}.") from None
 
 
 def _explain_failure(error: Exception) -> str:

@@ -8,8 +8,9 @@ import bisect
 import functools
 import re
 
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
-from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, RenderFunction, TextSpans
 
 _MARKS = "the template's {% generation %} marks"
 
@@ -18,7 +19,7 @@ _MARKS = "the template's {% generation %} marks"
 def has_generation_marks(template: str) -> bool:
     """Returns True if a template has {% generation %} marks.
 
-    Raises: RecordError for marks whose positions transformers reports wrongly.
+    Raises: UserError for marks whose positions transformers reports wrongly.
     """
     import jinja2
     from jinja2 import ext, nodes, parser
@@ -52,9 +53,9 @@ def has_generation_marks(template: str) -> bool:
         if name is not None and any(map(is_mark, node.find_all(nodes.CallBlock))):
             if is_mark(node):
                 name = "generation"
-            raise RecordError(
+            raise UserError(
                 f"{_MARKS} are inside a {{% {name} %}}, where transformers cannot locate the "
-                "marked text. Put the marks around it"
+                "marked text. Put the marks around it."
             )
     return any(map(is_mark, tree.find_all(nodes.CallBlock)))
 
@@ -74,7 +75,7 @@ def read_marked_spans(
         indices: assistant messages.
         marks: spans that the template marked in `text`.
         loss_indices: assistant messages with loss.
-    Raises: RecordError if marks cover another role's message, or part of an assistant message.
+    Raises: UserError if marks cover another role's message, or part of an assistant message.
     """
     probe, words = _make_probe(messages, text)
     probe_text, probe_marks = render(probe)
@@ -92,24 +93,24 @@ def read_marked_spans(
             for start in starts
         ]
         if any(overlaps) and index not in is_marked:
-            raise RecordError(f"{_MARKS} cover message {index + 1} ({messages[index]['role']})")
+            raise UserError(f"{_MARKS} cover message {index + 1} ({messages[index]['role']}).")
         for start, spans in zip(starts, overlaps, strict=True):
             end = start + len(word)
             if spans and not any(first <= start and end <= last for first, last in spans):
-                raise _partial_mark_error(index)
+                raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
         if index in is_marked and starts:
             # a tool result may repeat the name of the call outside the marks
             is_marked[index].add(any(overlaps))
     spans = [(start, end) for start, end in marks if start < end]
     if not spans or False in is_marked[indices[-1]]:
-        raise RecordError(f"{_MARKS} leave out what the assistant says")
+        raise UserError(f"{_MARKS} leave out what the assistant says.")
     marked_text = "\0".join(text[start:end] for start, end in spans)
     place = 0
     for index in indices:
         if True in is_marked[index]:
             message_end = template_text.find_end(marked_text, messages[index], place)
             if message_end is None or False in is_marked[index]:
-                raise _partial_mark_error(index)
+                raise UserError(f"{_MARKS} cover only part of message {index + 1} ({ASSISTANT}).")
             place = message_end
     if len(loss_indices) < len(indices):
         spans = _select_loss_spans(
@@ -128,11 +129,10 @@ def _select_loss_spans(
     """Returns the marked spans of the messages with loss.
 
     Args: word_positions: first character of each word of the probe, and its message; sorted.
-    Raises: RecordError if a mark may belong to a message with loss and to one without.
     """
-    problem = f"{_MARKS} do not separate messages with loss from ones with weight 0"
+    problem = UserError(f"{_MARKS} do not separate messages with loss from ones with weight 0.")
     if len(marks) != len(probe_marks):
-        raise RecordError(problem)
+        raise problem
     starts = [place for place, _ in word_positions]
     spans = []
     for (start, end), (first, last) in zip(marks, probe_marks, strict=True):
@@ -144,21 +144,15 @@ def _select_loss_spans(
             high += 1
         marked = [index for _, index in word_positions[low:high]]
         if not marked:
-            raise RecordError(problem)
+            raise problem
         have_loss = {
             index in loss_indices for index in indices if min(marked) <= index <= max(marked)
         }
         if len(have_loss) > 1:
-            raise RecordError(problem)
+            raise problem
         if start < end and have_loss != {False}:
             spans.append((start, end))
     return spans
-
-
-def _partial_mark_error(index: int) -> RecordError:
-    return RecordError(
-        f"{_MARKS} cover only part of message {index + 1} ({template_text.ASSISTANT})"
-    )
 
 
 def _make_probe(messages: Messages, text: str) -> tuple[Messages, list[tuple[int, str]]]:

@@ -8,7 +8,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
-from jaxsp.data.chat.template_text import ASSISTANT, Messages, RecordError, unused_words
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, unused_words
 
 RenderText = Callable[..., str]
 """Renders `(messages, prompt=False)` to text, with the generation prompt if `prompt`."""
@@ -39,7 +40,7 @@ def find_by_prefixes(
         try:
             before = render(messages[:index], prompt=True)
             after = render(messages[: index + 1]) if index + 1 < len(messages) else text
-        except RecordError:  # an empty conversation, or one that stops in the middle
+        except UserError:  # an empty conversation, or one that stops in the middle
             return None
         if not text.startswith(before) or not text.startswith(after) or len(after) <= len(before):
             return None
@@ -66,7 +67,7 @@ def find_by_insertion(
     try:
         text_and_prompt = render(messages, prompt=True)
         augmented = render(_insert(messages, inserted))
-    except RecordError:  # roles must alternate
+    except UserError:  # roles must alternate
         return None
     prompt = text_and_prompt.removeprefix(text)
     if not prompt or prompt == text_and_prompt:
@@ -126,6 +127,7 @@ def find_by_exchanges(
     turn_format = _infer_turn_format(unused, render)
     if turn_format is None:
         return None
+    affixes, prompt = turn_format
     exchanges = {}
     for boundary in _list_boundaries(messages, indices):
         # Mistral's template skips tool calls and tool results when it checks that roles alternate,
@@ -135,14 +137,15 @@ def find_by_exchanges(
         exchanges[boundary] = [{"role": role, "content": next(unused)} for role in roles]
     try:
         augmented = render(_insert(messages, exchanges))
-    except RecordError:
+    except UserError:
         return None
     starts = {}
     # The texts before these two positions are equal, except for the inserted messages
     augmented_pos = 0
     text_pos = 0
     for boundary, exchange in exchanges.items():
-        inserted = "".join(turn_format.render_turn(**message) for message in exchange)
+        turns = [(affixes[message["role"]], message["content"]) for message in exchange]
+        inserted = "".join(before + content + after for (before, after), content in turns)
         start = augmented.find(inserted, augmented_pos)
         if start < 0 or not text.startswith(augmented[augmented_pos:start], text_pos):
             return None
@@ -151,35 +154,24 @@ def find_by_exchanges(
         augmented_pos = start + len(inserted)
     if augmented[augmented_pos:] != text[text_pos:]:
         return None
-    headers = dict.fromkeys(indices, turn_format.affixes[ASSISTANT][0])
-    return _spans_between(indices, starts, text, prompt=turn_format.prompt, headers=headers)
+    headers = dict.fromkeys(indices, affixes[ASSISTANT][0])
+    return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TurnFormat:
-    """Text that a template writes around the content of plain messages."""
-
-    affixes: dict[str, tuple[str, str]]
-    """Text before and after the content, by role."""
-    prompt: str
-    """Generation prompt after a user message."""
-
-    def render_turn(self, *, role: str, content: str) -> str:
-        before, after = self.affixes[role]
-        return before + content + after
-
-
-def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat | None:
+def _infer_turn_format(
+    unused: Iterator[str], render: RenderText
+) -> tuple[dict[str, tuple[str, str]], str] | None:
     """Infers the format of messages by rendering the prefixes of a conversation of four words.
 
-    Returns None if a message is rendered differently when others follow.
+    Returns: text before and after the content, by role, and the generation prompt after a user
+        message; None if a message is rendered differently when others follow.
     """
     roles = (_USER, ASSISTANT, _USER, ASSISTANT)
     probe = [{"role": role, "content": next(unused)} for role in roles]
     try:
         texts = [render(probe[:number]) for number in range(1, len(probe) + 1)]
         prompted = render(probe[:3], prompt=True)
-    except RecordError:
+    except UserError:
         return None
     affixes: dict[str, tuple[str, str]] = {}
     # Skip the first user message: text before it may belong to the conversation (such as BOS)
@@ -191,7 +183,7 @@ def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat
             return None
     if not prompted.startswith(texts[2]):
         return None
-    return _TurnFormat(affixes=affixes, prompt=prompted.removeprefix(texts[2]))
+    return affixes, prompted.removeprefix(texts[2])
 
 
 def _list_boundaries(messages: Messages, indices: list[int]) -> list[int]:
@@ -209,12 +201,7 @@ def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
 
 
 def _spans_between(
-    indices: list[int],
-    starts: dict[int, int],
-    text: str,
-    *,
-    prompt: str,
-    headers: dict[int, str],
+    indices: list[int], starts: dict[int, int], text: str, *, prompt: str, headers: dict[int, str]
 ) -> list[AssistantSpan] | None:
     """Returns the spans of messages with known boundaries; None if a header is unknown.
 

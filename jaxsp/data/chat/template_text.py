@@ -1,10 +1,17 @@
-"""Checks that a chat template rendered every message in full."""
+"""Text of messages in a rendered conversation, and checks that a model should learn to write it.
+
+Every message is there in full; a span with loss is the assistant's text with its end token; and
+answers whose thinking the template drops have a loss only if the config allows it: a model would
+learn to answer without thinking.
+"""
 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from jaxsp.core.errors import UserError
 
 ASSISTANT = "assistant"
 
@@ -37,10 +44,6 @@ MARKS_SUGGESTION = (
 )
 
 
-class RecordError(ValueError):
-    """Reason why a record cannot be used, with a suggestion if there is one."""
-
-
 def list_messages(record: dict[str, Any]) -> Messages:
     """Returns the messages of a stored record's first document; none if it is text."""
     parts = [record.get(name) for name in ("messages", "prompt", "completion", "chosen")]
@@ -71,7 +74,7 @@ def list_tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Returns False for a message with `weight: 0`, as known_fields.py writes every such flag."""
+    """Returns False for a message with `weight: 0`, as record_checks.py writes every such flag."""
     return bool(message.get("weight", 1))
 
 
@@ -155,8 +158,28 @@ def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> b
     )
 
 
+def unused_words(text: str) -> Iterator[str]:
+    """Yields words that no template changes, not in `text` and none contained in another."""
+    tag = "Qx"
+    while tag in text:
+        tag = f"Q{tag}"
+    return (f"{tag}{number}z" for number in itertools.count())
+
+
+def common_prefix_length(a: str, b: str) -> int:
+    """Returns the length of the longest common prefix of two texts."""
+    if b.startswith(a):
+        return len(a)
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))
+
+
+_CONTEXT_CHARS = 1000
+"""Characters before a span that are searched for the opening tag of thinking."""
+
+
 def check_messages_present(messages: Messages, text: str) -> None:
-    """Raises: RecordError if a message, or a part of it, is missing from the text."""
+    """Raises: UserError if a message, or a part of it, is missing from the text."""
     start = 0
     for number, message in enumerate(messages, 1):
         # templates may move system and developer messages
@@ -172,28 +195,137 @@ def check_messages_present(messages: Messages, text: str) -> None:
                     "mentions the tag, give it its thinking as reasoning_content, even if that is "
                     '""'
                 )
-            raise RecordError(reason)
+            raise UserError(f"{reason}.")
         if has_fixed_place:
             start = end
     last = next((message for message in reversed(messages) if message["role"] == ASSISTANT), None)
     if last is not None and get_reasoning(last) not in text:
-        raise RecordError(
+        raise UserError(
             "the chat template drops the thinking of the last assistant message. Remove the "
-            "thinking, or use another template"
+            "thinking, or use another template."
         )
 
 
-def unused_words(text: str) -> Iterator[str]:
-    """Yields words that no template changes, not in `text` and none contained in another."""
-    tag = "Qx"
-    while tag in text:
-        tag = f"Q{tag}"
-    return (f"{tag}{number}z" for number in itertools.count())
+def check_span(
+    messages: Messages,
+    indices: Sequence[int],
+    text: str,
+    span: tuple[int, int],
+    render: RenderFunction,
+    *,
+    suggestion: str,
+    opening: tuple[str, str] | None = None,
+) -> None:
+    """Checks that a span is the text of these messages, with nothing before, and an end token.
+
+    Args:
+        indices: consecutive messages; the text between them is not checked.
+        opening: generation prompt, and the text before the content of a message that has some.
+            Needed for a message without content; found by rendering if None.
+    Raises: UserError if it is not.
+    """
+    message = messages[indices[0]]
+    span_text = text[slice(*span)]
+    place = 0
+    for index in indices:
+        end = find_end(span_text, messages[index], place)
+        if end is None:
+            raise UserError(
+                f"the text of message {index + 1} ({messages[index]['role']}) is not where the "
+                "chat template ends the prompt."
+            )
+        place = end
+    content = span_text
+    # a copy of all text before each message would take quadratic time
+    before = text[max(span[0] - _CONTEXT_CHARS, 0) : span[0]]
+    if not visible_content(message).strip():
+        # the text before a tool call is unknown; a message with a word has the same header
+        word = next(unused_words(text))
+        message = {"role": message["role"], "content": word}
+        if opening is None:
+            earlier = messages[: indices[0]]
+            prompt = render(earlier, prompt=True)[0]
+            content = render([*earlier, message])[0]
+        else:
+            prompt, header = opening
+            content = header + word
+        start = common_prefix_length(prompt, content)
+        before = content[:start]
+        content = content[start:]
+    if not starts_with_message(message, content, before=before):
+        raise UserError(
+            "the chat template's generation prompt ends before the text of message "
+            f"{indices[0] + 1} ({message['role']}), so that its header would be trained on: "
+            f"{suggestion}."
+        )
+    if not span_text[place:].strip():
+        raise UserError(
+            f"the chat template puts no end token after message {indices[-1] + 1} "
+            f"({messages[indices[-1]]['role']}), so that the model would not learn to stop: "
+            f"{suggestion}."
+        )
 
 
-def common_prefix_length(a: str, b: str) -> int:
-    """Returns the length of the longest common prefix of two texts."""
-    if b.startswith(a):
-        return len(a)
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(a), len(b)))
+def find_bare_answers(
+    messages: Messages, indices: list[int], text: str, render: RenderFunction
+) -> list[int]:
+    """Returns the messages whose thinking is not in the rendered text.
+
+    Templates of reasoning models keep only the thinking after the last user message. It is searched
+    in a rendering with a word in place of each thinking text, because a short one may also occur
+    elsewhere.
+    """
+    words = unused_words(text)
+    replaced = {index: next(words) for index in indices if get_reasoning(messages[index])}
+    if not replaced:
+        return []
+    probe = [
+        _replace_thinking(message, replaced[index]) if index in replaced else message
+        for index, message in enumerate(messages)
+    ]
+    probe_text = render(probe)[0]
+    return [index for index, word in replaced.items() if word not in probe_text]
+
+
+def _replace_thinking(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Returns a message with another thinking text, where it has some."""
+    fields = [name for name in REASONING_FIELDS if isinstance(message.get(name), str)]
+    replaced = message | {name: text for name in fields if message[name].strip()}
+    thinking, content = split_thinking(message)
+    if thinking.strip():
+        original = message["content"]
+        opening = original[: original.index(THINK_CLOSE) - len(thinking)]
+        replaced["content"] = f"{opening}\n{text}\n{THINK_CLOSE}{content}"
+    return replaced
+
+
+def check_bare_answers(
+    bare: Sequence[int], earlier_reasoning: str, *, instead_of_no_loss: str | None = None
+) -> None:
+    """Checks that the config allows a loss on answers whose thinking the template dropped.
+
+    Args:
+        bare: indices of the messages.
+        instead_of_no_loss: suggestion where single messages cannot be without loss.
+    Raises: UserError if it does not.
+    """
+    if not bare or earlier_reasoning == "keep":
+        return
+    if earlier_reasoning == "no_loss" and instead_of_no_loss is None:
+        return
+    others = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
+    problem = f"the chat template drops the thinking of message {bare[0] + 1}{others}"
+    if earlier_reasoning == "no_loss":
+        raise UserError(
+            f"{problem}, and no_loss cannot exclude single messages here: {instead_of_no_loss}, or "
+            "data.earlier_reasoning=keep."
+        )
+    without = "data.earlier_reasoning=no_loss (no loss on such messages), "
+    if instead_of_no_loss is not None:
+        without = ""
+    raise UserError(
+        f"{problem}, so that the model would learn to answer without thinking. Use "
+        f"{without}data.earlier_reasoning=keep (learn that), or a "
+        "data.chat_template that keeps it: for Qwen3 and DeepSeek-R1-Distill, TRL has "
+        f"*_training.jinja in {TRL_TEMPLATES}."
+    )

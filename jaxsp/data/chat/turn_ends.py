@@ -12,15 +12,15 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.chat.template_text import ASSISTANT, Messages, RecordError
+from jaxsp.data.chat.template_text import ASSISTANT, Messages
 
 if TYPE_CHECKING:
     import transformers
 
 _USER = "user"
-
 _TOOL = "tool"
 
 
@@ -81,7 +81,7 @@ def find(tokenizer: "transformers.PreTrainedTokenizerBase", template: str) -> Tu
         pairs = zip(roles, (question, answer, reply), strict=False)
         try:
             text, _ = render([{"role": role, "content": content} for role, content in pairs])
-        except RecordError:
+        except UserError:
             return None
         _, found, rest = text.partition(answer)
         return rest.partition(reply)[0] if found else None

@@ -1,7 +1,6 @@
 """Reads tables in parquet and Arrow files as Python records, in batches of bounded size."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 
 LocatedRecord = tuple[str, Any, str | None]
-"""Place of a record, the record, and the problem if it cannot be read."""
+"""Place of a record, such as `row 3`, the record, and the problem if it cannot be read. The place
+is empty if the record is the whole file."""
 
 _BATCH_BYTES = 2**24
 """Bytes of rows that are converted to Python objects together."""
@@ -50,8 +50,15 @@ def make_lists(arrays: list[np.ndarray]) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
+def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[LocatedRecord]:
+    """Adds the name of a file or data set to the places of its records, and to errors."""
+    with at(name):
+        for place, record, problem in records:
+            yield f"{name}, {place}" if place else name, record, problem
+
+
 def read_batches(
-    batches: Iterable[pa.RecordBatch], names: list[str], columns: RecordColumns, *, place: str
+    batches: Iterable[pa.RecordBatch], names: list[str], columns: RecordColumns
 ) -> Iterator[LocatedRecord]:
     """Yields the rows of Arrow tables, counted from 1, as records with the selected columns.
 
@@ -60,32 +67,25 @@ def read_batches(
     selected = columns.select_from(names)
     for name in selected:
         if names.count(name) > 1:
-            raise UserError(f"{place}: has the column {name} twice. Rename or remove one of them.")
+            raise UserError(f"has the column {name} twice. Rename or remove one of them.")
     number = 0
     for batch in batches:
         batch.validate()
         batch = batch.select(selected)
         for column in batch.columns:
-            _validate(column)
+            # a damaged offset would be read from outside of its memory
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # that is a problem of its row
+                    raise
         num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
         for start in range(0, batch.num_rows, num_rows):
             part = batch.slice(start, num_rows)
             rows = _to_python(part) if selected else [(dict.fromkeys(names, ""), None)] * len(part)
             for row, problem in rows:
                 number += 1
-                yield f"{place}, row {number}", row, problem
-
-
-def _validate(column: pa.Array) -> None:
-    """Checks every offset of a column: a damaged one would be read from outside of its memory.
-
-    Raises: pyarrow.ArrowInvalid. Text that is not UTF-8 is a problem of its row.
-    """
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
-            raise
+                yield f"row {number}", row, problem
 
 
 def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
@@ -101,7 +101,7 @@ def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
             columns=columns.select_from(names) or names[:1],
             batch_size=rows_per_batch(table.metadata.num_rows, num_bytes),
         )
-        yield from read_batches(batches, names, columns, place=file)
+        yield from read_batches(batches, names, columns)
 
 
 def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
@@ -113,19 +113,19 @@ def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
-            yield from read_batches(batches, table.schema.names, columns, place=file)
+            yield from read_batches(batches, table.schema.names, columns)
             return
         source.seek(0)
-        first = pa.ipc.open_stream(source)
-        streams = itertools.chain(first, _read_later_streams(source, first.schema))
-        yield from read_batches(streams, first.schema.names, columns, place=file)
+        schema = pa.ipc.open_stream(source).schema
+        source.seek(0)
+        yield from read_batches(_read_streams(source, schema), schema.names, columns)
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
 
 
-def _read_later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _read_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     while source.tell() < source.size():
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:
@@ -139,7 +139,7 @@ def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str |
         values = [_column_to_python(column) for column in batch.columns]
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            return [(None, f"is not UTF-8 text ({error})")]
+            return [(None, f"is not UTF-8 text ({error}).")]
         return [row for index in range(batch.num_rows) for row in _to_python(batch.slice(index, 1))]
     return [
         (dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)

@@ -12,19 +12,11 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import (
-    known_fields,
-    pair_checks,
-    record_checks,
-    record_forms,
-    token_checks,
-    unread_fields,
-)
+from jaxsp.data.ingest import record_checks, record_fields
 from jaxsp.data.ingest.columnar import RecordColumns
-from jaxsp.data.ingest.pair_checks import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from jaxsp.data.ingest.record_cache import RecordEntry
-from jaxsp.data.ingest.record_checks import Record
+from jaxsp.data.ingest.record_checks import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
+from jaxsp.data.ingest.record_fields import Record, SourceRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +29,11 @@ class Format:
     optional: tuple[str, ...] = ()
     known: tuple[str, ...]
     """Other fields, which are read or refused because other systems give them a meaning."""
-    check: Callable[[Record, SourceConfig, bool], Record]
-    """Converts (record, source, has_labels) to the columns to store. Raises RecordError."""
-    column: str
+    check: Callable[[SourceRecord, bool], Record]
+    """Converts (record, has_labels) to the columns to store. Raises UserError."""
+    column: str = "record"
     """Stored column with the record's content."""
-    bytes_per_worker: int = 0
+    bytes_per_worker: int = 2**25
     """Bytes of records that are worth a tokenization worker."""
     needs_template: bool = False
     num_documents: int = 1
@@ -86,7 +78,7 @@ FORMATS = {
         Format(
             name="text",
             required=("text",),
-            known=known_fields.IN_TEXTS,
+            known=record_fields.IN_TEXTS,
             check=record_checks.check_text,
             column="text",
             bytes_per_worker=2**27,
@@ -95,33 +87,27 @@ FORMATS = {
             name="messages",
             required=("messages",),
             optional=_CHAT_OPTIONAL,
-            known=known_fields.IN_CHATS,
+            known=record_fields.IN_CHATS,
             check=record_checks.check_messages,
-            column="record",
-            bytes_per_worker=2**25,
             needs_template=True,
         ),
         Format(
             name="prompt_completion",
             required=("prompt", "completion"),
             optional=_CHAT_OPTIONAL,
-            known=known_fields.IN_CHATS,
+            known=record_fields.IN_CHATS,
             check=record_checks.check_completion,
-            column="record",
-            bytes_per_worker=2**25,
         ),
         Format(
             name="preference",
             required=("chosen", "rejected"),
-            optional=(*pair_checks.PREFERENCE_OPTIONAL, *_CHAT_OPTIONAL),
+            optional=(*record_checks.PREFERENCE_OPTIONAL, *_CHAT_OPTIONAL),
             known=(
-                *pair_checks.PREFERENCE_OPTIONAL,
-                *known_fields.IN_CHATS,
-                *known_fields.REFUSED_IN_PREFERENCES,
+                *record_checks.PREFERENCE_OPTIONAL,
+                *record_fields.IN_CHATS,
+                *record_fields.REFUSED_IN_PREFERENCES,
             ),
-            check=pair_checks.check_preference,
-            column="record",
-            bytes_per_worker=2**25,
+            check=record_checks.check_preference,
             num_documents=2,
             values={FIRST_REFERENCE: math.nan, SECOND_REFERENCE: math.nan},
             has_common_loss_start=True,
@@ -130,27 +116,25 @@ FORMATS = {
             name="unpaired",
             required=("prompt", "completion", "label"),
             optional=_CHAT_OPTIONAL,
-            known=(*known_fields.IN_CHATS, *known_fields.REFUSED_IN_UNPAIRED),
-            check=pair_checks.check_unpaired,
-            column="record",
-            bytes_per_worker=2**25,
+            known=(*record_fields.IN_CHATS, *record_fields.REFUSED_IN_UNPAIRED),
+            check=record_checks.check_unpaired,
             num_documents=2,
             values={IS_DESIRABLE: False},
-            connect=pair_checks.add_mismatched_completions,
+            connect=record_checks.add_mismatched_completions,
         ),
         Format(
             name="tokens",
             required=("input_ids",),
             optional=("labels",),
-            known=known_fields.IN_TOKENS,
-            check=token_checks.check_tokens,
+            known=record_fields.IN_TOKENS,
+            check=record_checks.check_tokens,
             column="input_ids",
         ),
     )
 }
 
 
-def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
+def resolve_columns(source: SourceConfig) -> RecordColumns:
     """Returns the fields to read from a source's records, under the source's names.
 
     Raises: UserError for unknown names in `fields`, for required ones in `ignore_fields`, for two
@@ -158,45 +142,43 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     """
     record_format = FORMATS[source.format]
     fields = (*record_format.required, *record_format.optional)
-    message_fields = record_checks.MESSAGE_FIELDS if record_format.is_chat else ()
+    message_fields = record_fields.MESSAGE_FIELDS if record_format.is_chat else ()
     known = (*fields, *message_fields)
-    group = field.rpartition(".")[0]
     for name in source.fields:
         if name not in known:
             raise UserError(
-                f"{group}.fields: format {source.format} has no {name}. Use "
+                f"fields: format {source.format} has no {name}. Use "
                 f"{errors.format_choices(known)}.{errors.did_you_mean(name, known)}"
             )
     for names in (fields, message_fields):
         readers: dict[str, str] = {}
         for name in names:
-            for column in record_forms.list_columns(source, name):
+            for column in record_fields.list_columns(source, name):
                 first = readers.setdefault(column, name)
                 if first != name:
                     raise UserError(
-                        f"{group}.fields: {first} and {name} are both read from {column}. Give "
+                        f"fields: {first} and {name} are both read from {column}. Give "
                         "each a field of its own."
                     )
     if source.roles and not record_format.is_chat:
         raise UserError(
-            f"{group}.roles: format {source.format} has no roles. Remove it, or use format: "
-            "messages."
+            f"roles: format {source.format} has no roles. Remove it, or use format: messages."
         )
     # a field that is joined with others may be missing
-    columns = [record_forms.list_columns(source, name) for name in fields]
+    columns = [record_fields.list_columns(source, name) for name in fields]
     required = [column[0] for column in columns[: len(record_format.required)] if not column[1:]]
     for name in source.ignore_fields:
         if name in required:
-            raise UserError(f"{group}.ignore_fields: {name} is read. Remove it.")
+            raise UserError(f"ignore_fields: {name} is read. Remove it.")
     others = dict.fromkeys((*itertools.chain(*columns), *record_format.known))
     return RecordColumns(
         required=tuple(required),
         optional=tuple(
             name for name in others if name not in required and name not in source.ignore_fields
         ),
-        stand_ins=record_forms.STAND_INS.get(source.format, ("\0",)),
+        stand_ins=record_fields.STAND_INS.get(source.format, ("\0",)),
         is_checked=lambda name: (
-            name not in source.ignore_fields and not unread_fields.is_metadata(name)
+            name not in source.ignore_fields and not record_fields.is_metadata(name)
         ),
     )
 
@@ -205,16 +187,16 @@ def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Reco
     """Returns the columns to store of a record.
 
     Args: has_labels: records of tokens have labels; all of them must, or none.
-    Raises: RecordError if the record cannot be used.
+    Raises: UserError if the record cannot be used.
     """
     record_format = FORMATS[source.format]
     if not isinstance(record, dict):
         example = f"{{{json.dumps(record_format.required[0])}: ...}}"
-        raise RecordError(f"is {record_checks.type_name(record)}, not a record such as {example}")
+        raise UserError(f"is {record_fields.type_name(record)}, not a record such as {example}.")
     record = {name: value for name, value in record.items() if name not in source.ignore_fields}
-    record, source = record_forms.convert(record, source)
+    record, source = record_fields.convert(record, source)
     columns = {
-        name: record_forms.list_columns(source, name)
+        name: record_fields.list_columns(source, name)
         for name in (*record_format.required, *record_format.optional)
     }
     required = [
@@ -223,8 +205,8 @@ def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Reco
     ]
     if all(required):  # otherwise, the record has another format
         read = {*itertools.chain(*columns.values()), *record_format.known}
-        unread_fields.check(record, source, read, required[0][0])
-    return record_format.check(record_forms.join_fields(record, source), source, has_labels)
+        record_fields.refuse_unread(record, source, read, required[0][0])
+    return record_format.check(record_fields.join_fields(record, source), has_labels)
 
 
 def find_roles(record: Any, source: SourceConfig) -> set[str]:
@@ -233,8 +215,8 @@ def find_roles(record: Any, source: SourceConfig) -> set[str]:
     roles = set()
     for field in ("messages", "prompt", *template_text.COMPLETION_FIELDS):
         value = record.get(source.names.get(field, field)) if isinstance(record, dict) else None
-        with contextlib.suppress(RecordError):  # text, or an error that check_record reports
-            value = record_checks.parse_if_string(value, field)
+        with contextlib.suppress(UserError):  # text, or an error that check_record reports
+            value = record_fields.parse_if_string(value, field)
         value = [value] if isinstance(value, dict) else value
         if isinstance(value, list):
             messages = [message for message in value if isinstance(message, dict)]

@@ -49,9 +49,7 @@ def is_hub_name(source: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
 
 
-def open_saved_dataset(
-    path: pathlib.Path, source: SourceConfig, *, field: str
-) -> "datasets.Dataset":
+def open_saved_dataset(path: pathlib.Path, source: SourceConfig) -> "datasets.Dataset":
     """Opens the data set in a folder, or its split `source.split`."""
     import datasets
 
@@ -65,15 +63,19 @@ def open_saved_dataset(
         raise UserError(f"cannot be loaded: {reason}. Copy or create it again.") from None
     if isinstance(loaded, datasets.Dataset):
         loaded = datasets.DatasetDict({str(loaded.split or "train"): loaded})
-    return _choose_split(loaded, source, field=field)
+    return _choose_split(loaded, source)
 
 
 def _check_names_own_files(folder: pathlib.Path) -> None:
     """Raises: UserError if a data set names files outside its folder; `datasets` opens them."""
-    splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+
+    def read_json(path: pathlib.Path) -> dict[str, Any]:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    splits = read_json(folder / "dataset_dict.json").get("splits", [])
     names = [*splits]
     for split_folder in [folder, *(folder / str(split) for split in splits)]:
-        state = _read_json(split_folder / "state.json")
+        state = read_json(split_folder / "state.json")
         names += [file["filename"] for file in state.get("_data_files", [])]
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -83,12 +85,7 @@ def _check_names_own_files(folder: pathlib.Path) -> None:
             )
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Content of a file; empty if there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
+def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":
     """Opens a data set on the hub, downloaded once, or its split `source.split`."""
     import datasets
 
@@ -96,15 +93,12 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
         builder = datasets.load_dataset_builder(
             source.source, name=source.subset, revision=source.revision
         )
-        if (
-            source.revision
-            and type(builder).__name__ == "Cache"
-            and builder.hash != source.revision
-        ):
-            # without a network, `datasets` uses any cached revision
+        # without a network, `datasets` uses any cached revision
+        is_cached = type(builder).__name__ == "Cache"
+        if source.revision and is_cached and builder.hash != source.revision:
             raise UserError(
-                f"{_sibling_field(field, 'revision')} = {source.revision}: the hub cannot be "
-                f"reached, and the cache has {builder.hash}. Use that, or try again with a network."
+                f"revision = {source.revision}: the hub cannot be reached, and the cache has "
+                f"{builder.hash}. Use that, or try again with a network."
             )
         builder.download_and_prepare()
         splits = builder.as_dataset()
@@ -118,43 +112,36 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
         ValueError,
         RuntimeError,
     ) as error:
-        raise UserError(_describe_failure(error, source, field=field)) from None
+        raise UserError(_describe_failure(error, source)) from None
     assert isinstance(splits, datasets.DatasetDict)
-    return _choose_split(splits, source, field=field)
+    return _choose_split(splits, source)
 
 
 def read_records(
-    dataset: "datasets.Dataset", columns: RecordColumns, *, place: str
+    dataset: "datasets.Dataset", columns: RecordColumns
 ) -> Iterator[columnar.LocatedRecord]:
     """Yields records with the selected columns: see `columnar.read_batches`."""
     names = dataset.column_names
     selected = dataset.select_columns(columns.select_from(names) or names[:1])
     tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
     batches = (batch for table in tables for batch in table.to_batches())
-    yield from columnar.read_batches(batches, names, columns, place=place)
+    yield from columnar.read_batches(batches, names, columns)
 
 
-def _choose_split(
-    splits: "datasets.DatasetDict", source: SourceConfig, *, field: str
-) -> "datasets.Dataset":
+def _choose_split(splits: "datasets.DatasetDict", source: SourceConfig) -> "datasets.Dataset":
     """Split or part `source.split`; without it, the only split, or `train`. Raises: UserError."""
     names = list(splits)
     if not names:
         raise UserError("has no splits, so no records. Save it again, or use another data set.")
     if source.split is not None and source.split not in splits:
-        return select_ranges(splits, source.split, field=field)
+        return select_ranges(splits, source.split)
     split = source.split or (names[0] if len(names) == 1 else "train")
     if split not in splits:
-        raise UserError(
-            f"has several splits. Set {_sibling_field(field, 'split')} to "
-            f"{errors.format_choices(names)}."
-        )
+        raise UserError(f"has several splits. Set split to {errors.format_choices(names)}.")
     return splits[split]
 
 
-def select_ranges(
-    splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str
-) -> "datasets.Dataset":
+def select_ranges(splits: "Mapping[str, datasets.Dataset]", spec: str) -> "datasets.Dataset":
     """Selects a part of splits, such as train[:95%], without copying. Raises: UserError."""
     import datasets
 
@@ -163,14 +150,12 @@ def select_ranges(
         splits[name]
         if (start, stop) == (0, lengths[name])
         else splits[name].select(range(start, stop))
-        for name, start, stop in resolve_ranges(spec, lengths, field=field)
+        for name, start, stop in resolve_ranges(spec, lengths)
     ]
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
-def resolve_ranges(
-    spec: str, lengths: Mapping[str, int], *, field: str
-) -> list[tuple[str, int, int]]:
+def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """Returns split, start and stop of each part in `spec`, by the rules of `datasets`.
 
     Args:   lengths: number of records of each split.
@@ -178,27 +163,24 @@ def resolve_ranges(
     """
     import datasets
 
-    split_field = _sibling_field(field, "split")
-    error_prefix = f"{split_field} = {spec}"
     try:
         instruction = datasets.ReadInstruction.from_spec(spec).to_absolute(dict(lengths))
     except ValueError as error:
         raise UserError(
-            f"{error_prefix}: {errors.first_line(error)}. Set {split_field} to "
-            f"{errors.format_choices(lengths)}, or to a part, such as train[:95%] or "
-            "train[100:200]."
+            f"split = {spec}: {errors.first_line(error)}. Use {errors.format_choices(lengths)}, or "
+            "a part, such as train[:95%] or train[100:200]."
         ) from None
     parts = [(part.splitname, part.from_, part.to) for part in instruction]
     for name, start, stop in parts:
         if start >= stop:
             available = f", {name} has {lengths[name]:,}" if lengths[name] < UNKNOWN_LENGTH else ""
             raise UserError(
-                f"{error_prefix}: selects no record{available}. Use for example {name}[:95%]."
+                f"split = {spec}: selects no record{available}. Use for example {name}[:95%]."
             )
     return parts
 
 
-def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> str:
+def _describe_failure(error: Exception, source: SourceConfig) -> str:
     """Problem and suggestion for an error of `datasets` or of the hub."""
     import datasets
 
@@ -210,18 +192,16 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
     reason = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
     known = _SUBSETS_PATTERN.search(str(error))
     if known:
-        subset_field = _sibling_field(field, "subset")
         problem = "has several subsets"
         if source.subset:
-            problem = f"{subset_field} = {source.subset}: there is no such subset"
+            problem = f"subset = {source.subset}: there is no such subset"
         subsets = errors.format_choices(word.strip(" '\"") for word in known[1].split(","))
-        return f"{problem}. Set {subset_field} to {subsets}."
+        return f"{problem}. Set subset to {subsets}."
     if "gated dataset" in reason:
         url = f"https://huggingface.co/datasets/{name}"
         return f"is gated. Accept its terms on {url}, and log in: hf auth login."
     if source.revision and reason.startswith("Revision"):
-        revision = f"{_sibling_field(field, 'revision')} = {source.revision}"
-        return f"{revision}: the data set has no such branch, tag or commit."
+        return f"revision = {source.revision}: the data set has no such branch, tag or commit."
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return (
             f"{_NO_SUCH_FILE}, and no such data set on the hub. {_EXAMPLE} If it is private, log "
@@ -241,8 +221,3 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
             "JSON files."
         )
     return f"cannot be loaded: {reason.rstrip('.')}. Try again, or give files: {download}."
-
-
-def _sibling_field(field: str, name: str) -> str:
-    """Example: `data.train.0.source` and `split` give `data.train.0.split`."""
-    return f"{field.rpartition('.')[0]}.{name}"

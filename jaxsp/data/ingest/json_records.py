@@ -33,11 +33,11 @@ def read_lines(stream: io.BufferedReader) -> Iterator[tuple[int, Any, str | None
                 continue
             record = decoder.decode(text)
         except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 text ({error})"
+            problem = f"is not UTF-8 text ({error})."
         except (ValueError, RecursionError) as error:
             problem = (
                 f"is not JSON ({error}); each line must be one record, or a .json file one array "
-                "of records"
+                "of records."
             )
         duplicates = decoder.pop_problem()
         yield number, record, problem or duplicates
@@ -70,7 +70,7 @@ def utf8_problem(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "is not UTF-8 text"
+        return "is not UTF-8 text."
     return None
 
 
@@ -89,7 +89,7 @@ class _Decoder(json.JSONDecoder):
         return result
 
     def pop_problem(self) -> str | None:
-        problem = f"has {self._duplicates[0]} twice" if self._duplicates else None
+        problem = f"has {self._duplicates[0]} twice." if self._duplicates else None
         self._duplicates.clear()
         return problem
 

@@ -60,35 +60,20 @@ class DamagedCacheError(NeedsAttentionError):
     def __init__(self, paths: Sequence[pathlib.Path], reason: str):
         """Removes the files. Raises: UserError if that is not allowed."""
         self.path = paths[0]
-        self.problem = f"{self.path} IS DAMAGED: {reason}"
+        problem = f"{self.path} IS DAMAGED: {reason}"
+        self.notice = f"{problem}. Rebuilding it"
         super().__init__(
-            f"{self.problem}. It was removed; run the same command again to rebuild it and to "
-            "resume from the latest checkpoint."
+            f"{problem}. It was removed; run the same command again to rebuild it and to resume "
+            "from the latest checkpoint."
         )
         for path in paths:
             try:
                 files.remove_with_checksum(path)
             except OSError as error:
                 raise UserError(
-                    f"{self.problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
+                    f"{problem}; {path} cannot be removed: {error.strerror}. Remove it, or "
                     "set HF_DATASETS_CACHE to another folder."
                 ) from None
-
-
-def report_damage(damage: DamagedCacheError) -> None:
-    """Prints that damaged files are rebuilt."""
-    distributed.log(f"{damage.problem}. Rebuilding it")
-
-
-def open_or_none(path: pathlib.Path) -> "datasets.Dataset | None":
-    """Maps a cached file into memory; None if it does not exist, or was damaged and is removed."""
-    if not path.exists():
-        return None
-    try:
-        return open_file(path)
-    except DamagedCacheError as damage:
-        report_damage(damage)
-        return None
 
 
 def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> "datasets.Dataset":
@@ -121,12 +106,7 @@ def write_cache(
     import datasets
 
     schema = pa.schema({name: _COLUMN_TYPES[name] for name in ("place", "problem", *columns)})
-    progress = datasets.utils.tqdm(
-        entries,
-        desc=desc,
-        unit=" records",
-        delay=_PROGRESS_DELAY_S,
-    )
+    progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
@@ -205,7 +185,8 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
         raise UserError(
             f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk or your quota is full "
             f"({free / MIB:,.0f} MiB of the disk are free). Free some space, or set "
-            "HF_DATASETS_CACHE to a folder on a larger disk."
+            "HF_DATASETS_CACHE to a folder on a larger disk.",
+            is_named=True,
         ) from error
 
 
@@ -221,30 +202,28 @@ MAX_NAMED_RECORDS = 5
 
 def find_bad_records(
     dataset: "datasets.Dataset", *, max_examples: int
-) -> tuple[int, list[tuple[str, str]]]:
+) -> tuple[int, list[RecordEntry]]:
     """Returns the number of bad records, and place and problem of the first of them."""
     assert dataset._indices is None, "the table's order is not the dataset's"
     count = 0
-    examples: list[tuple[str, str]] = []
+    examples: list[RecordEntry] = []
     for batch in dataset.data.select(["place", "problem"]).to_batches():
         if batch.column(1).null_count < len(batch):
             bad = batch.filter(pc.is_valid(batch.column(1)))
             count += len(bad)
-            rows = bad.slice(0, max_examples - len(examples)).to_pylist()
-            examples += [(row["place"], row["problem"]) for row in rows]
+            examples += bad.slice(0, max_examples - len(examples)).to_pylist()
     return count, examples
 
 
-def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_prefix: str) -> int:
-    """Returns the number of bad records in a dataset, if data.on_bad_record allows them.
+def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
+    """Checks that data.on_bad_record allows the bad records of a dataset.
 
-    Args:   error_prefix: the source's field and value.
     Raises: UserError naming the first bad records, their number, and what to change.
     """
     count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
     is_skipped = data.on_bad_record == "skip" and count <= data.max_bad_records
     if not count or (is_skipped and count < len(dataset)):
-        return count
+        return
     summary = f"{count:,} of {len(dataset):,} records cannot be used"
     if count > MAX_NAMED_RECORDS:
         summary += f"; these are the first {MAX_NAMED_RECORDS}"
@@ -255,14 +234,13 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
         suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
-    problems = [*list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
-    raise UserError(f"{error_prefix}: {problem}" for problem in problems)
+    raise UserError([*list_examples(examples), f"{summary}. Correct them, or {suggestion}."])
 
 
-def list_examples(examples: list[tuple[str, str]]) -> list[str]:
+def list_examples(bad: list[RecordEntry]) -> list[str]:
     """Returns a line for each bad record; a problem that repeats is `the same`."""
-    problems = [None, *(problem for _, problem in examples)]
+    problems = [None, *(entry["problem"] for entry in bad)]
     return [
-        f"{place}: {'the same' if problem == last else problem}."
-        for (place, problem), last in zip(examples, problems, strict=False)
+        f"{entry['place']}: {'the same.' if entry['problem'] == last else entry['problem']}"
+        for entry, last in zip(bad, problems, strict=False)
     ]

@@ -1,23 +1,32 @@
-"""Source files: found by name or glob, and read as records; a truncated file is an error."""
+"""Source files: found by name, glob or URL, and read as records; a truncated file is an error.
+
+Those in object stores are downloaded once, and read from the disk.
+"""
 
 import contextlib
 import csv
 import dataclasses
 import functools
 import glob
+import hashlib
 import io
 import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import filelock
 import pyarrow as pa
 
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.core import errors, paths
-from jaxsp.core.errors import UserError, at
+from jaxsp.core import errors, paths, urls
+from jaxsp.core import files as core_files
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar, formats, json_records
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
+from jaxsp.processes import distributed
+from jaxsp.storage.object_store import ObjectStore
 
 TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
 """Suffixes of plain text; a missing file with such a name is not looked up on the hub."""
@@ -39,9 +48,9 @@ def _read_text(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
     with _open_decompressed(file) as stream:
         document = stream.read()
     try:
-        yield file, {"text": document.decode("utf-8-sig")}, None
+        yield "", {"text": document.decode("utf-8-sig")}, None
     except UnicodeDecodeError as error:
-        yield file, None, f"is not UTF-8 text ({error})"
+        yield "", None, f"is not UTF-8 text ({error})."
 
 
 def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
@@ -55,7 +64,7 @@ def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
                 unit = "record"
     with _open_decompressed(file) as stream:
         for number, record, problem in read(stream):
-            yield f"{file}, {unit} {number}", record, problem
+            yield f"{unit} {number}", record, problem
 
 
 def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[LocatedRecord]:
@@ -65,18 +74,18 @@ def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[
         table = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(table, [])
         if not names:
-            raise UserError(f"{file}: its first line is empty. It must name the columns.")
+            raise UserError("its first line is empty. It must name the columns.")
         if len(set(names)) < len(names):
-            raise UserError(f"{file}: its first line names a column twice. Rename one of them.")
+            raise UserError("its first line names a column twice. Rename one of them.")
         line = table.line_num + 1
         for cells in table:
-            place = f"{file}, line {line}"
+            place = f"line {line}"
             line = table.line_num + 1
             if len(cells) == len(names):
                 record = dict(zip(names, cells, strict=True))
                 yield place, record, json_records.utf8_problem("".join(cells))
             elif cells:
-                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns"
+                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns."
                 yield place, None, problem
 
 
@@ -134,14 +143,33 @@ def detect_file_type(file: str) -> FileType:
     return file_type
 
 
-def read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def read_files(files: Sequence[str], columns: RecordColumns) -> Iterator[LocatedRecord]:
+    """Yields every record of files in order: see `read_file`."""
+    for file in files:
+        yield from read_file(file, columns)
+
+
+def read_file(
+    file: str, columns: RecordColumns, *, name: str | None = None
+) -> Iterator[LocatedRecord]:
     """Yields every record of a file in order; those that cannot be read have a problem instead.
 
+    Args:   name: the file's name in places and errors, if it has another one.
     Raises: UserError naming the file, and the last record before the damage.
     """
+    return columnar.locate_records(name or file, _read_file(file, columns))
+
+
+def _read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
     place = ""
     try:
-        _check_file(file)
+        size = os.path.getsize(file)
+        if split_suffix(file)[1] and not size:
+            raise UserError(
+                "is empty, but a compressed file has a header. Copy or create it again."
+            )
+        if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+            raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
         for located in detect_file_type(file).read(file, columns):
             place = located[0]
             yield located
@@ -149,27 +177,16 @@ def read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         raise
     except PermissionError:
         raise UserError(
-            f"{file}: no permission to read it. Change its permissions, or leave it out."
+            "no permission to read it. Change its permissions, or leave it out."
         ) from None
     # pyarrow's errors are ValueErrors or OSErrors
     except (OSError, ValueError, csv.Error, RecursionError) as error:
-        after = f"after {place[len(file) + 2 :]}" if place else "before the end of its first record"
+        after = f"after {place}" if place else "before the end of its first record"
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(
-            f"{file}: is broken {after} ({reason}). Copy or create it again: the number of missing "
-            "records is unknown."
+            f"is broken {after} ({reason}). Copy or create it again: the number of missing records "
+            "is unknown."
         ) from None
-
-
-def _check_file(file: str) -> None:
-    """Raises: UserError for a git-lfs pointer, and for a compressed file of no bytes."""
-    size = os.path.getsize(file)
-    if split_suffix(file)[1] and not size:
-        raise UserError(
-            f"{file}: is empty, but a compressed file has a header. Copy or create it again."
-        )
-    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
-        raise UserError(f"{file}: is a git-lfs pointer, not the file. Run git lfs pull.")
 
 
 @contextlib.contextmanager
@@ -186,11 +203,10 @@ def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
             yield stream
 
 
-def resolve_path(source: SourceConfig, *, field: str) -> pathlib.Path:
+def resolve_path(source: SourceConfig) -> pathlib.Path:
     """Returns a source's path or glob, with `~` and `{stdlib}` replaced."""
     path = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
-    with at(field, path):
-        return paths.expand_user(path)
+    return paths.expand_user(path)
 
 
 def find_files(path: pathlib.Path, source: SourceConfig) -> list[str]:
@@ -232,7 +248,7 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
     return identities
 
 
-def common_file_type(files: list[str], source: SourceConfig) -> FileType:
+def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
     """Returns the type of all files.
 
     Raises: UserError if they have several types, or cannot contain the source's format.
@@ -251,3 +267,65 @@ def common_file_type(files: list[str], source: SourceConfig) -> FileType:
             "or a .jsonl or .parquet file."
         )
     return file_type
+
+
+class StoredFiles:
+    """Files in an object store that a URL or a glob stands for, sorted.
+
+    Raises: UserError if there is none, or if the store cannot be used.
+    """
+
+    def __init__(self, url: str):
+        urls.check(url)
+        bucket = "/".join(url.split("/")[:3])
+        pattern = url.removeprefix(f"{bucket}/")
+        self._store = ObjectStore(bucket)
+        objects = self._store.list(pattern, is_glob=glob.has_magic(pattern))
+        if not glob.has_magic(pattern):
+            objects = {name: info for name, info in objects.items() if name == pattern}
+        if not objects:
+            raise UserError(
+                "no object matches. Name objects, for example "
+                f"{bucket if glob.has_magic(url) else url.rstrip('/')}/*.jsonl; `*` stays in one "
+                "folder, `**` includes subfolders."
+            )
+        self.objects = {f"{bucket}/{name}": objects[name] for name in sorted(objects)}
+        """Entry of the store for each file, by its URL."""
+
+    @property
+    def identity(self) -> list[tuple[str, int, str]]:
+        """Values that change when a file does."""
+        return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
+
+    def read(self, columns: RecordColumns) -> Iterator[LocatedRecord]:
+        """Yields every record of the files, which are downloaded if this version never was, or if
+        the downloaded file is damaged.
+
+        Places and errors name URLs instead of the downloaded files.
+        """
+        for url, info in self.objects.items():
+            yield from read_file(str(self._download(url, info)), columns, name=url)
+
+    def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
+        import datasets
+
+        # the object's name stays: its suffix tells the type
+        version = f"{url} {info['size']} {_version(info)}"
+        digest = hashlib.sha256(version.encode()).hexdigest()[:32]
+        root = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / "objects"
+        path = root / digest / url.rpartition("/")[2]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_name(f"{path.name}.lock")):
+            if not core_files.is_intact(path):
+                if path.exists():
+                    distributed.log(f"{path} IS DAMAGED; it is downloaded again from {url}")
+                name = url.removeprefix(f"{self._store.url}/")
+                self._store.download({name: path}, {name: info["size"]})
+                core_files.write_checksum(path)
+        return path
+
+
+def _version(info: dict[str, Any]) -> str:
+    """Value that changes when an object is written with other content: its ETag."""
+    version = info.get("ETag") or info.get("etag") or info.get("updated") or ""
+    return str(version).strip('"')

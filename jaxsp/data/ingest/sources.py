@@ -1,35 +1,38 @@
 """Reads a source's records once, into an Arrow file that is mapped into memory from then on."""
 
+import collections
 import dataclasses
 import functools
 import glob
 import itertools
+import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core import errors, urls
-from jaxsp.core.errors import UserError
-from jaxsp.data.chat.template_text import RecordError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import (
+    columnar,
     formats,
     hub,
     record_cache,
-    record_forms,
+    record_checks,
+    record_fields,
     source_files,
-    stored_files,
-    token_checks,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
-from jaxsp.data.ingest.record_cache import RecordEntry
+from jaxsp.data.ingest.record_cache import DamagedCacheError, RecordEntry
+from jaxsp.data.ingest.record_fields import SourceRecord
+from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import datasets
 
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 """Part of the cache's name. Increase it when the same file would be read differently."""
 
 _MAX_CHECKED_BAD = 100
@@ -46,21 +49,19 @@ class _RecordSource:
 
 
 @record_cache.hide_progress_without_terminal()
-def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dataset":
+def read(source: SourceConfig, *, data: DataConfig) -> "datasets.Dataset":
     """Returns all records of a source in order, read once and mapped into memory from then on.
 
     Columns: `place` of the record; `problem`, the reason why it cannot be used, or null; and the
     content: `text`, or `input_ids` and, if the first record has them, `labels`, or `record`, which
     is messages or prompt and completions as JSON under jaxsp's names, and Format.values.
 
-    Args:   field: the source's field in messages, such as data.train.0.source.
     Raises: UserError naming file and line or row of bad records, unless `data` skips them.
     """
     import datasets
 
-    error_prefix = f"{field} = {source.source}"
     try:
-        origin = _resolve_source(source, formats.resolve_columns(source, field=field), field=field)
+        origin = _resolve_source(source, formats.resolve_columns(source))
         columns = _choose_columns(source, origin)
         names = (
             source.format,
@@ -74,35 +75,33 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
         cached = folder / "records.arrow"
         folder.mkdir(parents=True, exist_ok=True)
         with record_cache.build_once(cached):
-            dataset = record_cache.open_or_none(cached)
-            if dataset is None:
+            if cached.exists():
+                try:
+                    record_cache.open_file(cached)
+                except DamagedCacheError as damage:
+                    distributed.log(damage.notice)
+            if not cached.exists():
                 entries = _check_records(source, origin, columns, data=data)
                 entries = formats.FORMATS[source.format].connect(entries)
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
-                dataset = record_cache.open_file(cached)
-    except (UserError, PermissionError) as error:
-        problems = error.problems if isinstance(error, UserError) else [str(error)]
-        group = f"{field.rpartition('.')[0]}."
-        raise UserError(
-            # a problem of another field of the source names that field
-            problem if problem.startswith(group) else f"{error_prefix}: {problem}"
-            for problem in problems
-        ) from None
+            dataset = record_cache.open_file(cached)
+    except PermissionError as error:
+        raise UserError(str(error)) from None
     if origin.split is not None:
         # the whole source is cached, so that its parts for training and for evaluation share it
-        dataset = hub.select_ranges({"train": dataset}, origin.split, field=field)
+        dataset = hub.select_ranges({"train": dataset}, origin.split)
         fingerprint = datasets.fingerprint.Hasher.hash((fingerprint, origin.split))
     # the name of the tokens' cache; from_file's own depends on when the records were cached
     dataset._fingerprint = fingerprint
-    record_cache.check_bad_records(dataset, data=data, error_prefix=error_prefix)
+    record_cache.check_bad_records(dataset, data=data)
     return dataset
 
 
-def list_unread_fields(source: SourceConfig, *, field: str) -> list[str]:
+def list_unread_fields(source: SourceConfig) -> list[str]:
     """Returns the fields of a source's first records that nothing reads."""
-    read_columns = formats.resolve_columns(source, field=field)
+    read_columns = formats.resolve_columns(source)
     # of a table without a required column, the names of all columns are read, and nothing else
-    origin = _resolve_source(source, RecordColumns(required=("\0",)), field=field)
+    origin = _resolve_source(source, RecordColumns(required=("\0",)))
     names = {
         name: None
         for _, record, _ in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
@@ -113,57 +112,29 @@ def list_unread_fields(source: SourceConfig, *, field: str) -> list[str]:
     return [name for name in names if name not in known]
 
 
-def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str) -> _RecordSource:
+def _resolve_source(source: SourceConfig, columns: RecordColumns) -> _RecordSource:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
-    if urls.is_url(source.source):
-        return _resolve_stored_files(source, columns, field=field)
-    path = source_files.resolve_path(source, field=field)
-    if _may_be_on_hub(path, source):
-        dataset = hub.open_hub_dataset(source, field=field)
+    path = None if urls.is_url(source.source) else source_files.resolve_path(source)
+    if path is not None and _may_be_on_hub(path, source):
+        dataset = hub.open_hub_dataset(source)
     else:
-        _check_hub_fields(source, field=field)
-        if not hub.is_saved_dataset(path):
-            return _resolve_files(path, source, columns, field=field)
-        dataset = hub.open_saved_dataset(path, source, field=field)
+        for name in ("subset", "revision"):
+            if value := getattr(source, name):
+                raise UserError(
+                    f"{name} = {value}: only data sets on the hub have one, not files. Remove "
+                    f"{name}."
+                )
+        if path is None or not hub.is_saved_dataset(path):
+            return _resolve_files(path, source, columns)
+        dataset = hub.open_saved_dataset(path, source)
     place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
     # a data set that was created again from other data may keep its fingerprint
     cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
     identities = source_files.file_identities(cache_files)
     return _RecordSource(
         identity=(source.source, dataset._fingerprint, identities),
-        records=functools.partial(hub.read_records, dataset, columns, place=place),
+        records=lambda: columnar.locate_records(place, hub.read_records(dataset, columns)),
     )
-
-
-def _check_hub_fields(source: SourceConfig, *, field: str) -> None:
-    """Raises: UserError if a source of files has a field of data sets on the hub."""
-    for name in ("subset", "revision"):
-        if value := getattr(source, name):
-            raise UserError(
-                f"{field.rpartition('.')[0]}.{name} = {value}: only data sets on the hub have "
-                f"one, not files. Remove {name}."
-            )
-
-
-def _resolve_stored_files(
-    source: SourceConfig, columns: RecordColumns, *, field: str
-) -> _RecordSource:
-    """Finds the files of a source in an object store."""
-    _check_hub_fields(source, field=field)
-    _check_split(source, field=field)
-    files = stored_files.find(source)
-    file_type = source_files.common_file_type(list(files.objects), source)
-    return _RecordSource(
-        identity=(file_type.name, files.identity),
-        records=functools.partial(files.read, columns),
-        split=source.split,
-    )
-
-
-def _check_split(source: SourceConfig, *, field: str) -> None:
-    """Reports a wrong split of files before reading them."""
-    if source.split is not None:
-        hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)
 
 
 def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
@@ -174,19 +145,23 @@ def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
 
 
 def _resolve_files(
-    path: pathlib.Path, source: SourceConfig, columns: RecordColumns, *, field: str
+    path: pathlib.Path | None, source: SourceConfig, columns: RecordColumns
 ) -> _RecordSource:
-    _check_split(source, field=field)
-    files = source_files.find_files(path, source)
+    """Finds the files of a path or a glob. Args: path: None for a URL."""
+    if source.split is not None:  # a wrong one is reported before the files are read
+        hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
+    identity: Any
+    if path is None:
+        stored = source_files.StoredFiles(source.source)
+        files = list(stored.objects)
+        identity = stored.identity
+        records = functools.partial(stored.read, columns)
+    else:
+        files = source_files.find_files(path, source)
+        identity = source_files.file_identities(files)
+        records = functools.partial(source_files.read_files, files, columns)
     file_type = source_files.common_file_type(files, source)
-
-    def read_files() -> Iterator[LocatedRecord]:
-        return itertools.chain.from_iterable(
-            source_files.read_file(file, columns) for file in files
-        )
-
-    identity = (file_type.name, source_files.file_identities(files))
-    return _RecordSource(identity=identity, records=read_files, split=source.split)
+    return _RecordSource(identity=(file_type.name, identity), records=records, split=source.split)
 
 
 def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
@@ -199,7 +174,8 @@ def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
             for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        if "labels" in source.fields or token_checks.has_labels(next(usable, {}), source):
+        first = SourceRecord(next(usable, {}), source)
+        if "labels" in source.fields or record_checks.list_label_fields(first):
             columns.append("labels")
     return columns
 
@@ -217,66 +193,95 @@ def _check_records(
         name: field
         for field, names in source.fields.items()
         if field in record_format.optional or not isinstance(names, str)
-        for name in record_forms.list_columns(source, field)
+        for name in record_fields.list_columns(source, field)
     }
     unseen_roles = set(source.roles)
     is_list = {"input_ids", "labels"}
     empty = {name: np.zeros(0, np.int32) if name in is_list else "" for name in columns}
     empty |= record_format.values
+    limit = max(data.max_bad_records, _MAX_CHECKED_BAD)
     is_usable = False
-    num_bad = 0
-    examples: list[tuple[str, str]] = []
     num_records = 0
+    num_bad = 0
+    examples: list[RecordEntry] = []
     for place, record, problem in origin.records():
         num_records += 1
-        place = errors.escape(place)
-        content = empty
-        if problem is None:
+        entry = {"place": errors.escape(place), "problem": None, **empty}
+        try:
+            if problem is not None:
+                raise UserError(problem)
             if unseen_fields and isinstance(record, dict):
                 unseen_fields = {
                     name: field for name, field in unseen_fields.items() if name not in record
                 }
             if unseen_roles:
                 unseen_roles -= formats.find_roles(record, source)
-            try:
-                content = formats.check_record(record, source, has_labels="labels" in columns)
-                is_usable = is_usable or len(content[columns[0]]) > 0
-            except RecordError as error:
-                problem = str(error)
-        if problem is not None:
-            problem = errors.escape(problem)
+            content = formats.check_record(record, source, has_labels="labels" in columns)
+            is_usable = is_usable or len(content[columns[0]]) > 0
+            entry |= content
+        except UserError as error:
             num_bad += 1
-            if num_bad <= record_cache.MAX_NAMED_RECORDS:
-                examples.append((place, problem))
-            _check_bad_limit(num_bad, examples, data)
-        yield {"place": place, "problem": problem, **content}
+            entry["problem"] = str(error)
+            examples = [*examples, entry][: record_cache.MAX_NAMED_RECORDS]
+        if num_bad > limit:
+            summary = (
+                f"more than {limit:,} records cannot be used; these are the first. Correct format "
+                "or fields, correct the records, or set data.on_bad_record=skip and raise "
+                "data.max_bad_records."
+            )
+            raise UserError([*record_cache.list_examples(examples), summary])
+        yield entry
+    if not num_bad and not is_usable:
+        needed = errors.format_choices(record_format.required)
+        raise UserError(f"no record contains {needed}. Give at least one.")
     if not is_usable:
-        raise _nothing_usable_error(source, num_records, num_bad, examples)
+        others = ", and the others are empty" if num_bad < num_records else ""
+        summary = (
+            f"{num_bad:,} of {num_records:,} records cannot be used{others}. Correct format or "
+            "fields, or correct the records."
+        )
+        raise UserError([*record_cache.list_examples(examples), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
 
 
-def _check_bad_limit(num_bad: int, examples: list[tuple[str, str]], data: DataConfig) -> None:
-    limit = max(data.max_bad_records, _MAX_CHECKED_BAD)
-    if num_bad > limit:
-        summary = (
-            f"more than {limit:,} records cannot be used; these are the first. Correct format or "
-            "fields, correct the records, or set data.on_bad_record=skip and raise "
-            "data.max_bad_records."
-        )
-        raise UserError([*record_cache.list_examples(examples), summary])
+def check_no_duplicates(sources: Mapping[str, SourceConfig]) -> None:
+    """Checks that no file is read twice in the same way, which would count its documents twice.
+
+    Args:   sources: sources that can be read, by field, such as data.train.0.
+    Raises: UserError naming the second source.
+    """
+    first_fields: dict[tuple[str, str], str] = {}
+    # with other fields, or another split, a file has other documents
+    settings = {
+        field: source.model_dump_json(exclude={"source", "name", "weight"})
+        for field, source in sources.items()
+    }
+    counts = collections.Counter(settings.values())
+    for field, source in sources.items():
+        if counts[settings[field]] == 1:
+            continue  # avoids listing the files again, which takes seconds on network disks
+        with at(f"{field}.source", source.source):
+            for file, identity in _list_files(source).items():
+                first = first_fields.setdefault((identity, settings[field]), field)
+                if first != field:
+                    raise UserError(
+                        f"includes the file {file}, which {first} also includes, so its documents "
+                        "would count twice. Leave it out of one of them; to repeat a source, raise "
+                        "its weight."
+                    )
 
 
-def _nothing_usable_error(
-    source: SourceConfig, num_records: int, num_bad: int, examples: list[tuple[str, str]]
-) -> UserError:
-    if not num_bad:
-        needed = errors.format_choices(formats.FORMATS[source.format].required)
-        return UserError(f"no record contains {needed}. Give at least one.")
-    summary = f"{num_bad:,} of {num_records:,} records cannot be used"
-    if num_bad < num_records:
-        summary += ", and the others are empty"
-    summary += ". Correct format or fields, or correct the records."
-    return UserError([*record_cache.list_examples(examples), summary])
+def _list_files(source: SourceConfig) -> dict[str, str]:
+    """Returns the files of a source, each with a name that no other file has.
+
+    Returns: nothing for folders and data sets on the hub.
+    """
+    if urls.is_url(source.source):
+        return {url: url for url in source_files.StoredFiles(source.source).objects}
+    path = source_files.resolve_path(source)
+    if not (path.is_file() or glob.has_magic(str(path))):
+        return {}
+    return {file: os.path.realpath(file) for file in source_files.find_files(path, source)}

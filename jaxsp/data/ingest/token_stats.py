@@ -8,8 +8,10 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import pathlib
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,10 +45,6 @@ class TokenStats:
     """CRC-32 of each block of each column, chunk after chunk."""
     paths: tuple[pathlib.Path, ...] = ()
     """Cached files with the ids, and the file with these statistics."""
-
-    @property
-    def cached_files(self) -> tuple[pathlib.Path, ...]:
-        return self.paths[:-1]
 
     def check_lengths(self, dataset: "datasets.Dataset") -> None:
         """Checks the lengths of all documents. Raises: DamagedCacheError."""
@@ -144,6 +142,57 @@ def compute(dataset: "datasets.Dataset") -> TokenStats:
         length_checksums=np.array(chunk_lengths, np.uint32),
         block_checksums=blocks,
     )
+
+
+def open_or_make(
+    records: "datasets.Dataset", fingerprint: str, make: "Callable[[], datasets.Dataset] | None"
+) -> "tuple[datasets.Dataset, TokenStats]":
+    """Returns the tokens of records, and their statistics.
+
+    The cached files are complete once their statistics are written.
+
+    Args:
+        fingerprint: name of the tokens.
+        make: tokenizes the records into the files `cache-FINGERPRINT*.arrow`; None: the records
+            are tokens.
+    Raises: DamagedCacheError if the cached records or tokens are damaged.
+    """
+    import datasets
+
+    folder = _list_files(records)[0].parent
+    stats_file = folder / f"counted-{fingerprint}.npz"
+    with record_cache.build_once(stats_file):
+        stats = read(stats_file)
+        if stats is not None:
+            tokenized = (
+                records.rename_column("input_ids", "tokens")
+                if make is None
+                else datasets.concatenate_datasets(
+                    [
+                        record_cache.open_file(path, stats_file=stats_file)
+                        for path in stats.paths[:-1]
+                    ]
+                )
+            )
+            stats.check_lengths(tokenized)
+            return tokenized, stats
+        can_write = os.access(folder, os.W_OK)
+        if can_write:
+            for leftover in folder.glob(f"cache-{fingerprint}*.arrow"):
+                leftover.unlink()
+        for path in _list_files(records):
+            if not files.is_intact(path):
+                reason = "its contents have changed" if path.exists() else "it is missing"
+                raise DamagedCacheError((path,), reason)
+        tokenized = make() if make else records.rename_column("input_ids", "tokens")
+        stats = compute(tokenized)
+        if can_write:
+            stats = write(stats, stats_file, _list_files(tokenized))
+        return tokenized, stats
+
+
+def _list_files(dataset: "datasets.Dataset") -> list[pathlib.Path]:
+    return [pathlib.Path(file["filename"]) for file in dataset.cache_files]
 
 
 def write(stats: TokenStats, file: pathlib.Path, cached: list[pathlib.Path]) -> TokenStats:

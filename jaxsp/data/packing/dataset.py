@@ -5,19 +5,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from jaxsp.config import yaml_io
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
+from jaxsp.data.ingest import columnar
 from jaxsp.data.packing import mixing
+from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.packing.source_counts import SourceCounts
-
-_LONG_DOCUMENTS = "data.long_documents"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ class PackedDataset:
             "data.eval_fraction": data.eval_fraction,
             "data.row_tokens": data.row_tokens,
             "data.max_segments_per_row": data.max_segments_per_row,
-            _LONG_DOCUMENTS: data.long_documents if has_long_documents else None,
+            "data.long_documents": data.long_documents if has_long_documents else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
             "sources": [
                 {
@@ -116,7 +115,7 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if "." not in name:
             continue
         # null: no document was too long, so the field has no effect
-        is_idle = name == _LONG_DOCUMENTS and None in (before[name], now[name])
+        is_idle = name == "data.long_documents" and None in (before[name], now[name])
         if now[name] != before[name] and not is_idle:
             new = yaml_io.format_value(now[name])
             old = yaml_io.format_value(before[name])
@@ -157,9 +156,22 @@ def pack_documents(
     weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
         part_of_segment = documents.find_sources(segments.document)
-        weights = _normalize_weights(source_weights)
+        scaled = np.divide(source_weights, max(source_weights))  # their sum could be infinite
+        weights = tuple((scaled / scaled.sum()).tolist())
     tokens = np.bincount(part_of_segment, segments.length, minlength=len(weights))
-    _check_no_source_empty(documents, tokens, config.data)
+    if not tokens.all():
+        number = int(np.argmin(tokens))
+        source = documents.sources[number]
+        suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
+        if source.num_held_out:
+            suggestion = (
+                f"hold out fewer documents (data.eval_fraction = {config.data.eval_fraction:g} "
+                f"holds out {source.num_held_out:,} of this source)"
+            )
+        raise UserError(
+            f"data.train.{number} ({source.name}): a source with a weight must have at least one "
+            f"document that is used. Leave the source out, or {suggestion}."
+        )
     parts = [
         PackedEpochs(
             segments.select(part_of_segment == part),
@@ -184,24 +196,27 @@ def pack_documents(
     )
 
 
-def _normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    scaled = np.divide(weights, max(weights))  # the sum of very large weights would be infinite
-    return tuple((scaled / scaled.sum()).tolist())
+def pack_arrays(
+    name: str, documents: Sequence[np.ndarray], labels: Sequence[np.ndarray], config: Config
+) -> PackedDataset:
+    """Packs token ids, such as the prompts of an evaluation, into rows, which must hold each.
 
+    Args:
+        documents: token ids, int32 [T].
+        labels: label of each token, not shifted: a token without a loss has -100. Every document
+            must have a label after its first token.
+    """
+    import datasets
 
-def _check_no_source_empty(documents: Documents, tokens: np.ndarray, data: DataConfig) -> None:
-    """Raises: UserError if no document of a weighted source is left."""
-    if tokens.all():
-        return
-    number = int(np.argmin(tokens))
-    source = documents.sources[number]
-    suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
-    if source.num_held_out:
-        suggestion = (
-            f"hold out fewer documents (data.eval_fraction = {data.eval_fraction:g} "
-            f"holds out {source.num_held_out:,} of this source)"
-        )
-    raise UserError(
-        f"data.train.{number} ({source.name}): a source with a weight must have at least one "
-        f"document that is used. Leave the source out, or {suggestion}."
+    table = pa.table(
+        {
+            "tokens": columnar.make_lists([array.astype(np.int32) for array in documents]),
+            "labels": columnar.make_lists([array.astype(np.int32) for array in labels]),
+            "place": pa.array([f"{name}[{number}]" for number in range(len(documents))]),
+        }
     )
+    with at(name):
+        rows = Documents([datasets.Dataset(table)], source_names=[name])
+    assert len(rows.lengths) == len(documents), "a document has no label"
+    assert rows.lengths.max() <= config.data.row_tokens, "a document is longer than a row"
+    return pack_documents(name, rows, config, digests=[""])

@@ -11,7 +11,8 @@ import numpy as np
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import record_cache
-from jaxsp.data.ingest.formats import FIRST_TOKENS
+from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS
+from jaxsp.data.ingest.record_cache import RecordEntry
 from jaxsp.data.ingest.token_stats import CheckedIds, TokenStats
 from jaxsp.data.packing import packing
 from jaxsp.data.packing.packing import Segments
@@ -51,14 +52,21 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
     weights: list[np.ndarray] | list[None] = [None] * len(tokens)
     if "weights" in dataset.column_names:
         weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
-    checked_tokens = _check_ids("tokens", tokens, stats)
-    checked_labels = checked_tokens if labels is tokens else _check_ids("labels", labels, stats)
+
+    def check_ids(column: str, lists: list[tuple[np.ndarray, np.ndarray]]) -> list[CheckedIds]:
+        ids = [values for _, values in lists]
+        return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
+
+    checked_tokens = check_ids("tokens", tokens)
+    checked_labels = checked_tokens if labels is tokens else check_ids("labels", labels)
     offsets_of_documents = [offsets for offsets, _ in tokens]
     if per_record == 2:
         firsts = dataset.data.column(FIRST_TOKENS).to_numpy()
         ends = np.cumsum([len(offsets) - 1 for offsets in offsets_of_documents])
         parts = np.split(firsts, ends[:-1])
-        offsets_of_documents = list(map(_split_records, offsets_of_documents, parts))
+        for chunk, (offsets, first) in enumerate(zip(offsets_of_documents, parts, strict=True)):
+            starts = np.stack([offsets[:-1], offsets[:-1] + first], axis=1)
+            offsets_of_documents[chunk] = np.append(starts.ravel(), offsets[-1])
     return [
         Chunk(
             starts=offsets[:-1],
@@ -77,19 +85,6 @@ def read_chunks(dataset: "datasets.Dataset", stats: TokenStats | None = None) ->
 def count_documents_per_record(dataset: "datasets.Dataset") -> int:
     """Number of documents of each record of a tokenized dataset."""
     return 2 if FIRST_TOKENS in dataset.column_names else 1
-
-
-def _split_records(offsets: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Offsets of both documents of records. Args: firsts: number of tokens of the first ones."""
-    starts = np.stack([offsets[:-1], offsets[:-1] + firsts], axis=1)
-    return np.append(starts.ravel(), offsets[-1])
-
-
-def _check_ids(
-    column: str, lists: list[tuple[np.ndarray, np.ndarray]], stats: TokenStats | None
-) -> list[CheckedIds]:
-    ids = [values for _, values in lists]
-    return list(map(CheckedIds, ids)) if stats is None else stats.check_blocks(column, ids)
 
 
 def choose_lengths(
@@ -127,25 +122,15 @@ class ChunkSegments:
     """Tokens of all segments without a loss token."""
 
 
-def select_segments(
-    chunks: Sequence[Chunk], used: np.ndarray, row_tokens: int | None
-) -> list[ChunkSegments]:
+def select_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
     """Selects the segments that have a loss token: the others would cost steps and teach nothing.
 
     The loss of the token before a cut is in the segment that ends there.
 
     Args:
-        used: number of tokens that are used of each document of the chunks.
+        used: number of tokens that are used of each document of the chunk.
         row_tokens: tokens of a row; None: no document is split.
     """
-    ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
-    return [
-        _select_chunk_segments(chunk, chunk_used, row_tokens)
-        for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
-    ]
-
-
-def _select_chunk_segments(chunk: Chunk, used: np.ndarray, row_tokens: int | None) -> ChunkSegments:
     indices = np.flatnonzero(used)
     lengths = used[indices]
     segments = packing.split_documents(lengths, row_tokens)
@@ -214,9 +199,13 @@ def select_records(
         return [
             (draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)
         ]
+    suggestion = "Name data sets in data.eval instead."
+    if len(usable) > 1:
+        enough = min(0.1, 1 / len(usable))
+        suggestion = f"Use data.eval_fraction={enough:.1g}, or name data sets in data.eval."
     raise UserError(
         f"data.eval_fraction = {fraction:g}: must leave at least one document of data.train, which "
-        f"has {len(usable):,}. {_suggest_fraction(len(usable))}"
+        f"has {len(usable):,}. {suggestion}"
     )
 
 
@@ -244,8 +233,109 @@ def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
-def _suggest_fraction(num_documents: int) -> str:
-    if num_documents < 2:
-        return "Name data sets in data.eval instead."
-    fraction = min(0.1, 1 / num_documents)
-    return f"Use data.eval_fraction={fraction:.1g}, or name data sets in data.eval."
+_MAX_NAMED_RECORDS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """Documents and tokens of one source that are used, and those that are not."""
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    num_loss_tokens: int
+    num_skipped: int
+    """Bad records that are left out."""
+    skipped_examples: tuple[str, ...]
+    """Location and problem of the first skipped records."""
+    num_empty: int
+    """Records without a token, which are left out."""
+    num_split: int
+    """Documents longer than a row that are split into segments."""
+    num_truncated: int
+    """Documents longer than a row of which only the beginning is used."""
+    num_tokens_truncated: int
+    num_dropped: int
+    num_tokens_dropped: int
+    num_without_loss: int
+    """Documents without a loss token, which are left out."""
+    num_segments_without_loss: int
+    """Segments without a loss token of other documents, which are left out."""
+    num_tokens_without_loss: int
+    """Tokens of these documents and segments."""
+    num_bare_answers: int
+    """Answers whose thinking the chat template dropped: see data.earlier_reasoning."""
+    num_held_out: int
+    num_tokens_held_out: int
+
+    def has_long_documents(self) -> bool:
+        """True if there are documents longer than a row."""
+        return bool(self.num_split or self.num_truncated or self.num_dropped)
+
+
+def count_source(
+    name: str,
+    dataset: "datasets.Dataset",
+    chunks: Sequence[Chunk],
+    selected: Sequence[ChunkSegments],
+    *,
+    used: np.ndarray,
+    is_in_split: np.ndarray,
+    row_tokens: int | None,
+    count_held_out: bool,
+) -> SourceCounts:
+    """Counts the documents of a source.
+
+    Args:
+        chunks: the stored documents of the dataset.
+        selected: the segments of each chunk.
+        used: for each document, the number of its tokens up to which segments are made.
+        is_in_split: for each document, True if it belongs to this split.
+        row_tokens: tokens of a row; None: documents have any length.
+        count_held_out: True for a training set; of an evaluation set, the others are not held out.
+    """
+    stored = np.concatenate([chunk.lengths for chunk in chunks])
+    has_loss = np.zeros(len(stored), bool)
+    starts = np.cumsum([0, *(len(chunk.lengths) for chunk in chunks)])
+    for start, chunk_segments in zip(starts, selected, strict=False):
+        has_loss[start + chunk_segments.indices] = True
+    is_split = used > (used.max() if row_tokens is None else row_tokens)
+    is_truncated = (used > 0) & (used < stored)
+    left_out = stored[is_in_split & (used == 0)]
+    per_record = chunks[0].per_record
+    num_empty = int(np.sum(left_out == 0)) // per_record
+    held_out = stored[~is_in_split & count_held_out]
+    # a bad record has no tokens, and records without tokens are never held out
+    num_skipped = 0
+    skipped: list[RecordEntry] = []
+    if num_empty and "problem" in dataset.column_names:
+        num_skipped, skipped = record_cache.find_bad_records(
+            dataset, max_examples=_MAX_NAMED_RECORDS
+        )
+    num_bare_answers = 0
+    if BARE_ANSWERS in dataset.column_names:
+        num_bare_answers = int(
+            dataset.data.column(BARE_ANSWERS).to_numpy()[has_loss[::per_record]].sum()
+        )
+    return SourceCounts(
+        name=name,
+        num_documents=int(np.count_nonzero(has_loss)),
+        num_tokens=sum(int(chunk_segments.kept.length.sum()) for chunk_segments in selected),
+        num_loss_tokens=sum(chunk_segments.num_loss_tokens for chunk_segments in selected),
+        num_skipped=num_skipped,
+        skipped_examples=tuple(f"{entry['place']}: {entry['problem']}" for entry in skipped),
+        num_empty=num_empty - num_skipped,
+        num_split=int(np.count_nonzero(is_split)),
+        num_truncated=int(np.count_nonzero(is_truncated)),
+        num_tokens_truncated=int((stored - used)[is_truncated].sum()),
+        num_dropped=int(np.count_nonzero(left_out)),
+        num_tokens_dropped=int(left_out.sum()),
+        num_without_loss=int(np.count_nonzero((used > 0) & ~has_loss)),
+        num_segments_without_loss=sum(chunk_segments.num_left_out for chunk_segments in selected),
+        num_tokens_without_loss=sum(
+            chunk_segments.num_tokens_left_out for chunk_segments in selected
+        ),
+        num_bare_answers=num_bare_answers,
+        num_held_out=len(held_out),
+        num_tokens_held_out=int(held_out.sum()),
+    )

@@ -1,6 +1,7 @@
 """Loads the batches of a schedule: each process reads its own devices' shards, ahead of use."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -27,8 +28,48 @@ from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice
-from jaxsp.data.packing.step_records import BlockSpan, HostBatch, StepCounts
 from jaxsp.runtime import device_mesh
+
+BlockSpan = tuple[tuple[int, int], ...]
+"""Begin and end of a block of a global array, per dim."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Counts of a step over the whole mesh, computed from the packing plan only."""
+
+    rows: PackedRows
+    """The step's rows and their segments, in the order of `places`."""
+    places: np.ndarray
+    """[microbatches, B]: number in `rows` of each row of the batch."""
+    num_rows: int
+    """Number of rows with at least one segment."""
+    epoch: int | None
+    """Epoch of the step's last row, from 0; None if sources are mixed by weight."""
+    tokens_per_source: tuple[int, ...]
+    documents_P2: np.ndarray
+    """Documents of each pair of the step, in the order of `Batch.pairs`; -1 for one that is in
+    another step, which only evaluations have. Empty without pairs."""
+    imbalance: float
+    """Attention work of the slowest devices over the mean: see `balance.compute_imbalance`."""
+
+    @property
+    def segment_lengths(self) -> np.ndarray:
+        """Tokens of each segment."""
+        return self.rows.length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """Blocks of a step for this process's devices, by Batch field and span.
+
+    A block that several devices hold is there once.
+    """
+
+    blocks: dict[str, dict[BlockSpan, np.ndarray]]
+    pairs: Pairs | None
+    """Pairs of the step, as arrays of the host."""
+    counts: StepCounts
 
 
 class RowPlacement(NamedTuple):
@@ -133,8 +174,7 @@ class BatchLoader:
     def _make_pairs(self, sorted_rows: _SortedRows, numbers: np.ndarray) -> Pairs:
         """Pairs of a step. Args: numbers: of each segment's document."""
         max_pairs = batch.max_pairs(
-            rows_per_step=self._placement.batch.rows_per_step,
-            max_segments=self._max_segments,
+            rows_per_step=self._placement.batch.rows_per_step, max_segments=self._max_segments
         )
         references_D = np.zeros(2 * max_pairs, np.float32)
         is_desirable_P = np.zeros(max_pairs, bool)
@@ -146,7 +186,7 @@ class BatchLoader:
         return Pairs(references_P2=references_D.reshape(-1, 2), is_desirable_P=is_desirable_P)
 
     def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
-        step_rows = self._schedule.step_rows(step)
+        first_row, num_rows = self._schedule.step_rows(step)
         rows = sorted_rows.rows
         tokens_per_source = np.bincount(
             self._documents.find_sources(rows.document),
@@ -156,8 +196,8 @@ class BatchLoader:
         return StepCounts(
             rows=rows,
             places=self._places,
-            num_rows=step_rows.num_rows,
-            epoch=self._stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
+            num_rows=num_rows,
+            epoch=self._stream.find_epoch(first_row + num_rows - 1),
             tokens_per_source=tuple(tokens_per_source.astype(int).tolist()),
             documents_P2=self._list_pairs(sorted_rows),
             imbalance=self._compute_imbalance(rows),
@@ -203,7 +243,7 @@ class BatchLoader:
                     name: self._put_on_devices(host_batch, name) for name in host_batch.blocks
                 }
                 if host_batch.pairs is not None:
-                    arrays["pairs"] = _put_everywhere(host_batch.pairs, self._placement.mesh)
+                    arrays["pairs"] = jax.tree.map(self._put_everywhere, host_batch.pairs)
                 yield Batch(**arrays), host_batch.counts
 
     def _put_on_devices(self, host_batch: HostBatch, name: str) -> jax.Array:
@@ -214,6 +254,10 @@ class BatchLoader:
             NamedSharding(self._placement.mesh, self._specs[name]),
             lambda index: blocks[_to_span(index, shape)],
         )
+
+    def _put_everywhere(self, array: np.ndarray) -> jax.Array:
+        whole = NamedSharding(self._placement.mesh, PartitionSpec())
+        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
 
     def _sort_rows(self, step: int) -> _SortedRows:
         first_row, num_rows = self._schedule.step_rows(step)
@@ -235,15 +279,15 @@ class BatchLoader:
             row_tokens=self._row_tokens,
             layout=self._placement.layout,
         )
-        by_group = split_by_group(work[self._places], self._placement.num_groups)
+        # of each microbatch, group and row of a group, on each device
+        shape = (len(self._places), self._placement.num_groups, -1, *work.shape[1:])
+        by_group = work[self._places].reshape(shape)
         return balance.compute_imbalance(
             by_group.sum(2), has_ring_steps=self._placement.has_ring_steps
         )
 
     def _read_blocks(
-        self,
-        spec: jax.sharding.PartitionSpec,
-        read_part: Callable[[int, int, int], Any],
+        self, spec: jax.sharding.PartitionSpec, read_part: Callable[[int, int, int], Any]
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """Blocks of the Batch fields that are sharded by `spec`.
 
@@ -253,7 +297,9 @@ class BatchLoader:
         names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
         sharding = NamedSharding(self._placement.mesh, spec)
-        for span in _local_spans(sharding, self._shapes[spec]):
+        shape = self._shapes[spec]
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        for span in dict.fromkeys(_to_span(index, shape) for index in indices):
             microbatches, slots, (begin, end) = span
             places = self._places[slice(*microbatches), slice(*slots)]
             parts = [
@@ -303,27 +349,6 @@ def find_places(placement: RowPlacement) -> np.ndarray:
             for microbatch in range(microbatches)
         ]
     )
-
-
-def _put_everywhere(pairs: Pairs, mesh: jax.sharding.Mesh) -> Pairs:
-    """Copies the pairs of a step to all devices."""
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def put(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, whole, array.__getitem__)
-
-    return jax.tree.map(put, pairs)
-
-
-def split_by_group(slots: np.ndarray, num_groups: int) -> np.ndarray:
-    """Splits [microbatches, B, ...] into [microbatches, groups, rows of a group, ...]."""
-    return slots.reshape(len(slots), num_groups, slots.shape[1] // num_groups, *slots.shape[2:])
-
-
-def _local_spans(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[BlockSpan]:
-    """Distinct blocks of an array on this process's devices."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return list(dict.fromkeys(_to_span(index, shape) for index in indices))
 
 
 def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSpan:

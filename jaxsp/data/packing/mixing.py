@@ -13,7 +13,6 @@ mesh and the rows per step were.
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -95,14 +94,6 @@ def _interleave_parts(
     return np.repeat(parts[order], block_rows), rows.ravel()
 
 
-class StepRows(NamedTuple):
-    """The rows of a step."""
-
-    first_row: int
-    """Index of the first of them within the stream."""
-    num_rows: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSchedule:
     """The rows of each remaining step."""
@@ -117,9 +108,10 @@ class RowSchedule:
     def __len__(self) -> int:
         return self.num_steps
 
-    def step_rows(self, step: int) -> StepRows:
+    def step_rows(self, step: int) -> tuple[int, int]:
+        """Returns the first row of a step, by its index in the stream, and their number."""
         first = self.begin_row + step * self.rows_per_step
-        return StepRows(first, min(self.rows_per_step, self.end_row - first))
+        return first, min(self.rows_per_step, self.end_row - first)
 
     def rows_consumed(self, num_steps: int) -> int:
         """Rows consumed after `num_steps` steps: the whole state of the data."""
@@ -132,11 +124,7 @@ class RowSchedule:
 
 
 def build_schedule(
-    *,
-    begin_row: int,
-    rows_per_step: int,
-    num_steps: int | None = None,
-    end_row: int | None = None,
+    *, begin_row: int, rows_per_step: int, num_steps: int | None = None, end_row: int | None = None
 ) -> RowSchedule:
     """Builds a schedule of `num_steps` steps, or until the stream has come to its end.
 

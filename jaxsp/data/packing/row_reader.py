@@ -13,10 +13,9 @@ from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.ingest.formats import IS_DESIRABLE, REFERENCES
 from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.packing import document_selection, packing, source_counts
-from jaxsp.data.packing.document_selection import Chunk, ChunkSegments
+from jaxsp.data.packing import document_selection, packing
+from jaxsp.data.packing.document_selection import Chunk, ChunkSegments, SourceCounts
 from jaxsp.data.packing.packing import Segments
-from jaxsp.data.packing.source_counts import SourceCounts
 
 if TYPE_CHECKING:
     import datasets
@@ -77,10 +76,13 @@ class Documents:
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         stats: Sequence[TokenStats] | None = None,
         has_scores: bool = False,
-        field: str = "data.train",
     ):
         source_names = source_names or [str(number) for number in range(len(tokenized))]
-        self._max_id = _find_highest_id(stats)
+        self._max_id = np.iinfo(np.int32).max
+        """Highest id of all tokens and labels, if it is known."""
+        if stats is not None:
+            extremes = [ends for source in stats for ends in source.extreme_ids.values()]
+            self._max_id = max((highest for _, (highest, _) in extremes), default=0)
         self._tokenized = tokenized
         self._has_scores = has_scores
         self.per_record = document_selection.count_documents_per_record(tokenized[0])
@@ -101,13 +103,17 @@ class Documents:
             options = (row_tokens, long_documents)
             usable = document_selection.choose_lengths(stored, *options, self.per_record)
             used = np.where(is_in_split, usable, 0)
-            selected = document_selection.select_segments(chunks, used, row_tokens)
+            ends = np.cumsum([len(chunk.lengths) for chunk in chunks])
+            selected = [
+                document_selection.select_segments(chunk, chunk_used, row_tokens)
+                for chunk, chunk_used in zip(chunks, np.split(used, ends[:-1]), strict=True)
+            ]
             chosen += selected
             self._chunks += chunks
             sizes = [len(chunk.lengths) // self.per_record for chunk in chunks]
             self._chunk_origins += [(number, first) for first in _find_firsts(sizes)]
-            _check_lengths(dataset, stored, *options, field)
-            counts = source_counts.count_source(
+            _check_lengths(dataset, stored, *options)
+            counts = document_selection.count_source(
                 name,
                 dataset,
                 chunks,
@@ -121,11 +127,12 @@ class Documents:
         self._join_sources(chosen)
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
-        self.references = self._read_references(field)
+        self.references = self._read_references()
         """Log-probability of each document by the reference model, float64; None if it is unknown:
         jaxsp then computes it before it trains."""
-        self._check_positions(field)
-        self._check_has_labels(field, row_tokens, long_documents)
+        self.has_given_references = self.references is not None
+        """True if the records have the log-probabilities of the reference model."""
+        self._check_documents(row_tokens, long_documents)
 
     def _join_sources(self, chosen: Sequence[ChunkSegments]) -> None:
         """Numbers the documents of all chunks."""
@@ -139,11 +146,6 @@ class Documents:
         self._index_in_chunk = np.concatenate([each.indices for each in chosen])
         self._source_ends = np.cumsum([counts.num_documents for counts in self.sources])
 
-    @functools.cached_property
-    def has_given_references(self) -> bool:
-        """True if the records have the log-probabilities of the reference model."""
-        return self._read_references("") is not None
-
     def _read_column(self, name: str) -> np.ndarray | None:
         """Value of each pair's record in a column; None if the tokenized records do not have it."""
         if not all(name in dataset.column_names for dataset in self._tokenized):
@@ -155,11 +157,8 @@ class Documents:
             values.append(columns[number][first_record + indices[::2] // 2])
         return np.concatenate(values)
 
-    def _read_references(self, field: str) -> np.ndarray | None:
-        """Log-probabilities of the reference model that the records have.
-
-        Raises: UserError if only some of them have them.
-        """
+    def _read_references(self) -> np.ndarray | None:
+        """Log-probabilities of the reference model that the records have: all, or none."""
         columns = [values for name in REFERENCES if (values := self._read_column(name)) is not None]
         if not columns:
             return None
@@ -169,22 +168,20 @@ class Documents:
             return None
         if not is_known.all():
             raise UserError(
-                f"{field}: {np.sum(is_known) // 2:,} of {len(references) // 2:,} records have "
+                f"{np.sum(is_known) // 2:,} of {len(references) // 2:,} records have "
                 "ref_chosen_logps and ref_rejected_logps. Give them to all records, or put both "
                 "names into ignore_fields: jaxsp then computes them."
             )
         return references
 
-    def _check_positions(self, field: str) -> None:
+    def _check_documents(self, row_tokens: int | None, long_documents: str) -> None:
         longest = int(self.lengths.max(initial=0))
         if longest > POSITION_LIMIT:
             raise UserError(
-                f"{field}: a document has {longest:,} tokens, but must have at most "
+                f"a document has {longest:,} tokens, but must have at most "
                 f"{POSITION_LIMIT:,}, the number of positions. Cut it into shorter documents, or "
                 "set data.long_documents to truncate or drop."
             )
-
-    def _check_has_labels(self, field: str, row_tokens: int | None, long_documents: str) -> None:
         if self.num_loss_tokens > 0:
             return
         longest = max(int(chunk.lengths.max(initial=0)) for chunk in self._chunks)
@@ -192,12 +189,12 @@ class Documents:
         if is_cut and any((chunk.labels.read_all() != NO_LABEL).any() for chunk in self._chunks):
             split = "data.long_documents=split, or " if self.per_record == 1 else ""
             raise UserError(
-                f"{field}: data.long_documents = {long_documents} leaves no token with a loss: "
+                f"data.long_documents = {long_documents} leaves no token with a loss: "
                 f"rows have {row_tokens:,} tokens, and documents up to {longest:,}. Use "
                 f"{split}a data.row_tokens of at least {longest:,}."
             )
         raise UserError(
-            f"{field}: at least one token must have a label. Give documents of two tokens or more, "
+            "at least one token must have a label. Give documents of two tokens or more, "
             "with labels that are not all -100."
         )
 
@@ -310,9 +307,7 @@ def make_slots(
     padding = (0, max_segments - len(row.length))
     return SegmentSlots(
         documents=np.pad(
-            np.asarray(documents, np.int32),
-            (0, max_segments - len(documents)),
-            constant_values=-1,
+            np.asarray(documents, np.int32), (0, max_segments - len(documents)), constant_values=-1
         ),
         starts=np.pad(row.starts, padding).astype(np.int32),
         lengths=np.pad(row.length, padding).astype(np.int32),
@@ -324,24 +319,12 @@ def _find_firsts(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
-def _find_highest_id(stats: Sequence[TokenStats] | None) -> int:
-    """Highest id of all tokens and labels; that of int32 without statistics."""
-    if stats is None:
-        return np.iinfo(np.int32).max
-    return max((ends[1][0] for source in stats for ends in source.extreme_ids.values()), default=0)
-
-
 def _check_lengths(
-    dataset: "datasets.Dataset",
-    lengths: np.ndarray,
-    row_tokens: int | None,
-    long_documents: str,
-    field: str,
+    dataset: "datasets.Dataset", lengths: np.ndarray, row_tokens: int | None, long_documents: str
 ) -> None:
     """Checks that no document is longer than a row, unless it may be split.
 
-    Raises: UserError. The documents of a pair are not split, because attention would not see the
-        whole of them.
+    The documents of a pair are not split, because attention would not see the whole of them.
     """
     per_record = document_selection.count_documents_per_record(dataset)
     may_be_long = ("truncate", "drop") if per_record == 2 else ("split", "truncate", "drop")
@@ -352,13 +335,13 @@ def _check_lengths(
         return
     first = int(too_long[0])
     place = dataset[first // per_record]["place"]
-    num_others = len(too_long) - 1
     others = ""
-    if num_others:
+    if num_others := len(too_long) - 1:
         noun = "document is" if num_others == 1 else "documents are"
         others = f" {num_others:,} other {noun} too long."
     raise UserError(
-        f"data.long_documents = {long_documents}: {field}: {place} has {lengths[first]:,} tokens, "
+        f"data.long_documents = {long_documents}: {place} has {lengths[first]:,} tokens, "
         f"but a row has {row_tokens:,}.{others} Use {errors.format_choices(may_be_long)}, or a "
-        f"data.row_tokens of at least {lengths.max():,}."
+        f"data.row_tokens of at least {lengths.max():,}.",
+        is_named=True,
     )

@@ -9,9 +9,9 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows
-from jaxsp.data.packing.source_counts import SourceCounts
 
 
 def describe_data(
@@ -73,43 +73,32 @@ def describe_epochs(data: PackedDataset, config: Config, schedule: RowSchedule) 
 def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
     """Lists what is held out, split, truncated or left out; empty if nothing is."""
 
-    def total(field: str, noun: str) -> str:
-        return format_count(sum(getattr(source, field) for source in sources), noun)
+    def count(field: str, noun: str) -> str:
+        """Returns the total of a field, with its noun; empty if it is 0."""
+        total = sum(getattr(source, field) for source in sources)
+        return format_count(total, noun) if total else ""
 
-    without_loss = [
-        total(field, noun)
-        for field, noun in (
-            ("num_without_loss", "document"),
-            ("num_segments_without_loss", "segment"),
-        )
-        if any(getattr(source, field) for source in sources)
-    ]
-    descriptions = {
-        "num_held_out": (
-            f"{total('num_held_out', 'document')} held out for evaluation, "
-            f"with {total('num_tokens_held_out', 'token')}"
-        ),
-        "num_split": f"{total('num_split', 'document')} longer than a row: split",
-        "num_truncated": (
-            f"{total('num_truncated', 'document')} longer than a row: "
-            f"truncated by {total('num_tokens_truncated', 'token')}"
-        ),
-        "num_dropped": (
-            f"{total('num_dropped', 'document')} longer than a row: "
-            f"dropped, with {total('num_tokens_dropped', 'token')}"
-        ),
-        "num_tokens_without_loss": (
-            f"{' and '.join(without_loss)} without a loss token: "
-            f"left out, with {total('num_tokens_without_loss', 'token')}"
-        ),
-        "num_skipped": f"{total('num_skipped', 'bad record')} skipped",
-        "num_empty": f"{total('num_empty', 'empty document')} left out",
-    }
-    return "; ".join(
-        description
-        for field, description in descriptions.items()
-        if any(getattr(source, field) for source in sources)
-    )
+    parts = []
+    if documents := count("num_held_out", "document"):
+        tokens = count("num_tokens_held_out", "token")
+        parts.append(f"{documents} held out for evaluation, with {tokens}")
+    if documents := count("num_split", "document"):
+        parts.append(f"{documents} longer than a row: split")
+    if documents := count("num_truncated", "document"):
+        tokens = count("num_tokens_truncated", "token")
+        parts.append(f"{documents} longer than a row: truncated by {tokens}")
+    if documents := count("num_dropped", "document"):
+        tokens = count("num_tokens_dropped", "token")
+        parts.append(f"{documents} longer than a row: dropped, with {tokens}")
+    if tokens := count("num_tokens_without_loss", "token"):
+        nouns = {"num_without_loss": "document", "num_segments_without_loss": "segment"}
+        without_loss = " and ".join(filter(None, map(count, nouns, nouns.values())))
+        parts.append(f"{without_loss} without a loss token: left out, with {tokens}")
+    if records := count("num_skipped", "bad record"):
+        parts.append(f"{records} skipped")
+    if documents := count("num_empty", "empty document"):
+        parts.append(f"{documents} left out")
+    return "; ".join(parts)
 
 
 def describe_bare_answers(sources: Sequence[SourceCounts], data: DataConfig) -> list[str]:

@@ -3,22 +3,22 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.data.chat import chat, chat_template
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat, chat_template, template_text
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
-from jaxsp.data.ingest.formats import Format
-from jaxsp.data.tokenization import encoding
-from jaxsp.data.tokenization.encoding import EncodedText
+from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE, Format
+from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
+    import datasets
     import transformers
 
 
@@ -32,8 +32,8 @@ class EncodedDocument:
     """None: every token has loss."""
 
 
-EncodedRecord = tuple[EncodedDocument, ...] | RecordError
-"""The documents of a record, or the reason why it cannot be used."""
+EncodedRecord = tuple[EncodedDocument, ...] | str
+"""The documents of a record, or the problem that it has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,12 @@ class TokenizeOptions:
         """Columns of the tokenized dataset with token ids."""
         has_full_loss = self.format.is_text or self.chat.has_full_loss
         return ["tokens"] if has_full_loss else ["tokens", "labels"]
+
+    @property
+    def count_columns(self) -> list[str]:
+        """Columns of the tokenized dataset with a number for each record."""
+        bare_answers = [BARE_ANSWERS] if self.format.is_chat else []
+        return bare_answers + ([FIRST_TOKENS] if self.format.num_documents > 1 else [])
 
 
 def resolve_options(
@@ -72,29 +78,38 @@ def resolve_options(
     return TokenizeOptions(format=record_format, chat=chat_options)
 
 
-def render_and_encode(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
+def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
     """Returns the documents of texts, or of records as JSON; or their problem."""
-    rendered = [_render_record(record, options) for record in records]
-    texts = [each for record in rendered if isinstance(record, tuple) for each in record]
-    encoded = iter(encoding.encode_texts(texts, options.chat.tokenizer))
-    return [
-        record
-        if isinstance(record, RecordError)
-        else _join_documents(record, list(itertools.islice(encoded, len(record))), options.format)
-        for record in rendered
-    ]
+    rendered: dict[int, tuple[RenderedRecord, ...]] = {}
+    encoded: list[EncodedRecord] = [""] * len(records)
+    for index, record in enumerate(records):
+        try:
+            rendered[index] = (
+                (RenderedRecord(text=record, is_plain=True),)
+                if options.format.is_text
+                else chat.render_record(json.loads(record), options.chat)
+            )
+        except UserError as error:
+            encoded[index] = str(error)
+    encoder = TextEncoder(options.chat.tokenizer)
+    encodings = iter(encoder.tokenize([*itertools.chain.from_iterable(rendered.values())]))
+    for index, documents in rendered.items():
+        pairs = zip(documents, [*itertools.islice(encodings, len(documents))], strict=True)
+        try:
+            encoded[index] = _encode_record(pairs, encoder, options.format)
+        except UserError as error:
+            encoded[index] = str(error)
+    return encoded
 
 
-def _join_documents(
-    rendered: tuple[RenderedRecord, ...],
-    encoded: list[EncodedText],
-    record_format: Format,
-) -> EncodedRecord:
+def _encode_record(
+    rendered: Iterable[tuple[RenderedRecord, Any]], encoder: TextEncoder, record_format: Format
+) -> tuple[EncodedDocument, ...]:
     documents = []
-    for document, result in zip(rendered, encoded, strict=True):
-        if isinstance(result, RecordError):
-            return RecordError(f"{document.name}: {result}") if document.name else result
-        documents.append(EncodedDocument(rendered=document, tokens=result[0], labels=result[1]))
+    for document, encoding in rendered:
+        with chat.at_document(document.name):
+            tokens, labels = encoder.encode(document, encoding)
+        documents.append(EncodedDocument(rendered=document, tokens=tokens, labels=labels))
     if record_format.has_common_loss_start:
         _align_loss_starts(documents)
     return tuple(documents)
@@ -120,12 +135,95 @@ def _align_loss_starts(documents: list[EncodedDocument]) -> None:
     second.labels[start : starts[1]] = second.tokens[start : starts[1]]
 
 
-def _render_record(
-    record: str, options: TokenizeOptions
-) -> tuple[RenderedRecord, ...] | RecordError:
-    if options.format.is_text:
-        return (RenderedRecord(text=record, is_plain=True),)
-    try:
-        return chat.render_record(json.loads(record), options.chat)
-    except RecordError as problem:
-        return problem
+_MAX_SEARCHED = 10_000
+"""Number of records that are searched for one of each kind."""
+
+
+class Example(NamedTuple):
+    """An encoded document of a record."""
+
+    place: str
+    """Place of the record, and the document's name if it has several."""
+    tokens: np.ndarray
+    labels: np.ndarray | None
+    kinds: list[str]
+    """Properties of a chat that the examples before it do not have."""
+
+
+def encode_examples(
+    dataset: "datasets.Dataset",
+    *,
+    source: SourceConfig,
+    data: DataConfig,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    num_records: int | None = None,
+) -> Iterator[Example]:
+    """Yields the documents of the first usable records, as `tokenize_dataset` encodes them.
+
+    Args:
+        dataset: the records of `sources.read`.
+        num_records: None: the first one, and among the next ones one of each kind of chat.
+    Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
+    """
+    record_format = formats.FORMATS[source.format]
+    options = None
+    if not record_format.is_tokenized:
+        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
+        options = resolve_options(source, data=data, tokenizer=tokenizer)
+    num_examples = 0
+    seen: set[str] = set()
+    for index, entry in enumerate(dataset):
+        if num_examples == num_records:
+            break
+        if num_examples and num_records is None and index >= _MAX_SEARCHED:
+            break
+        if entry["problem"] is not None:
+            continue
+        kinds = list_kinds(json.loads(entry["record"])) if record_format.is_chat else []
+        kinds = [kind for kind in kinds if kind not in seen]
+        if num_examples and num_records is None and not kinds:
+            if record_format.is_chat:
+                continue
+            break
+        encoded: EncodedRecord
+        if options is not None:
+            (encoded,) = encode_records([entry[record_format.column]], options)
+        else:
+            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
+            tokens = np.asarray(entry["input_ids"], np.int32)
+            rendered = RenderedRecord(text="")
+            encoded = (EncodedDocument(rendered=rendered, tokens=tokens, labels=labels),)
+        if isinstance(encoded, str):
+            if data.on_bad_record == "skip":
+                continue
+            raise UserError(
+                f"{entry['place']}: {encoded} Correct it, or leave it out: data.on_bad_record=skip."
+            )
+        if len(encoded[0].tokens):
+            num_examples += 1
+            seen.update(kinds)
+            for document in encoded:
+                name = document.rendered.name
+                if name == "completion":
+                    name += " (desirable)" if entry[IS_DESIRABLE] else " (undesirable)"
+                place = f"{entry['place']}: {name}" if name else entry["place"]
+                yield Example(place, document.tokens, document.labels, kinds)
+    if not num_examples:
+        raise UserError("no record has a token. Give at least one that has.")
+
+
+def list_kinds(record: dict[str, Any]) -> list[str]:
+    """Returns the properties of a chat that a template may write in ways of its own."""
+    messages = template_text.list_messages(record)
+    answers = [message for message in messages if message["role"] == template_text.ASSISTANT]
+    kinds = {
+        "tools": bool(record.get("tools")),
+        "tool calls": any(map(template_text.list_tool_calls, answers)),
+        "reasoning": any(map(template_text.get_reasoning, answers)),
+        "reasoning in several turns": sum(map(bool, map(template_text.get_reasoning, answers))) > 1,
+        "several turns": len(answers) > 1,
+        "a system message": any(message["role"] == "system" for message in messages),
+        "messages without loss": not all(map(template_text.has_loss, messages)),
+        "template arguments": bool(record.get("chat_template_kwargs")),
+    }
+    return [kind for kind, is_present in kinds.items() if is_present]

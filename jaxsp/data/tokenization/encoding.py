@@ -9,32 +9,21 @@ borders of the parts:
 """
 
 import contextlib
-import functools
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat.chat import RenderedRecord
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization.tokenizers import convert_panics
 
-if TYPE_CHECKING:
-    import transformers
 
-EncodedText = tuple[np.ndarray, np.ndarray | None] | RecordError
-"""Token ids and labels (int32, not shifted; None: every token has loss), or why there are none."""
-
-
-def encode_texts(
-    rendered: Sequence[RenderedRecord],
-    tokenizer: "transformers.PreTrainedTokenizerBase",
-) -> list[EncodedText]:
-    """Returns the tokens and labels of each text.
+class TextEncoder:
+    """Converts texts to token ids and labels.
 
     A plain text gets the special tokens that the tokenizer writes before a text, unless it begins
     with them, and an end token, unless it ends with one and white space: rendered chats have both.
@@ -43,127 +32,99 @@ def encode_texts(
     Text of special tokens inside a content becomes those tokens, as everywhere in transformers; it
     moves no label.
     """
-    encoded: list[Any] = [None] * len(rendered)
-    # only texts with labels need offsets of tokens
-    groups: dict[bool, list[int]] = {}
-    for index, record in enumerate(rendered):
-        groups.setdefault(record.loss_spans is not None, []).append(index)
-    for has_labels, indices in groups.items():
-        encode = _encode_with_labels if has_labels else _encode_without_labels
-        results = encode([rendered[index] for index in indices], tokenizer)
-        for index, result in zip(indices, results, strict=True):
-            encoded[index] = result
-    return encoded
-
-
-def encode_prompt(
-    text: str, tokenizer: "transformers.PreTrainedTokenizerBase", *, is_plain: bool
-) -> list[int]:
-    """Returns the tokens of a text that a model continues, without an end token.
-
-    Args: is_plain: False for a rendered chat, which has its special tokens.
-    Raises: UserError if the tokenizer fails.
-    """
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-    (ids,) = _encode_each(encode, [text])
-    if isinstance(ids, RecordError):
-        raise UserError(f"prompt: {ids}. Use another text.")
-    if not is_plain:
-        return ids
-    before, _ = _surrounding_tokens(tokenizer)
-    return ids if ids[: len(before)] == before else [*before, *ids]
-
-
-def _encode_without_labels(
-    rendered: Sequence[RenderedRecord], tokenizer: Any
-) -> Iterator[EncodedText]:
-    """Yields the tokens of texts in which every token has loss, or a RecordError for a text."""
-    texts = [record.text for record in rendered]
-    encode: Callable[[list[str]], list[Any]]
-    if _is_fast(tokenizer):
-        tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
-        # 1.6 us a token. Conversion to Python and to an array takes 0.04; a BatchEncoding as much
-        encode = functools.partial(
-            tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False
-        )
-    else:
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        encode = lambda texts: tokenizer(texts, add_special_tokens=False, **options)["input_ids"]
-    special_tokens = _SpecialTokens(tokenizer)
-    for record, result in zip(rendered, _encode_each(encode, texts), strict=True):
-        if isinstance(result, RecordError):
-            yield result
-            continue
-        ids = result if isinstance(result, list) else result.ids
-        if record.is_plain:  # a rendered chat has its special tokens
-            special_tokens.add_around(ids, record.text)
-        yield np.fromiter(ids, np.int32, len(ids)), None
-
-
-def _encode_with_labels(
-    rendered: Sequence[RenderedRecord], tokenizer: Any
-) -> Iterator[EncodedText]:
-    """Yields the tokens and labels of texts with loss spans, or a RecordError for a text."""
-    if not _is_fast(tokenizer):
-        problem = (
-            f"{type(tokenizer).__name__} does not report the offsets of its tokens: use "
-            "data.train_on=all, or a tokenizer with a tokenizer.json"
-        )
-        yield from [RecordError(problem)] * len(rendered)
-        return
-    tokenizer("", add_special_tokens=False)  # turns off truncation and padding in the backend
-    special_tokens = _SpecialTokens(tokenizer)
-    with _without_post_processor(tokenizer.backend_tokenizer) as backend:
-        texts = [record.text for record in rendered]
-        encode = functools.partial(backend.encode_batch, add_special_tokens=False)
-        encodings = _encode_each(encode, texts)
-    for record, encoding in zip(rendered, encodings, strict=True):
-        if isinstance(encoding, RecordError):
-            yield encoding
-            continue
-        ids = encoding.ids
-        num_before = 0
-        if record.is_plain:
-            num_before = special_tokens.add_around(ids, record.text)
-        tokens = np.fromiter(ids, np.int32, len(ids))
-        try:
-            yield tokens, _make_labels(tokens, encoding, record, offset=num_before)
-        except RecordError as problem:
-            yield problem
-
-
-def _encode_each(encode: Callable[[list[str]], list[Any]], texts: list[str]) -> list[Any]:
-    """Returns what a tokenizer returns for each text, or a RecordError where it fails.
-
-    A word-level tokenizer without an unknown token refuses words that it does not have.
-    """
-    try:
-        with convert_panics():
-            return encode(texts)
-    except Exception as error:  # the library raises a bare Exception
-        if len(texts) > 1:
-            return [result for text in texts for result in _encode_each(encode, [text])]
-        return [RecordError(f"the tokenizer fails: {errors.first_line(error)}")]
-
-
-def list_first_tokens(tokenizer: Any) -> list[int]:
-    """Special tokens that the tokenizer writes before every text."""
-    return _surrounding_tokens(tokenizer)[0]
-
-
-class _SpecialTokens:
-    """Special tokens around a plain text: those that the tokenizer writes, and one end token."""
 
     def __init__(self, tokenizer: Any):
-        self._before, after = _surrounding_tokens(tokenizer)
+        self._tokenizer = tokenizer
+        self._before, after = surrounding_tokens(tokenizer)
         end = tokenizer.eos_token_id
         self._after = after if end is None or after[-1:] == [end] else [end]
         self._end_text: str | None = tokenizer.eos_token
 
-    def add_around(self, ids: list[int], text: str) -> int:
+    def tokenize(self, documents: Sequence[RenderedRecord]) -> list[Any]:
+        """Tokenizes texts together, for `encode`; None for those that it must tokenize singly."""
+        encodings: list[Any] = [None] * len(documents)
+        for has_labels in (False, True):
+            indices = [
+                index
+                for index, document in enumerate(documents)
+                if has_labels == (document.loss_spans is not None)
+            ]
+            with contextlib.suppress(UserError):  # encode() finds the text that it is about
+                texts = [documents[index].text for index in indices]
+                results = self._tokenize(texts, has_labels=has_labels) if texts else []
+                for index, result in zip(indices, results, strict=True):
+                    encodings[index] = result
+        return encodings
+
+    def encode(
+        self, document: RenderedRecord, encoding: Any
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns token ids and labels (int32, not shifted; None: every token has loss).
+
+        Args:   encoding: what `tokenize` returned for the document.
+        Raises: UserError if the tokenizer fails, or a label would be uncertain.
+        """
+        if encoding is None:
+            has_labels = document.loss_spans is not None
+            (encoding,) = self._tokenize([document.text], has_labels=has_labels)
+        ids = encoding if isinstance(encoding, list) else encoding.ids
+        num_before = self._add_special_tokens(ids, document.text) if document.is_plain else 0
+        tokens = np.fromiter(ids, np.int32, len(ids))
+        if document.loss_spans is None:
+            return tokens, None
+        return tokens, _make_labels(tokens, encoding, document, offset=num_before)
+
+    def encode_prompt(self, text: str, *, is_plain: bool) -> list[int]:
+        """Returns the tokens of a text that a model continues, without an end token.
+
+        Args:   is_plain: False for a rendered chat, which has its special tokens.
+        Raises: UserError if the tokenizer fails.
+        """
+        with at("prompt"):
+            (encoding,) = self._tokenize([text], has_labels=False)
+        ids = encoding if isinstance(encoding, list) else encoding.ids
+        has_before = not is_plain or ids[: len(self._before)] == self._before
+        return ids if has_before else [*self._before, *ids]
+
+    def _tokenize(self, texts: list[str], *, has_labels: bool) -> list[Any]:
+        """Returns the ids of texts, or encodings with them; with offsets if they have labels.
+
+        Raises: UserError if the tokenizer fails: a word-level tokenizer without an unknown token
+            refuses words that it does not have.
+        """
+        tokenizer = self._tokenizer
+        is_fast = _is_fast(tokenizer)
+        if has_labels and not is_fast:
+            raise UserError(
+                f"{type(tokenizer).__name__} does not report the offsets of its tokens: use "
+                "data.train_on=all, or a tokenizer with a tokenizer.json."
+            )
+        try:
+            with convert_panics():
+                if not is_fast:
+                    return tokenizer(
+                        texts,
+                        add_special_tokens=False,
+                        return_attention_mask=False,
+                        return_token_type_ids=False,
+                        verbose=False,
+                    )["input_ids"]
+                # turns off truncation and padding in the backend
+                tokenizer("", add_special_tokens=False)
+                backend = tokenizer.backend_tokenizer
+                if has_labels:
+                    post_processor = backend.post_processor
+                    backend.post_processor = None  # it would trim the offsets of tokens
+                    try:
+                        return backend.encode_batch(texts, add_special_tokens=False)
+                    finally:
+                        backend.post_processor = post_processor
+                # 1.6 us a token; conversion to an array takes 0.04, and a BatchEncoding as much
+                return backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"the tokenizer fails: {errors.first_line(error)}.") from None
+
+    def _add_special_tokens(self, ids: list[int], text: str) -> int:
         """Adds tokens around the ids of a text; returns the number of those before it."""
         if not ids:
             return 0
@@ -201,7 +162,7 @@ def _make_labels(
         span = slice(offset + first, None if record.is_plain else offset + last)
         labels[span] = tokens[span]
     if (labels == NO_LABEL).all():
-        raise RecordError("has no token with loss")
+        raise UserError("has no token with loss.")
     return labels
 
 
@@ -211,7 +172,7 @@ def _find_tokens(encoding: Any, start: int, end: int, record: RenderedRecord) ->
     Source: transformers' `return_assistant_tokens_mask`. Differs: the last character may be several
         tokens, which all have loss; and the tokens' characters are not trimmed, so that a span may
         begin with a space.
-    Raises: RecordError for a token that lies partly in a span that must be exact.
+    Raises: UserError for a token that lies partly in a span that must be exact.
     """
     # characters that the tokenizer's normalizer dropped have no token
     tokens = (encoding.char_to_token(place) for place in range(start, end))
@@ -229,11 +190,11 @@ def _find_tokens(encoding: Any, start: int, end: int, record: RenderedRecord) ->
     is_late = encoding.token_to_chars(last)[1] > end
     if record.has_exact_spans and (is_early or is_late):
         place = start if is_early else end
-        raise RecordError(
+        raise UserError(
             f"one token contains the end of {text[max(place - 12, 0) : place]!r} and the beginning "
             f"of {text[place : place + 12]!r}, but only one of them is the assistant's: change how "
             "the message begins or ends (line breaks, mostly), or use data.train_on=all, or a chat "
-            "template with {% generation %}"
+            "template with {% generation %}."
         )
     return first, last + 1
 
@@ -246,18 +207,7 @@ def _is_fast(tokenizer: Any) -> bool:
     return isinstance(tokenizer, fast) and type(tokenizer)._encode_plus is fast._encode_plus
 
 
-@contextlib.contextmanager
-def _without_post_processor(backend: Any) -> Iterator[Any]:
-    """Disables a backend's post-processor, which adds special tokens and trims tokens' offsets."""
-    post_processor = backend.post_processor
-    backend.post_processor = None
-    try:
-        yield backend
-    finally:
-        backend.post_processor = post_processor
-
-
-def _surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the special tokens that the tokenizer puts before and after a text."""
     if not _is_fast(tokenizer):
         ids = tokenizer.build_inputs_with_special_tokens([-1])

@@ -11,18 +11,17 @@ import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import columnar, formats, record_cache
+from jaxsp.data.ingest import columnar, formats, record_cache, token_stats
 from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS
 from jaxsp.data.ingest.token_stats import TokenStats
-from jaxsp.data.tokenization import documents, token_cache, tokenizers
+from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization.documents import TokenizeOptions
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 """Part of the cache's name. Increase it when the same record would give other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -52,7 +51,6 @@ def tokenize_dataset(
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
     vocab_suggestion: str = "Use the model's own tokenizer.",
-    field: str,
 ) -> TokenizedSource:
     """Tokenizes the records of `sources.read`; labels are not shifted.
 
@@ -64,7 +62,6 @@ def tokenize_dataset(
     """
     import datasets
 
-    error_prefix = f"{field} = {source.source}"
     key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
     options = None
     if not formats.FORMATS[source.format].is_tokenized:
@@ -81,17 +78,16 @@ def tokenize_dataset(
             max_workers=data.num_workers,
             fingerprint=fingerprint,
             title=source.source,
-            error_prefix=error_prefix,
         )
-    tokenized, stats = token_cache.open_or_make(dataset, fingerprint, make)
-    record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
+    tokenized, stats = token_stats.open_or_make(dataset, fingerprint, make)
+    record_cache.check_bad_records(tokenized, data=data)
     for column, extremes in stats.extreme_ids.items():
         for token_id, document in extremes:
             if not 0 <= token_id < vocab_size:
                 raise UserError(
-                    f"{error_prefix}: {tokenized[document]['place']}: {column} contain the id "
-                    f"{token_id}, but the model's vocab_size is {vocab_size}: ids must be 0 to "
-                    f"{vocab_size - 1}. {vocab_suggestion}"
+                    f"{tokenized[document]['place']}: {column} contain the id {token_id}, but the "
+                    f"model's vocab_size is {vocab_size}: ids must be 0 to {vocab_size - 1}. "
+                    f"{vocab_suggestion}"
                 )
     return TokenizedSource(dataset=tokenized, stats=stats)
 
@@ -117,16 +113,14 @@ def _map_dataset(
     max_workers: int | None,
     fingerprint: str,
     title: str,
-    error_prefix: str,
 ) -> "datasets.Dataset":
-    """Tokenizes a dataset, in worker processes if it is large.
-
-    Raises: UserError if one of these has been killed.
-    """
+    """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
     import multiprocess
 
-    num_cores = _count_cores()
+    # macOS does not restrict the cores of a process
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     num_bytes = dataset.data.nbytes
     worth = -(-num_bytes // options.format.bytes_per_worker)
     num_workers = min(max_workers or min(num_cores, worth), len(dataset))
@@ -138,10 +132,7 @@ def _map_dataset(
     batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
-    if options.format.is_chat:
-        types[BARE_ANSWERS] = datasets.Value("int32")
-    if options.format.num_documents > 1:
-        types[FIRST_TOKENS] = datasets.Value("int32")
+    types |= {name: datasets.Value("int32") for name in options.count_columns}
     types |= {name: dataset.features[name] for name in options.format.values}
     try:
         tokenized = dataset.with_format("arrow").map(
@@ -159,17 +150,10 @@ def _map_dataset(
         if num_workers == 1 or "abruptly died" not in str(error):
             raise
         raise UserError(
-            f"{error_prefix}: a tokenization worker was killed. If no line above has the "
-            f"reason, memory ran out: set data.num_workers={max(num_workers // 2, 1)}."
+            "a tokenization worker was killed. If no line above has the reason, memory ran out: "
+            f"set data.num_workers={max(num_workers // 2, 1)}."
         ) from None
     return tokenized.with_format(None)
-
-
-def _count_cores() -> int:
-    """Number of cores that this process may use; macOS does not restrict them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _encode_table(
@@ -184,24 +168,20 @@ def _encode_table(
     usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
-    num_bare_answers = np.zeros(len(problems), np.int32)
-    first_tokens = np.zeros(len(problems), np.int32)
-    encoded = documents.render_and_encode([contents[index] for index in usable], options)
+    counts = {name: np.zeros(len(problems), np.int32) for name in (BARE_ANSWERS, FIRST_TOKENS)}
+    encoded = documents.encode_records([contents[index] for index in usable], options)
     for index, record in zip(usable, encoded, strict=True):
-        if isinstance(record, RecordError):
-            problems[index] = str(record)
+        if isinstance(record, str):
+            problems[index] = record
             continue
-        num_bare_answers[index] = sum(each.rendered.num_bare_answers for each in record)
-        first_tokens[index] = len(record[0].tokens)
+        counts[BARE_ANSWERS][index] = sum(each.rendered.num_bare_answers for each in record)
+        counts[FIRST_TOKENS][index] = len(record[0].tokens)
         arrays["tokens"][index] = np.concatenate([each.tokens for each in record])
         if "labels" in arrays:
             labels = [each.tokens if each.labels is None else each.labels for each in record]
             arrays["labels"][index] = np.concatenate(labels)
     columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
-    if options.format.is_chat:
-        columns[BARE_ANSWERS] = num_bare_answers
-    if options.format.num_documents > 1:
-        columns[FIRST_TOKENS] = first_tokens
+    columns |= {name: counts[name] for name in options.count_columns}
     columns |= {name: records[name] for name in options.format.values}
     return pa.table(
         {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}

@@ -1,24 +1,52 @@
-"""Loads tokenizers: the built-in byte tokenizer, a folder's, or the hub's."""
+"""Loads tokenizers: the built-in byte tokenizer, a folder's, or the hub's.
+
+They are kept as their tokenizer.json defines them, where transformers' classes change them:
+transformers 5 builds the backend of some classes itself and takes only the vocabulary from
+tokenizer.json. For the model_type qwen2 it does so whatever tokenizer_config.json names, so that
+models with the shape of DeepSeek-R1-Distill-Qwen would get other ids than they were trained with.
+"""
 
 import contextlib
+import json
 import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import errors, files, paths
-from jaxsp.core.errors import UserError, at
-from jaxsp.data.tokenization import tokenizer_json
+from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
+    import tokenizers
     import transformers
 
 # transformers prints on import that PyTorch was not found, which jaxsp does not need
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 BYTE_TOKENIZER = "bytes"
+
+_FILE = "tokenizer.json"
+
+_PROBE = "it's  12345 e\u0301\n\n\t\u4e2d\u6587 \U0001f600 eBay x"
+"""Text whose tokens show whether two tokenizers split text in the same way."""
+
+_TEKKEN_TOKEN = "[AVAILABLE_TOOLS]"
+"""Control token of Mistral's Tekken vocabularies."""
+
+_LLAMA_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pattern that the converter for Mistral's files wrote by mistake."""
+
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pattern of Mistral's Tekken tokenizers."""
 
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
@@ -42,43 +70,38 @@ def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     )
 
 
-def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrainedTokenizerBase":
+def load(name: str) -> "transformers.PreTrainedTokenizerBase":
     """Loads the tokenizer of a folder or of the hub, or BYTE_TOKENIZER.
 
     The first process prints where it differs from what transformers' AutoTokenizer loads.
 
-    Args: error_prefix: beginning of error messages; by default model.tokenizer and the name.
     Raises: UserError if it cannot be loaded, or has an empty vocabulary.
     """
     import transformers
 
     if name == BYTE_TOKENIZER:
         return make_byte_tokenizer()
-    error_prefix = error_prefix or f"model.tokenizer = {name}:"
     suggestion = (
         f"Set model.tokenizer to a folder with tokenizer.json, a hub name, or {BYTE_TOKENIZER}."
     )
     if paths.is_path(name) and not pathlib.Path(name).exists():
-        raise UserError(f"{error_prefix} there is no such folder. {suggestion}")
+        raise UserError(f"there is no such folder. {suggestion}")
     if pathlib.Path(name).is_dir():
-        with at(error_prefix.removesuffix(":")):
-            files.check_model_folder(pathlib.Path(name))
+        files.check_model_folder(pathlib.Path(name))
     try:
         with convert_panics():
-            # False: transformers would warn of Mistral's pattern, which load_as_in_file corrects
+            # False: transformers would warn of Mistral's pattern, which _load_as_in_file corrects
             loaded = transformers.AutoTokenizer.from_pretrained(
                 name, trust_remote_code=False, fix_mistral_regex=False
             )
             loaded.init_kwargs.pop("fix_mistral_regex", None)
-            tokenizer, notes = tokenizer_json.load_as_in_file(loaded, name)
+            tokenizer, notes = _load_as_in_file(loaded, name)
             tokenizer("")  # fails for fields of wrong types
     except Exception as error:  # they raise a bare Exception for some broken files
         reason = errors.first_line(error)
-        raise UserError(f"{error_prefix} cannot be loaded: {reason}. {suggestion}") from None
+        raise UserError(f"cannot be loaded: {reason}. {suggestion}") from None
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-        raise UserError(
-            f"{error_prefix} has an empty vocabulary, so text has no tokens. {suggestion}"
-        )
+        raise UserError(f"has an empty vocabulary, so text has no tokens. {suggestion}")
     if distributed.this_process().index == 0:
         for note in notes:
             print(note, flush=True)
@@ -108,3 +131,92 @@ def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[t
             for path in sorted(pathlib.Path(folder).rglob("*"))
             if path.is_file() and path.suffix != ".jinja"
         ]
+
+
+def _load_as_in_file(
+    tokenizer: "transformers.PreTrainedTokenizerBase", name: str
+) -> tuple["transformers.PreTrainedTokenizerBase", list[str]]:
+    """Returns the tokenizer that tokenizer.json defines, and notes for the user.
+
+    Args:
+        tokenizer: what AutoTokenizer loaded; returned if there is no tokenizer.json.
+        name: the folder or hub name that it was loaded from.
+    """
+    notes = []
+    from_file = _load_file(tokenizer, name)
+    if from_file is not None:
+        if tokenizer(_PROBE)["input_ids"] != from_file(_PROBE)["input_ids"]:
+            notes.append(
+                f"{name}: transformers' AutoTokenizer loads a {type(tokenizer).__name__} that "
+                "gives other tokens than tokenizer.json. jaxsp uses tokenizer.json, like "
+                f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r})."
+            )
+        tokenizer = from_file
+    if _has_wrong_split(getattr(tokenizer, "backend_tokenizer", None)):
+        _correct_split(tokenizer.backend_tokenizer)
+        notes.append(
+            f"{name}: its tokenizer.json splits text by another pattern than Mistral's tokenizers "
+            "do. jaxsp uses Mistral's, like transformers with fix_mistral_regex=True; so does the "
+            "export."
+        )
+    return tokenizer, notes
+
+
+def correct_file(directory: pathlib.Path) -> None:
+    """Corrects the split pattern in a folder's tokenizer.json as `_load_as_in_file` does."""
+    import tokenizers
+
+    path = directory / _FILE
+    if path.is_file():
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        if _has_wrong_split(backend):
+            _correct_split(backend)
+            backend.save(str(path))
+
+
+def _load_file(
+    tokenizer: "transformers.PreTrainedTokenizerBase", name: str
+) -> "transformers.PreTrainedTokenizerFast | None":
+    """Loads a tokenizer from tokenizer.json; None if `tokenizer` was, or there is no such file.
+
+    Special tokens that only the class of `tokenizer` names are kept if the file has them.
+    """
+    import transformers
+    from transformers.utils import hub
+
+    fast = transformers.PreTrainedTokenizerFast
+    if type(tokenizer) is fast:
+        return None
+    path = hub.cached_file(
+        name,
+        _FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return None
+    from_file = fast.from_pretrained(name)
+    own_tokens = from_file.special_tokens_map
+    backend = from_file.backend_tokenizer
+    missing: dict[str, Any] = {
+        role: token
+        for role, token in tokenizer.special_tokens_map.items()
+        if role not in own_tokens and backend.token_to_id(str(token)) is not None
+    }
+    return fast.from_pretrained(name, **missing) if missing else from_file
+
+
+def _has_wrong_split(backend: "tokenizers.Tokenizer | None") -> bool:
+    """True for a vocabulary of Mistral's whose text is split as Llama 3's."""
+    if backend is None or backend.token_to_id(_TEKKEN_TOKEN) is None or not backend.pre_tokenizer:
+        return False
+    splits = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
+    return splits[0].get("pattern") == {"Regex": _LLAMA_SPLIT}
+
+
+def _correct_split(backend: "tokenizers.Tokenizer") -> None:
+    import tokenizers
+    from tokenizers import pre_tokenizers
+
+    steps: Any = backend.pre_tokenizer  # a sequence
+    steps[0] = pre_tokenizers.Split(tokenizers.Regex(_TEKKEN_SPLIT), behavior="isolated")

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.ingest import formats
+from jaxsp.data.tokenization.encoding import TextEncoder
 
 
 def store(record: dict[str, Any]) -> dict[str, Any]:
@@ -228,3 +229,10 @@ def tokenizer(
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
     )
+
+
+def encode(rendered, tokenizer):
+    """Returns tokens and labels of rendered documents."""
+    encoder = TextEncoder(tokenizer)
+    encodings = encoder.tokenize(rendered)
+    return [encoder.encode(*pair) for pair in zip(rendered, encodings, strict=True)]

@@ -13,10 +13,14 @@ from transformers.utils import chat_template_utils
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat, chat_template, span_checks, span_search, template_text, turn_ends
+from jaxsp.data.chat import (
+    chat,
+    chat_template,
+    span_search,
+    template_text,
+    turn_ends,
+)
 from jaxsp.data.chat.chat import ChatOptions
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -50,10 +54,8 @@ def tokenizer():
 def encode(record, tokenizer, template=chats.CHATML, train_on="assistant", **options):
     options |= {"tokenizer": tokenizer, "template": template, "has_full_loss": train_on == "all"}
     rendered = chat.render_record(chats.store(record), ChatOptions(**options))
-    (new_tokenizer,) = encoding.encode_texts(rendered, tokenizer)
-    if isinstance(new_tokenizer, RecordError):
-        raise new_tokenizer
-    return new_tokenizer
+    (encoded,) = chats.encode(rendered, tokenizer)
+    return encoded
 
 
 def learned(tokens, labels):
@@ -244,7 +246,7 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
         try:
             return tokenizer.apply_chat_template(list(messages), **options)
         except jinja2.TemplateError as error:
-            raise RecordError(str(error)) from None
+            raise UserError(str(error)) from None
 
     ways = [
         span_search.find_by_prefixes,
@@ -346,7 +348,7 @@ def test_a_token_across_the_border_is_refused(tokenizer):
             {"role": "assistant", "content": "\nan answer"},
         ]
     }
-    with pytest.raises(RecordError, match=r"token.*assistant\\n'.*'\\nan ans"):
+    with pytest.raises(UserError, match=r"token.*assistant\\n'.*'\\nan ans"):
         encode(record, tokenizer)
     assert encode(record, tokenizer, train_on="all")[1] is None
     theirs = tokenizer.apply_chat_template(
@@ -490,15 +492,15 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
     ],
 )
 def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, template, parts):
-    with pytest.raises(RecordError) as raised:
+    with pytest.raises(UserError) as raised:
         encode(record, tokenizer, template)
     assert_names(raised.value, *parts)
 
 
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
-    with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
-        span_checks.check_span(
+    with pytest.raises(UserError, match=r"message 2 \(assistant\)"):
+        template_text.check_span(
             TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
         )
 
@@ -609,7 +611,7 @@ def test_marks_that_do_not_match_assistant_messages_are_refused(
     ]
     if "tool_calls" not in template:
         talk = [*TALK, TALK[0], talk[-1]]
-    with pytest.raises(RecordError) as raised:
+    with pytest.raises(UserError) as raised:
         encode({"messages": talk}, tokenizer, template)
     assert_names(raised.value, *parts)
 
@@ -653,7 +655,7 @@ def test_answers_that_lose_their_thinking_are_refused_or_trained_or_not(tokenize
         actual = learned(*encode({"messages": talk}, tokenizer, template, **options))
         return [tokenizer.decode(run).partition("<|im_end|>")[0] for run in actual]
 
-    with pytest.raises(RecordError) as raised:
+    with pytest.raises(UserError) as raised:
         runs()
     assert_names(raised.value, "message 4", *("no_loss", "keep", "data.chat_template"))
     last = "one" if template == MARKED_THINKING else ANSWER["content"]
@@ -681,7 +683,7 @@ def test_answers_without_loss_may_lose_their_thinking(tokenizer):
         ({"messages": talk}, "all", "data.train_on=assistant"),
     ):
         for earlier in ("error", "no_loss"):
-            with pytest.raises(RecordError) as raised:
+            with pytest.raises(UserError) as raised:
                 encode(record, tokenizer, chats.THINKING, train_on, earlier_reasoning=earlier)
             assert_names(raised.value, "message 2", "data.earlier_reasoning=keep")
         assert_names(raised.value, suggestion)
@@ -704,7 +706,7 @@ def test_quoted_think_tags_are_content(tokenizer, content, problem):
     if problem is None:
         encode({"messages": talk}, tokenizer, chats.THINKING)
     else:
-        with pytest.raises(RecordError, match=problem):
+        with pytest.raises(UserError, match=problem):
             encode({"messages": talk}, tokenizer, chats.THINKING)
     (written,) = learned(*encode({"messages": talk}, tokenizer, chats.CHATML))
     assert tokenizer.decode(written) == f"{content}<|im_end|>\n"
@@ -766,7 +768,7 @@ def test_tokens_do_not_depend_on_the_date_of_today(tokenizer):
     actual = encode({"messages": TALK}, tokenizer, dated, date=date)[0]
     assert tokenizer.decode(actual).startswith("\n01 May 2025:")
     computed = "{{ strftime_now('%Y' if true) }}" + chats.CHATML
-    with pytest.raises(RecordError, match="strftime_now"):
+    with pytest.raises(UserError, match="strftime_now"):
         encode({"messages": TALK}, tokenizer, computed, date=date)
     given = {"messages": TALK, "chat_template_kwargs": {"date_string": "1 May 2025"}}
     theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")[
@@ -781,7 +783,7 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
         "{{ 'assistant:E' if add_generation_prompt }}"
     )
     messages = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
-    with pytest.raises(RecordError, match=r"token.*:E'.*'\u0301x</s>'"):
+    with pytest.raises(UserError, match=r"token.*:E'.*'\u0301x</s>'"):
         encode({"messages": messages}, tokenizer, template)
     learned_text = learned(*encode({"messages": TALK}, tokenizer, template))
     assert [tokenizer.decode(run) for run in learned_text] == ["answer</s>"]
@@ -834,7 +836,7 @@ def test_a_tokenizer_without_offsets_needs_train_on_all():
     from transformers import ByT5Tokenizer
 
     slow = ByT5Tokenizer()
-    with pytest.raises(RecordError, match=r"ByT5Tokenizer.*data\.train_on=all"):
+    with pytest.raises(UserError, match=r"ByT5Tokenizer.*data\.train_on=all"):
         encode({"messages": TALK}, slow)
     tokens, labels = encode({"messages": TALK}, slow, train_on="all")
     assert (slow.decode(tokens).count("answer"), labels) == (1, None)
@@ -878,7 +880,7 @@ def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     talk = [TALK[0], {"role": "assistant", "content": "", "function_call": call}, *TALK]
     for template in (chats.CHATML, chats.MARKED):
-        with pytest.raises(RecordError, match=r"message 2 .*tool_calls"):
+        with pytest.raises(UserError, match=r"message 2 .*tool_calls"):
             encode({"messages": talk}, tokenizer, template)
         if template == chats.CHATML:
             template = template.replace(
@@ -947,6 +949,6 @@ def test_weight_0_is_refused_if_it_cannot_be_applied(tokenizer):
         ),
         ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
     ):
-        with pytest.raises(RecordError) as raised:
+        with pytest.raises(UserError) as raised:
             encode(record, tokenizer, template, train_on)
         assert_names(raised.value, *parts)

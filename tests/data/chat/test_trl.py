@@ -7,10 +7,9 @@ import types
 import datasets
 import pytest
 
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.chat import ChatOptions
-from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
 
 sft_trainer = pytest.importorskip(
@@ -47,8 +46,7 @@ def ours(records, tokenizer, template=None):
     options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
     rendered = [chat.render_record(chats.store(record), options)[0] for record in records]
     return [
-        (tokens.tolist(), labels.tolist())
-        for tokens, labels in encoding.encode_texts(rendered, tokenizer)
+        (tokens.tolist(), labels.tolist()) for tokens, labels in chats.encode(rendered, tokenizer)
     ]
 
 
@@ -197,7 +195,7 @@ def test_qwen3s_template_drops_the_thinking_of_earlier_answers_and_trls_keeps_it
         (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
         for name in ("qwen3", "qwen3_training")
     )
-    with pytest.raises(RecordError, match=r"message 2.*data\.earlier_reasoning=no_loss"):
+    with pytest.raises(UserError, match=r"message 2.*data\.earlier_reasoning=no_loss"):
         ours([record], tokenizer, plain)
     ((_, labels),) = ours([record], tokenizer, kept)
     learned = tokenizer.decode([label for label in labels if label >= 0])
@@ -209,7 +207,7 @@ def test_qwen3s_template_keeps_quoted_tags_of_an_answer_with_its_own_thinking(to
     template = (chat_template_utils._CHAT_TEMPLATES_DIR / "qwen3.jinja").read_text()
     for content in ("Use <think> and </think> in text.", "a </think> b </think> c"):
         answer = {"role": "assistant", "content": content}
-        with pytest.raises(RecordError, match=r"message 2.*reasoning_content"):
+        with pytest.raises(UserError, match=r"message 2.*reasoning_content"):
             ours([{"messages": [TALK[0], answer]}], tokenizer, template)
         record = {"messages": [TALK[0], answer | {"reasoning_content": ""}]}
         ((_, labels),) = ours([record], tokenizer, template)
@@ -233,7 +231,7 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
             options = ChatOptions(tokenizer=tokenizer, template=template, has_full_loss=False)
             try:
                 (result,) = chat.render_record(chats.store({"messages": messages}), options)
-            except RecordError:
+            except UserError:
                 continue
             actual.append((result.text, result.loss_spans))
         assert actual[1:] in ([], actual[:1])

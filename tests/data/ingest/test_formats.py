@@ -11,7 +11,6 @@ from pyarrow import parquet
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats, sources
 from jaxsp.data.ingest import source_files as files
 from tests.messages import assert_names
@@ -35,7 +34,7 @@ def kept(record, format="messages", **fields):
 
 
 def problem(record, format="messages", **fields):
-    with pytest.raises(RecordError) as raised:
+    with pytest.raises(UserError) as raised:
         kept(record, format, **fields)
     return str(raised.value)
 
@@ -110,7 +109,7 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
         },
     ]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
+    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"))
     table = [record for _, record, _ in files.read_file(str(tmp_path / "a.parquet"), columns)]
     assert [kept(record) for record in table] == [
         {
@@ -135,7 +134,7 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
         "chat_template_kwargs": {"a": None, "b": 1},
     }
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
+    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"))
     ((_, line, _),) = files.read_file(str(tmp_path / "a.jsonl"), columns)
     assert kept(line) == {
         "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
@@ -243,7 +242,7 @@ def test_columns_have_the_names_in_fields():
         format="prompt_completion",
         fields={"prompt": "q", "tools": "functions", "role": "who"},
     )
-    actual = formats.resolve_columns(source, field="data.train.0.source")
+    actual = formats.resolve_columns(source)
     known = actual.optional[2:]
     assert actual.required == ("q", "completion")
     assert actual.optional[:2] == ("functions", "chat_template_kwargs")
@@ -253,9 +252,7 @@ def test_columns_have_the_names_in_fields():
 
 def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
     parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = formats.resolve_columns(
-        SourceConfig(source="x", format="prompt_completion"), field="f.source"
-    )
+    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"))
     ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
@@ -356,7 +353,7 @@ RECORDS = {
 def checked(record, format, **fields):
     """Returns the content that is stored of a record of any format."""
     source = SourceConfig(source="x", format=format, **fields)
-    formats.resolve_columns(source, field="data.train.0.source")
+    formats.resolve_columns(source)
     content = formats.check_record(record, source, has_labels=False)
     return next(iter(content.values()))
 
@@ -373,7 +370,7 @@ def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
         ("turns", [{"value": "It rains."}]),
         ("pairs", [["why", "It rains."]]),
     ):
-        with pytest.raises(RecordError) as raised:
+        with pytest.raises(UserError) as raised:
             checked(record | {name: value}, format)
         assert_names(raised.value, name, f"ignore_fields: [{name}]")
         ignored = checked(record | {name: value}, format, ignore_fields=(name,))
@@ -427,7 +424,7 @@ def test_the_suggestion_for_unread_text_reads_it():
             [USER],
         ),
     ):
-        with pytest.raises(RecordError) as raised:
+        with pytest.raises(UserError) as raised:
             checked(record, format, fields=before, roles=roles)
         for name, columns in fields.items():
             shown = columns if isinstance(columns, str) else f"[{', '.join(columns)}]"
@@ -435,7 +432,7 @@ def test_the_suggestion_for_unread_text_reads_it():
         content = json.loads(checked(record, format, fields=before | fields, roles=roles))
         assert content["prompt"] == prompt
     for format in ("messages", "tokens"):
-        with pytest.raises(RecordError) as raised:
+        with pytest.raises(UserError) as raised:
             checked(RECORDS[format] | {"query": "Why so?"}, format)
         assert "fields: {" not in str(raised.value)
 
@@ -462,7 +459,7 @@ def test_texts_of_several_fields_are_joined_with_a_line_break():
     assert_names(problem(alpaca | {"input": 3}, "prompt_completion"), "input", "strings")
     both = {"text": ["title", "body"]}
     assert checked({"title": "T", "body": "B"}, "text", fields=both) == "T\nB"
-    with pytest.raises(RecordError, match="title \\+ body"):
+    with pytest.raises(UserError, match="title \\+ body"):
         checked({"summary": "It rains."}, "text", fields=both)
 
 
@@ -474,7 +471,7 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypat
         parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
         source = SourceConfig(source="a.parquet", **fields)
         data = DataConfig(train=(source,), row_tokens=8)
-        (entry,) = sources.read(source, data=data, field="data.train.0.source")
+        (entry,) = sources.read(source, data=data)
         return json.loads(entry["record"])
 
     alpaca = {"instruction": "a", "input": "c", "output": "b", "vector": [1.5]}
@@ -485,10 +482,8 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypat
     assert_names(raised.value, "query", "fields: {prompt: query}")
     with pytest.raises(UserError) as raised:
         read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
-    assert_names(raised.value, "b", "prompt", start="data.train.0.source = a.parquet: fields: ")
-    columns = formats.resolve_columns(
-        SourceConfig(source="x", format="prompt_completion"), field="data.train.0.source"
-    )
+    assert_names(raised.value, "b", "prompt", start="fields: ")
+    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"))
     names = ["instruction", "prompt_id", "output", "query"]
     assert columns.select_from(names) == ["instruction", "output", "query"]
 
@@ -509,9 +504,9 @@ def test_a_mask_of_tokens_limits_their_loss(name):
     both = {name: [0, 0, 1, 1], "labels": [-100, 11, 12, -100]}
     assert checked_tokens(both)["labels"] == [-100, -100, 12, -100]
     for mask in ([0, 1], [0, 0, 1, 2], [[0, 0, 1, 1]]):
-        with pytest.raises(RecordError, match=f"{name}.* 4 "):
+        with pytest.raises(UserError, match=f"{name}.* 4 "):
             checked_tokens({name: mask})
-    with pytest.raises(RecordError, match=f"{name}.*first record"):
+    with pytest.raises(UserError, match=f"{name}.*first record"):
         checked_tokens({name: [0, 0, 1, 1]}, has_labels=False)
 
 
@@ -521,7 +516,7 @@ def test_the_first_record_decides_whether_a_source_has_labels(tmp_path, monkeypa
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     source = SourceConfig(source=str(tmp_path / "a.parquet"), format="tokens")
     data = DataConfig(train=(source,), row_tokens=8)
-    read = sources.read(source, data=data, field="data.train.0.source")
+    read = sources.read(source, data=data)
     assert read["labels"] == [[-100, 2], [3, 4]]
 
 
@@ -553,7 +548,7 @@ def test_padding_at_either_end_of_tokens_is_dropped():
     ],
 )
 def test_tokens_of_several_documents_are_refused(fields):
-    with pytest.raises(RecordError, match=next(iter(fields))):
+    with pytest.raises(UserError, match=next(iter(fields))):
         checked_tokens(fields, has_labels=False)
     ignored = checked_tokens(fields, has_labels=False, ignore_fields=tuple(fields))
     assert ignored == IDS

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import hub as hub_data
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing.row_reader import Documents
@@ -34,9 +34,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def read(source, format="text", **fields):
     one = SourceConfig(source=source, format=format, **fields)
-    return sources.read(
-        one, data=DataConfig(train=[one], row_tokens=8), field="data.train.0.source"
-    )
+    with at("data.train.0.source", source):
+        return sources.read(one, data=DataConfig(train=[one], row_tokens=8))
 
 
 def problem(source, **fields):
@@ -86,11 +85,15 @@ def test_the_configured_split_is_read_by_default_train(tmp_path):
     )
     assert_names(
         problem("other"),
-        "data.train.0.split",
+        "split",
         "a or b",
         start="data.train.0.source = other: ",
     )
-    assert_names(problem("both", split="dev"), "train or test", start="data.train.0.split = dev: ")
+    assert_names(
+        problem("both", split="dev"),
+        "train or test",
+        start="data.train.0.source = both: split = dev: ",
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_a_part_of_a_split_is_the_same_for_every_kind_of_source(tmp_path, split,
         ("train[7:9]", ["train", "5", "train[:95%]"]),
         ("train[3:2]", ["record", "train[:95%]"]),
         ("train[:5%](pct1_dropremainder)", ["rounding on a split with less than 100"]),
-        ("dev[:5]", ["data.train.0.split", "train"]),
+        ("dev[:5]", ["split", "train"]),
     ],
 )
 def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
@@ -138,7 +141,7 @@ def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
     TRAIN.to_json("file.jsonl")
     for source in ("one", "file.jsonl"):
         message = problem(source, split=split)
-        assert_names(message, *parts, start=f"data.train.0.split = {split}: ")
+        assert_names(message, *parts, start=f"data.train.0.source = {source}: split = {split}: ")
         assert f"{hub_data.UNKNOWN_LENGTH:,}" not in message
 
 
@@ -150,10 +153,10 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
     for split in ("train[:3]", "train[3:]"):
         source = SourceConfig(source="file.parquet", format="tokens", split=split)
         data = DataConfig(train=[source], row_tokens=8)
-        records = sources.read(source, data=data, field="data.train.0.source")
+        records = sources.read(source, data=data)
         results.append(
             tokenize.tokenize_dataset(
-                records, source=source, data=data, tokenizer=None, vocab_size=9, field="x"
+                records, source=source, data=data, tokenizer=None, vocab_size=9
             )
         )
     assert Documents([tokenized.dataset for tokenized in results]).lengths.tolist() == list(
@@ -214,9 +217,13 @@ def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
     assert_names(
         problem("org/name", split="dev"),
         "train or test",
-        start="data.train.0.split = dev: ",
+        start="data.train.0.source = org/name: split = dev: ",
     )
-    assert_names(problem("org/name", revision="v2"), COMMIT, start="data.train.0.revision = v2: ")
+    assert_names(
+        problem("org/name", revision="v2"),
+        COMMIT,
+        start="data.train.0.source = org/name: revision = v2: ",
+    )
     (tmp_path / "org").mkdir()
     (tmp_path / "org/name").write_text("a file comes first")
     assert read("org/name")["text"] == ["a file comes first"]
@@ -226,13 +233,17 @@ def test_a_data_set_with_several_subsets_needs_a_subset(tmp_path):
     cached(tmp_path, "de", "en")
     assert_names(
         problem("org/name"),
-        "data.train.0.subset",
+        "subset",
         "de",
         "en",
         start="data.train.0.source = org/name: ",
     )
     assert read("org/name", subset="en")["text"] == TRAIN["text"]
-    assert_names(problem("org/name", subset="fr"), "de or en", start="data.train.0.subset = fr: ")
+    assert_names(
+        problem("org/name", subset="fr"),
+        "de or en",
+        start="data.train.0.source = org/name: subset = fr: ",
+    )
 
 
 def generation_error():
@@ -254,12 +265,12 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
                 "Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to "
                 "access it."
             ),
-            "source = org/name: ",
+            "",
             ["gated", "https://huggingface.co/datasets/org/name", "hf auth login"],
         ),
         (
             NOT_FOUND("Dataset 'org/name' doesn't exist on the Hub or cannot be accessed."),
-            "source = org/name: ",
+            "",
             ["file", "folder", "hub", "hf auth login"],
         ),
         (
@@ -269,7 +280,7 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
         ),
         (
             ConnectionError("Couldn't reach 'org/name' on the Hub (LocalEntryNotFoundError)"),
-            "source = org/name: ",
+            "",
             ["file", "folder", "cache", "hub", "hf download org/name"],
         ),
         (
@@ -277,18 +288,18 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
                 "Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\n"
                 "Example of usage:"
             ),
-            "source = org/name: ",
-            ["data.train.0.subset", "a or b"],
+            "",
+            ["subset", "a or b"],
         ),
         (
             RuntimeError("Dataset scripts are no longer supported, but found name.py"),
-            "source = org/name: ",
+            "",
             ["script", "parquet"],
         ),
-        (generation_error(), "source = org/name: ", ["Not a parquet file", "hf download org/name"]),
+        (generation_error(), "", ["Not a parquet file", "hf download org/name"]),
         (
             OSError(28, "No space left on device"),
-            "source = org/name: ",
+            "",
             ["[Errno 28] No space left on device", "hf download org/name"],
         ),
     ],
@@ -300,5 +311,5 @@ def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     message = problem("org/name", revision="v2")
-    assert_names(message, *parts, start=f"data.train.0.{start}")
+    assert_names(message, *parts, start=f"data.train.0.source = org/name: {start}")
     assert len(message) < 500

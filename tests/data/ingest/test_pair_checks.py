@@ -8,8 +8,7 @@ import datasets
 import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.errors import UserError
-from jaxsp.data.chat.template_text import RecordError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import formats, sources
 from tests.messages import assert_names
 
@@ -40,7 +39,7 @@ def kept(record, format="preference", **fields):
 
 
 def problem(record, format="preference", **fields):
-    with pytest.raises(RecordError) as raised:
+    with pytest.raises(UserError) as raised:
         kept(record, format, **fields)
     return str(raised.value)
 
@@ -48,7 +47,8 @@ def problem(record, format="preference", **fields):
 def read(path, format="unpaired", **fields):
     source = SourceConfig(source=path.name, format=format, **fields)
     data = DataConfig(train=(source,), row_tokens=8, on_bad_record="skip")
-    return sources.read(source, data=data, field="data.train.0.source")
+    with at("data.train.0.source", path.name):
+        return sources.read(source, data=data)
 
 
 def write(path, *records):
@@ -103,7 +103,7 @@ def test_an_empty_prompt_is_a_prompt_and_an_ignored_one_is_not():
         actual = kept(record, ignore_fields=("prompt",))
         assert actual == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     source = SourceConfig(source="x", format="preference", ignore_fields=("prompt", "margin"))
-    formats.resolve_columns(source, field="data.train.0.source")
+    formats.resolve_columns(source)
 
 
 def test_log_probabilities_of_the_reference_are_numbers_or_missing():

@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import duplicates, record_cache, source_files, sources
+from jaxsp.core.errors import UserError, at
+from jaxsp.data.ingest import record_cache, source_files, sources
 from tests.messages import assert_names, numbers
 
 
@@ -26,11 +26,10 @@ def settings(**fields):
 
 
 def read(source, format="text", data=None, **fields):
-    return sources.read(
-        SourceConfig(source=source, format=format, **fields),
-        data=data or settings(),
-        field="data.train.0.source",
-    )
+    with at("data.train.0.source", source):
+        return sources.read(
+            SourceConfig(source=source, format=format, **fields), data=data or settings()
+        )
 
 
 def problems(source, format="text", data=None, **fields):
@@ -242,13 +241,6 @@ def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
     assert [bool(problem) for problem in records["problem"]] == [False, True, False, True]
     assert_names(records["problem"][1], "JSON")
     assert_names(records["problem"][3], "text", "number", "string")
-    for asked in ("one", "two"):  # also of what is cached
-        assert (
-            record_cache.check_bad_records(
-                records, data=settings(on_bad_record="skip"), error_prefix=asked
-            )
-            == 2
-        )
 
 
 def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
@@ -264,12 +256,7 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
         assert numbers(summary)[:3] == [8, 9, 5]
         assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert (
-        record_cache.check_bad_records(
-            read("a.jsonl", data=lenient), data=lenient, error_prefix="x"
-        )
-        == 8
-    )
+    assert record_cache.find_bad_records(read("a.jsonl", data=lenient), max_examples=1)[0] == 8
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
     assert numbers(summary) == [8, 9, 5, 7, 8]
     assert_names(summary, "data.max_bad_records")
@@ -325,7 +312,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
             f"data.train.{number}": SourceConfig(format="text", **fields)
             for number, fields in enumerate(given)
         }
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)
 
     check(
         {"source": "a.jsonl"},
@@ -360,7 +347,7 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
             f"data.train.{number}": SourceConfig(format="text", **fields)
             for number, fields in enumerate(given)
         }
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)
         return len(listed)
 
     other = {"source": "*.jsonl", "fields": {"text": "body"}}

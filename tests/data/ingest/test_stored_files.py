@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import duplicates, sources
+from jaxsp.core.errors import UserError, at
+from jaxsp.data.ingest import sources
 from jaxsp.storage.object_store import ObjectStore
 from tests.messages import assert_names
 from tests.storage import store_server
@@ -49,7 +49,9 @@ def downloads(monkeypatch):
 
 
 def read(url, **fields):
-    return sources.read(SourceConfig(source=url, format="text", **fields), data=DATA, field=FIELD)
+    source = SourceConfig(source=url, format="text", **fields)
+    with at(FIELD, url):
+        return sources.read(source, data=DATA)
 
 
 def as_parquet(texts):
@@ -140,4 +142,4 @@ def test_two_sources_cannot_read_the_same_object(files):
         for number, url in enumerate(urls)
     }
     with pytest.raises(UserError, match="count twice"):
-        duplicates.check_no_duplicates(configs)
+        sources.check_no_duplicates(configs)

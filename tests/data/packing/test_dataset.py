@@ -241,11 +241,10 @@ def test_a_truncated_document_ends_like_any_other():
 
 def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
-        Documents([tokenized(LONG)], row_tokens=32, long_documents="error", field="data.train")
+        Documents([tokenized(LONG)], row_tokens=32, long_documents="error")
     (lines,) = raised.value.problems
     assert_names(
         lines,
-        "data.train",
         "a.jsonl, line 1",
         "40",
         "32",
@@ -406,14 +405,13 @@ def test_skipped_records_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = test_loader.settings_of(on_bad_record="skip")
     source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
-    read = sources.read(source, data=config.data, field="data.train.0.source")
+    read = sources.read(source, data=config.data)
     new_tokenizer = tokenize.tokenize_dataset(
         read,
         source=source,
         data=config.data,
         tokenizer=None,
         vocab_size=9,
-        field="data.train.0.source",
     )
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
     data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.stats.digest])

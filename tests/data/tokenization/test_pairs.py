@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import formats, sources
 from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE
 from jaxsp.data.tokenization import tokenize, tokenizers
@@ -41,14 +41,14 @@ def tokenized(records, tokenizer, format="preference", **data):
         file.writelines(json.dumps(record) + "\n" for record in records)
     source = SourceConfig(source="a.jsonl", format=format)
     config = DataConfig(train=(source,), row_tokens=8, num_workers=1, **data)
-    return tokenize.tokenize_dataset(
-        sources.read(source, data=config, field=FIELD),
-        source=source,
-        data=config,
-        tokenizer=tokenizer,
-        vocab_size=100_000,
-        field=FIELD,
-    )
+    with at(FIELD, "a.jsonl"):
+        return tokenize.tokenize_dataset(
+            sources.read(source, data=config),
+            source=source,
+            data=config,
+            tokenizer=tokenizer,
+            vocab_size=100_000,
+        )
 
 
 def ours(records, tokenizer, format="preference", **data):

@@ -15,14 +15,15 @@ import transformers
 
 from jaxsp import export
 from jaxsp.config.data_schema import DataConfig
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
 from jaxsp.data.ingest import formats, sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.tokenization import documents, encoding, examples, tokenizers
+from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.documents import TokenizeOptions
+from jaxsp.data.tokenization.encoding import TextEncoder
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -42,14 +43,14 @@ def asked(name, format="text", **data):
 
 def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data):
     config = asked(name, format, **data)
-    return text.tokenize_dataset(
-        sources.read(config.train[0], data=config, field=FIELD),
-        source=config.train[0],
-        data=config,
-        tokenizer=tokenizer or tokenizers.make_byte_tokenizer(),
-        vocab_size=vocab_size,
-        field=FIELD,
-    )
+    with at(FIELD, name):
+        return text.tokenize_dataset(
+            sources.read(config.train[0], data=config),
+            source=config.train[0],
+            data=config,
+            tokenizer=tokenizer or tokenizers.make_byte_tokenizer(),
+            vocab_size=vocab_size,
+        )
 
 
 def tokens(*args, **kwargs):
@@ -104,7 +105,7 @@ def test_a_text_has_one_end(single, eos, expected):
     )
     record = RenderedRecord(text="one", is_plain=True)
     labeled = RenderedRecord(text="one", loss_spans=((0, 3),), is_plain=True)
-    results = encoding.encode_texts([record, labeled], tokenizer)
+    results = chats.encode([record, labeled], tokenizer)
     assert [result[0].tolist() for result in results] == [expected, expected]
 
 
@@ -114,7 +115,7 @@ def test_a_text_has_one_end(single, eos, expected):
 )
 def test_a_prompt_has_the_tokens_before_a_text_and_no_end(prompt, is_plain, expected):
     tokenizer = words_tokenizer(bos_token="<s>", eos_token="</s>")
-    assert encoding.encode_prompt(prompt, tokenizer, is_plain=is_plain) == expected
+    assert TextEncoder(tokenizer).encode_prompt(prompt, is_plain=is_plain) == expected
 
 
 def test_rendered_chats_get_no_second_frame():
@@ -130,17 +131,17 @@ def test_rendered_chats_get_no_second_frame():
         whole = RenderedRecord(text=text, is_plain=True)
         part = RenderedRecord(text=text, loss_spans=((len(prompt), len(text)),), is_plain=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        (all_ids, _), (same_ids, labels) = encoding.encode_texts([whole, part], tokenizer)
+        (all_ids, _), (same_ids, labels) = chats.encode([whole, part], tokenizer)
         assert all_ids.tolist() == same_ids.tolist() == ids
         assert tokenizer.decode(labels[labels != -100]) == "yo" + end
         unfinished = RenderedRecord(text=f"{text}more", is_plain=True)
-        ((ids, _),) = encoding.encode_texts([unfinished], tokenizer)
+        ((ids, _),) = chats.encode([unfinished], tokenizer)
         assert tokenizer.decode(ids) == f"{text}more<|im_end|>"
 
 
 def test_text_that_spells_an_end_token_of_the_bytes_tokenizer_is_not_an_end():
     record = RenderedRecord(text="a<eos>\n", is_plain=True)
-    ((ids, _),) = encoding.encode_texts([record], tokenizers.make_byte_tokenizer())
+    ((ids, _),) = chats.encode([record], tokenizers.make_byte_tokenizer())
     assert ids.tolist() == [*b"a<eos>\n", 256]
 
 
@@ -258,7 +259,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
     def encode(*_, **__):
         raise RuntimeError("tokenized again")
 
-    monkeypatch.setattr(encoding, "encode_texts", encode)
+    monkeypatch.setattr(documents, "encode_records", encode)
     monkeypatch.setattr(token_stats, "compute", encode)
     assert (
         tokens("a.txt")
@@ -280,8 +281,10 @@ def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path
     )
     tokenizer = chats.tokenizer()
     results = []
-    encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode_texts", lambda *args: results.append(1) or encode(*args))
+    encode = documents.encode_records
+    monkeypatch.setattr(
+        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
+    )
     for number, change in enumerate(
         [
             {"chat_template": chats.CHATML},
@@ -305,8 +308,10 @@ def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkey
     )
     write(tmp_path / "b.jsonl", {"text": "x"})
     results = []
-    encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode_texts", lambda *args: results.append(1) or encode(*args))
+    encode = documents.encode_records
+    monkeypatch.setattr(
+        documents, "encode_records", lambda *args: results.append(1) or encode(*args)
+    )
     first = tokens(
         "a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML
     )
@@ -455,14 +460,13 @@ def count_workers(dataset, *args, num_proc, **kwargs):
     workers.append(num_proc)
     return dataset_map(dataset, *args, num_proc=num_proc, **kwargs)
 datasets.Dataset.map = count_workers
-records = sources.read(data.train[0], data=data, field="f")
+records = sources.read(data.train[0], data=data)
 tokenized = tokenize.tokenize_dataset(
     records,
     source=data.train[0],
     data=data,
     tokenizer=tokenizers.make_byte_tokenizer(),
     vocab_size=257,
-    field="f",
 )
 print([workers, tokenized.stats.digest, tokenized.dataset["tokens"][:]])
 """
@@ -518,10 +522,10 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
     write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
-    how = {"source": config.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
-    records = sources.read(config.train[0], data=config, field=FIELD)
-    (example,) = examples.encode_examples(records, data=config, **how)
-    assert len(list(examples.encode_examples(records, data=config, **how, num_records=5))) == 2
+    how = {"source": config.train[0], "tokenizer": chats.tokenizer()}
+    records = sources.read(config.train[0], data=config)
+    (example,) = documents.encode_examples(records, data=config, **how)
+    assert len(list(documents.encode_examples(records, data=config, **how, num_records=5))) == 2
     place, tokens, labels, _ = example
     result = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (
@@ -532,7 +536,7 @@ def test_examples_are_encoded_as_in_tokenize_dataset(tmp_path):
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        list(examples.encode_examples(records, data=strict, **how))
+        list(documents.encode_examples(records, data=strict, **how))
 
 
 DATED = "{{ strftime_now('%d %B') }}:" + chats.THINKING

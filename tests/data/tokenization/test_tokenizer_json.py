@@ -9,7 +9,7 @@ import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.tokenization import tokenizer_json, tokenizers
+from jaxsp.data.tokenization import tokenizers
 from tests.data.chat import chats
 from tests.messages import assert_names
 
@@ -153,7 +153,7 @@ def test_tokenizers_of_mistral_split_text_as_mistral_does(tmp_path):
     backend = chats.tokenizer().backend_tokenizer
     folder = write_folder(tmp_path / "other", backend, "mistral")
     assert load(folder)[1] == []
-    tokenizer_json.correct_file(tmp_path / "other")
+    tokenizers.correct_file(tmp_path / "other")
     before = (tmp_path / "other/tokenizer.json").read_bytes()
     backend.add_special_tokens(["[AVAILABLE_TOOLS]"])
     folder = write_folder(tmp_path / "m", backend, "mistral", tokenizer_class="LlamaTokenizer")
@@ -171,7 +171,7 @@ def test_tokenizers_of_mistral_split_text_as_mistral_does(tmp_path):
         fix_mistral_regex=True,
     )
     assert fixed.to_str() == loaded.backend_tokenizer.to_str()
-    tokenizer_json.correct_file(tmp_path / "m")
+    tokenizers.correct_file(tmp_path / "m")
     corrected, notes = load(folder)
     assert notes == []
     assert corrected.backend_tokenizer.to_str() == loaded.backend_tokenizer.to_str()
@@ -185,4 +185,4 @@ def test_a_field_of_a_wrong_type_is_refused(tmp_path, field):
     )
     with pytest.raises(UserError) as caught:
         load(folder)
-    assert_names(caught.value, folder, "tokenizer.json", "cannot be loaded")
+    assert_names(caught.value, "tokenizer.json", "cannot be loaded")

@@ -1,7 +1,5 @@
 """Tests of loading tokenizers."""
 
-import re
-
 import pytest
 import tokenizers as library
 import transformers
@@ -29,20 +27,18 @@ def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     assert len(tokenizers.load("bytes")) == 257
-    with pytest.raises(UserError, match=r"model\.tokenizer = nowhere: "):
+    with pytest.raises(UserError, match="cannot be loaded"):
         tokenizers.load("nowhere")
     for missing in (f"{tmp_path}/none", "./none", "a/b/c"):
-        with pytest.raises(
-            UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"
-        ):
+        with pytest.raises(UserError, match="no such folder"):
             tokenizers.load(missing)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"model\.tokenizer = .*broken: "):
+    with pytest.raises(UserError, match="cannot be loaded"):
         tokenizers.load(str(tmp_path / "broken"))
     empty = library.Tokenizer(library.models.BPE())
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path / "empty")
-    with pytest.raises(UserError, match=r"model\.tokenizer = .*empty: .*vocabulary"):
+    with pytest.raises(UserError, match="vocabulary"):
         tokenizers.load(str(tmp_path / "empty"))
 
 
