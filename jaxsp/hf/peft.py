@@ -35,8 +35,6 @@ _PREFIX = "base_model.model."
 _TEXT_PREFIX = "model.language_model."
 """Beginning of these names in a multimodal model, where a text model has `model.`."""
 
-_FIELD = "adapter.source"
-
 
 def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, list) and all(map(is_entry, value)))
@@ -104,7 +102,7 @@ class ResolvedAdapter:
 def find(source: str) -> ModelFolder:
     """Finds the folder of adapter.source, or else the hub's adapter of that name."""
     names = (CONFIG_FILE, WEIGHTS_FILE)
-    return folder.find(source, field=_FIELD, names=names, config_file=CONFIG_FILE)
+    return folder.find(source, field="adapter.source", names=names, config_file=CONFIG_FILE)
 
 
 def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:

@@ -136,12 +136,6 @@ def _find_part(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
 
 
-def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns `Family.divided_tensors` of a config.json."""
-    family = FAMILIES.get(str(fields.get("model_type")))
-    return {} if family is None else family.divided_tensors
-
-
 def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:
     """Describes tensors that are not read; empty if all are.
 

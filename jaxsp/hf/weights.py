@@ -144,7 +144,9 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         elif "head" not in table and _HEAD_NAME in stored:
             head = stored.pop(_HEAD_NAME)
             stored.setdefault(embedding_name, head)
-        views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
+        family = FAMILIES.get(str(source.config_fields.get("model_type")))
+        divided = {} if family is None else family.divided_tensors
+        views = tensors.divide_rows(stored, shapes, divided)
         views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
         if problems := _find_differences(views, shapes, source):
             raise UserError(problems)

@@ -78,10 +78,8 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
             created = _create_dirs(folder)
             lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(
-                f"run.directory = {folder}: cannot be created: {error.strerror}. "
-                "Use another folder."
-            ) from None
+            problem = f"cannot be created: {error.strerror}. Use another folder."
+            raise UserError(f"run.directory = {folder}: {problem}") from None
         stack.callback(os.close, lock_fd)
         _acquire(folder, lock_fd, name)
         stack.callback(_remove_created, folder, created)

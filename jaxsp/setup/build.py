@@ -85,8 +85,8 @@ def build_training(
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
         run_model_dir=model_dir,
     )
-    seq = config.mesh.seq
-    choices = {"mesh.seq": seq, "batch.rows_per_microbatch": config.batch.rows_per_microbatch}
+    rows = config.batch.rows_per_microbatch
+    choices = {"mesh.seq": config.mesh.seq, "batch.rows_per_microbatch": rows}
     automatic_fields = frozenset(field for field, value in choices.items() if value == "auto")
     config = resolved.spec.config
     model = resolved.spec.model
@@ -148,10 +148,9 @@ def _find_checkpoint(
     if path is None:
         return None
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
-    model_dir = None
-    if config_file.parse(meta.config).model == config.model:
-        # the run's own copy is enough: the model's source may be gone or out of reach
-        model_dir = resume.find_model_dir(path)
+    # the run's own copy is enough: the model's source may be gone or out of reach
+    is_same_model = config_file.parse(meta.config).model == config.model
+    model_dir = resume.find_model_dir(path) if is_same_model else None
     return RunCheckpoint(path=path, meta=meta, model_dir=model_dir)
 
 

@@ -29,8 +29,8 @@ _MAX_VALUE_CHARS = 60
 def list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     """Changed fields with both values; those without effect on the model come last, as one."""
     before, now = (dict(yaml_io.flatten(each.model_dump(mode="json"))) for each in (saved, config))
-    altering = []
-    neutral = []
+    altering: list[str] = []
+    neutral: list[str] = []
     for field in before | now:
         if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
             continue
