@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     if given.json:
         meshes = {label: x if isinstance(x, str) else vars(x) for label, x in results.items()}
         contents = {"meshes": meshes, "published_sizes": sizes.note or None}
-        files.write_output(given.json, files.to_json(contents))
+        cli.write_output(given.json, files.to_json(contents))
     if given.all_meshes:
         console.print(benchmark.check_losses(results, dtype=config.model.compute_dtype))
 

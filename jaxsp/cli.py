@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import pathlib
 import re
 import sys
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
-from jaxsp.core import errors, exit_codes
+from jaxsp.core import errors, exit_codes, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.processes import distributed, standard_streams
 from jaxsp.runtime import allocator_errors
@@ -139,6 +140,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
     )
+
+
+def write_output(path: pathlib.Path, content: str) -> None:
+    """Writes a file that a user named. It may be a link, or a device such as /dev/stdout."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.write(content)
+    else:
+        files.write_atomic(pathlib.Path(os.path.realpath(path)), content)
 
 
 def check_file(file: pathlib.Path, *, flag: str) -> None:

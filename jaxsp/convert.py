@@ -11,9 +11,10 @@ from jaxsp import cli
 from jaxsp.config import foreign_names, yaml_io
 from jaxsp.config.fields import is_count
 from jaxsp.config.foreign_names import Counterpart
-from jaxsp.core import errors, redaction
+from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.processes import redaction
 from jaxsp.setup import config_file
 
 _REQUIRED: dict[str, dict[str, Any]] = {

@@ -25,8 +25,9 @@ Example:
 """
 
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -62,11 +63,7 @@ ConfigFields = Mapping[str, Any] | str | pathlib.Path
 
 
 def load_model(
-    source: str,
-    config: ConfigFields,
-    *,
-    loss: TokenLoss | None = None,
-    has_weights: bool = False,
+    source: str, config: ConfigFields, *, loss: TokenLoss | None = None, has_weights: bool = False
 ) -> tuple[StepSpec, layers.Weights]:
     """Loads a Hugging Face model onto a device mesh.
 
@@ -159,11 +156,7 @@ def pack(
 
 
 def pack_once(
-    documents: NumberLists,
-    spec: StepSpec,
-    *,
-    labels: NumberLists | None = None,
-    name: str = "eval",
+    documents: NumberLists, spec: StepSpec, *, labels: NumberLists | None = None, name: str = "eval"
 ) -> PackedDataset:
     """Packs documents for `Evaluator.evaluate`, which reads each of them once.
 
@@ -183,13 +176,7 @@ def _pack_documents(
     loss_weights: NumberLists | None,
 ) -> PackedDataset:
     """Checks documents and plans their rows. Args: name: of the data set, in results of evals."""
-    data = config.data
     import datasets
-
-    arrays = _convert_arrays("documents", documents)
-    lengths = list(map(len, arrays))
-    if not lengths:
-        raise UserError("documents: must not be empty. Give documents of at least two tokens.")
 
     def is_id(values: np.ndarray) -> np.ndarray:
         return (values >= 0) & (values < model.vocab_size) & (values == np.floor(values))
@@ -201,22 +188,24 @@ def _pack_documents(
         return np.isfinite(values) & (values >= 0)
 
     ids = f"an id from 0 to {model.vocab_size - 1}, the model's vocabulary"
-    columns = {"tokens": _make_column("documents", arrays, lengths, np.int32, is_id, ids)}
+    tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
+    lengths = tokens.value_lengths().to_pylist()
+    columns = {"tokens": tokens}
     if labels is not None:
-        arrays = _convert_arrays("labels", labels)
         rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _make_column("labels", arrays, lengths, np.int32, is_label, rule)
+        columns["labels"] = _make_column("labels", labels, lengths, np.int32, is_label, rule)
     if loss_weights is not None:
-        arrays = _convert_arrays("weights", loss_weights)
         rule = "finite and at least 0"
-        columns["weights"] = _make_column("weights", arrays, lengths, np.float32, is_weight, rule)
+        columns["weights"] = _make_column(
+            "weights", loss_weights, lengths, np.float32, is_weight, rule
+        )
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     with at("documents"):
         packed = Documents(
             [datasets.Dataset(pa.table(columns))],
             source_names=["documents"],
-            row_tokens=data.row_tokens,
-            long_documents=data.long_documents,
+            row_tokens=config.data.row_tokens,
+            long_documents=config.data.long_documents,
         )
     # Digests are for comparisons with checkpoints and other processes, which `library` does not do
     return dataset.pack_documents(name, packed, config, digests=[""])
@@ -379,10 +368,18 @@ _INSTEAD = {
 """Alternatives to fields, and to whole sections, that `load_model` would ignore and so refuses."""
 
 
-def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:
-    """Converts each list to an array of numbers, [T].
+def _make_column(
+    name: str,
+    lists: NumberLists,
+    lengths: list[int] | None,
+    dtype: type[np.number],
+    is_valid: Callable[[np.ndarray], np.ndarray],
+    rule: str,
+) -> pa.LargeListArray:
+    """Makes a column of lists of numbers.
 
-    Raises: UserError for anything but a list of lists of numbers.
+    Args: lengths: those of the documents; None for the documents themselves.
+    Raises: UserError for anything else, and if a length or a number is wrong.
     """
     if isinstance(lists, str | Mapping):
         raise UserError(
@@ -402,32 +399,21 @@ def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:
                 "Give one list of token ids per document: [[5, 6, 7], [8, 9]]."
             )
         arrays.append(array)
-    return arrays
-
-
-def _make_column(
-    name: str,
-    lists: Sequence[np.ndarray],
-    lengths: Sequence[int],
-    dtype: type[np.number],
-    is_valid: Callable[[np.ndarray], np.ndarray],
-    rule: str,
-) -> pa.LargeListArray:
-    """Makes one column of lists. Raises: UserError if a length or a number is wrong."""
-    num_values = list(map(len, lists))
-    if num_values != list(lengths):
-        pairs = enumerate(zip(num_values, lengths, strict=False))
-        differing = [number for number, (length, right) in pairs if length != right]
-        first = min([*differing, len(num_values), len(lengths)])
+    own_lengths = list(map(len, arrays))
+    if lengths is None and not arrays:
+        raise UserError(f"{name}: must not be empty. Give documents of at least two tokens.")
+    if lengths is not None and own_lengths != lengths:
+        pairs = itertools.zip_longest(own_lengths, lengths)
+        first = next(number for number, (own, right) in enumerate(pairs) if own != right)
         raise UserError(
             f"{name}[{first}]: must have one number for each token of documents[{first}]. "
             f"Give {format_count(len(lengths), 'list')}, each as long as its document."
         )
-    values = np.concatenate(lists)
-    ends = np.cumsum([0, *lengths])
-    wrong = np.flatnonzero(~is_valid(values))
+    numbers = np.concatenate(arrays)
+    ends = np.cumsum([0, *own_lengths])
+    wrong = np.flatnonzero(~is_valid(numbers))
     if len(wrong):
         number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
         index = int(wrong[0] - ends[number])
-        raise UserError(f"{name}[{number}][{index}] = {values[wrong[0]]}: must be {rule}.")
-    return pa.LargeListArray.from_arrays(ends, values.astype(dtype))
+        raise UserError(f"{name}[{number}][{index}] = {numbers[wrong[0]]}: must be {rule}.")
+    return pa.LargeListArray.from_arrays(ends, numbers.astype(dtype))

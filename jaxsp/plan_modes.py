@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import rich.console
 
+from jaxsp import cli
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
 from jaxsp.config.schema import Config
@@ -85,7 +86,7 @@ class PlanRequest:
         """Writes a result, and the source of published model sizes, to `json_file`."""
         if self.json_file:
             result = result | {"published_sizes": self.sizes.note or None}
-            files.write_output(self.json_file, files.to_json(result))
+            cli.write_output(self.json_file, files.to_json(result))
             self.console.print(f"written: {self.json_file}")
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import pathlib
 
 from jaxsp import cli
-from jaxsp.core import files
 from jaxsp.core.errors import UserError
 
 
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> None:
     cli.check_file(out, flag="--out")
     text = page.render(runs)
     try:
-        files.write_output(out, text)
+        cli.write_output(out, text)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}. Name a file in another folder."
         raise UserError(f"--out = {out}: {reason}") from None

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -118,3 +119,17 @@ def test_jaxsp_without_a_command_lists_all_that_exist_without_importing_them():
     ]
     assert sorted(listed) == sorted(modules)
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_files_that_users_name_may_be_links_and_devices(tmp_path):
+    target = tmp_path / "folder" / "target.json"
+    target.parent.mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to(target)
+    cli.write_output(link, "a")
+    assert (link.is_symlink(), target.read_text()) == (True, "a")
+    reader, writer = os.pipe()
+    cli.write_output(pathlib.Path(f"/dev/fd/{writer}"), "b")
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        assert file.read() == "b"

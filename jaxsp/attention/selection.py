@@ -11,7 +11,7 @@ from jaxsp.attention.kernels.kernel import (
     divisors,
     min_device_bytes,
 )
-from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies import nodes, registry
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import (
@@ -21,7 +21,7 @@ from jaxsp.attention.strategies.workload import (
     drop_long_windows,
 )
 from jaxsp.config.schema import AttentionConfig, Config
-from jaxsp.core import errors, nodes
+from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import memory_limits
 

@@ -168,7 +168,7 @@ class Schema:
             else:
                 rule = finding["msg"].replace("Input should be", "must be")
                 if kind in _RULES:
-                    rule = _RULES[kind].format_map(finding.get("ctx", {}))
+                    rule = _RULES[kind].format_map(finding.get("ctx", {})).removesuffix(".")
                 known = foreign_names.find(name)
                 if rule == _MAPPING_RULE and known is not None:
                     rule += f"; {value} is a value of {known.field_name}"

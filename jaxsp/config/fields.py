@@ -169,11 +169,11 @@ def is_for_training(field: FieldInfo) -> bool:
 
 
 def expand_home(value: str | None) -> str | None:
-    """Replaces a leading `~`. Raises: ValueError for a path or URL that cannot exist."""
+    """Replaces a leading `~`. Raises: UserError for a path or URL that cannot exist."""
     if value is None:
         return None
     if urls.is_url(value):
         urls.check(value)
         return value.rstrip("/")
-    path = paths.expand_home(value)
+    path = paths.expand_user(value)
     return str(path) if value.startswith("~") else value

@@ -5,8 +5,6 @@ from datetime import timedelta
 
 _UNITS = {"h": timedelta(hours=1), "m": timedelta(minutes=1), "s": timedelta(seconds=1)}
 
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smh])")
-
 _MAX_DURATION = timedelta(hours=240_000)
 """Longest duration: its seconds have 9 digits, so that `parse` accepts every text of `to_text`."""
 
@@ -18,7 +16,7 @@ def parse(value: object) -> timedelta:
     """
     if isinstance(value, timedelta):
         return value
-    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smh])", str(value))
     if match is None:
         raise ValueError("must be a number with a unit, such as 25s, 110m or 12h")
     duration = float(match[1]) * _UNITS[match[2]]

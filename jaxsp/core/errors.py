@@ -8,9 +8,6 @@ _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode's categories of controls, of marks that reorder or hide text, of surrogates and of line
 separators."""
 
-_JOINERS = "\u200c\u200d"
-"""Zero-width joiners, which Persian words and emoji need; they are harmless elsewhere."""
-
 
 def escape(text: str, *, keep: str = "") -> str:
     r"""Escapes characters that control a terminal: `\x1b` for an escape character.
@@ -21,7 +18,7 @@ def escape(text: str, *, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    kept = _JOINERS + keep
+    kept = "\u200c\u200d" + keep  # joiners, which Persian words and emoji need, are harmless
     return "".join(
         ascii(character)[1:-1]
         if unicodedata.category(character) in _CONTROLS and character not in kept
@@ -30,15 +27,9 @@ def escape(text: str, *, keep: str = "") -> str:
     )
 
 
-_MAX_CHARS = 10_000
-"""Longest line of a message; longer ones contain a large value."""
-
-
 def _shorten(line: str) -> str:
-    """Cuts out the middle of a long line; its end has the suggestion."""
-    if len(line) <= _MAX_CHARS:
-        return line
-    return f"{line[: _MAX_CHARS // 2]} ... {line[-_MAX_CHARS // 2 :]}"
+    """Cuts the middle out of a line that contains a large value; its end has the suggestion."""
+    return line if len(line) <= 10_000 else f"{line[:5000]} ... {line[-5000:]}"
 
 
 class UserError(ValueError):
@@ -50,8 +41,9 @@ class UserError(ValueError):
 
     def __init__(self, problems: str | Iterable[str], *, is_named: bool = False):
         """Args: is_named: True if the problems begin with a field, so that `at` adds nothing."""
-        super().__init__(problems)
-        self.problems = [problems] if isinstance(problems, str) else [*problems]
+        lines = [problems] if isinstance(problems, str) else [*problems]
+        super().__init__(lines)
+        self.problems = lines
         self.is_named = is_named
 
     @property
@@ -109,41 +101,28 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
     none.
     """
     letters = _letters(word)
-    max_typos = 1 if len(letters) < 6 else 2
-    distances = sorted(
-        (_count_typos(letters, _letters(candidate)), candidate)
-        for candidate in known
-        if abs(len(letters) - len(_letters(candidate))) <= max_typos
-    )
-    if not distances or distances[0][0] > max_typos:
-        return None
-    is_tie = len(distances) > 1 and distances[0][0] == distances[1][0]
-    return None if is_tie else distances[0][1]
+    limit = 1 if len(letters) < 6 else 2
+    typos = {candidate: _count_typos(letters, _letters(candidate), limit) for candidate in known}
+    fewest = min(typos.values(), default=limit + 1)
+    nearest = [candidate for candidate, count in typos.items() if count == fewest]
+    return nearest[0] if fewest <= limit and len(nearest) == 1 else None
 
 
 def _letters(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "")
 
 
-def _count_typos(a: str, b: str) -> int:
-    """Number of typos between two words: letters added, missing, replaced, or two exchanged.
-
-    Source: Damerau-Levenshtein distance (optimal string alignment), one table row at a time.
-    """
-    two_before: list[int] = []
-    before: list[int] = []
-    current = list(range(len(b) + 1))
-    for i, a_letter in enumerate(a, 1):
-        two_before = before
-        before = current
-        current = [i]
-        for j, b_letter in enumerate(b, 1):
-            replaced = before[j - 1] + (a_letter != b_letter)
-            typos = min(before[j] + 1, current[-1] + 1, replaced)
-            if i > 1 and j > 1 and a_letter == b[j - 2] and a[i - 2] == b_letter:
-                typos = min(typos, two_before[j - 2] + 1)
-            current.append(typos)
-    return current[-1]
+def _count_typos(a: str, b: str, limit: int) -> int:
+    """Counts letters added, missing, replaced, or exchanged with the next; at most `limit` + 1."""
+    while a and a[0] == b[:1]:
+        a = a[1:]
+        b = b[1:]
+    if limit == 0 or not a or not b:
+        return min(len(a) + len(b), limit + 1)
+    rests = [(a[1:], b), (a, b[1:]), (a[1:], b[1:])]
+    if a[:2] == b[1::-1]:
+        rests.append((a[2:], b[2:]))
+    return 1 + min(_count_typos(*rest, limit - 1) for rest in rests)
 
 
 class NeedsAttentionError(Exception):

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import stat
-import tempfile
 import zlib
 from typing import Any
 
@@ -17,11 +16,6 @@ _MODEL_FILES += ["additional_chat_templates", "additional_chat_templates/*"]
 """Patterns of the files that are read from a folder of a model, a tokenizer or an adapter."""
 
 PARTIAL_SUFFIX = ".partial"
-
-CHECKSUM_SUFFIX = ".crc32"
-"""Suffix of the file with the checksum of a large file."""
-
-_BLOCK_BYTES = 2**20
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values of a full disk, an exceeded quota, or a file as large as allowed."""
@@ -44,15 +38,6 @@ def write_atomic(path: pathlib.Path, content: str | bytes, *, is_durable: bool =
     partial.replace(path)
     if is_durable:
         sync_dir(path.parent)
-
-
-def write_output(path: pathlib.Path, content: str) -> None:
-    """Writes a file that a user named. It may be a link, or a device such as /dev/stdout."""
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as file:
-            file.write(content)
-    else:
-        write_atomic(pathlib.Path(os.path.realpath(path)), content)
 
 
 def to_json(result: dict[str, Any]) -> str:
@@ -116,15 +101,14 @@ def write_checksum(path: pathlib.Path, *, content: pathlib.Path | None = None) -
 
     Args: content: file that gets the name `path` afterwards; default: `path`.
     """
-    text = f"{_compute_checksum(content or path)}\n"
-    write_atomic(_checksum_file(path), text)
+    write_atomic(_checksum_file(path), _compute_checksum(content or path))
 
 
 def is_intact(path: pathlib.Path) -> bool:
     """True if a file has the checksum beside it. Reads the whole file, 2 GB per second."""
     try:
-        return _checksum_file(path).read_text(encoding="ascii") == f"{_compute_checksum(path)}\n"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        return _checksum_file(path).read_bytes() == _compute_checksum(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
 
 
@@ -135,27 +119,16 @@ def remove_with_checksum(path: pathlib.Path) -> None:
 
 
 def _checksum_file(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(f"{path.name}{CHECKSUM_SUFFIX}")
+    return path.with_name(f"{path.name}.crc32")
 
 
-def _compute_checksum(path: pathlib.Path) -> str:
-    """CRC-32 and size of a file."""
+def _compute_checksum(path: pathlib.Path) -> bytes:
+    """CRC-32 and size of a file, as a line."""
     checksum = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(2**20):
             checksum = zlib.crc32(block, checksum)
-        return f"{checksum:08x} {file.tell()}"
-
-
-def open_scratch() -> int:
-    """Opens a file without a name, and returns its descriptor.
-
-    It is in memory, except in builds of Python without memfd_create, such as conda's.
-    """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("jaxsp")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        return b"%08x %d\n" % (checksum, file.tell())
 
 
 def read_text(path: str | pathlib.Path) -> str:
@@ -175,7 +148,7 @@ def check_regular(path: pathlib.Path) -> None:
         raise OSError(errno.EINVAL, "must be a regular file, not a pipe or a device", str(path))
 
 
-def check_model_folder(folder: pathlib.Path, *, error_prefix: str = "") -> None:
+def check_model_folder(folder: pathlib.Path) -> None:
     """Checks that the files in a model's folder are regular files, and inside of it.
 
     An archive can contain a symbolic link to a secret, which exports would copy. The hub's cache
@@ -183,22 +156,20 @@ def check_model_folder(folder: pathlib.Path, *, error_prefix: str = "") -> None:
 
     Raises: UserError
     """
-    error_prefix += " " if error_prefix else ""
-    resolved = folder.resolve()
-    allowed = [resolved]
-    if resolved.parent.name == "snapshots":
-        allowed.append((resolved.parents[1] / "blobs").resolve())
+    root = folder.resolve()
+    allowed = {root}
+    if root.parent.name == "snapshots":
+        allowed.add((root.parents[1] / "blobs").resolve())
     for path in sorted(path for pattern in _MODEL_FILES for path in folder.glob(pattern)):
         target = pathlib.Path(os.path.realpath(path))
-        # weights are read as such, and never copied
-        is_copied = path.suffix != ".safetensors"
-        if is_copied and not any(target.is_relative_to(parent) for parent in allowed):
+        is_copied = path.suffix != ".safetensors"  # weights are only read
+        if is_copied and allowed.isdisjoint((target, *target.parents)):
             raise UserError(
-                f"{error_prefix}{path} is a link to {target}, outside of its folder. If you trust "
-                "it, replace the link by a copy."
+                f"{path} is a link to {target}, outside of its folder. If you trust it, replace "
+                "the link by a copy."
             )
         if target.exists():
             try:
                 check_regular(target)
             except OSError as error:
-                raise UserError(f"{error_prefix}{path}: {error.strerror}.") from None
+                raise UserError(f"{path}: {error.strerror}.") from None

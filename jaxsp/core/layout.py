@@ -40,15 +40,10 @@ class Layout:
     def chunk_order(self) -> tuple[int, ...]:
         """Returns the chunks of a row in the order of the layout."""
         return tuple(
-            self.chunk_number(device, index)
+            index * self.degree + (self.degree - 1 - device if index % 2 else device)
             for device in range(self.degree)
             for index in range(self.chunks_per_device)
         )
-
-    def chunk_number(self, device: int, index: int) -> int:
-        """Returns the number within the row of a device's chunk of this index."""
-        place = self.degree - 1 - device if index % 2 else device
-        return index * self.degree + place
 
     def chunk_tokens(self, row_tokens: int) -> int:
         """Returns the number of tokens of a chunk."""

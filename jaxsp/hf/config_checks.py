@@ -5,6 +5,7 @@ change training are ignored. Every other field is refused by name: a feature tha
 out gives plausible losses of another model.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import json_values
@@ -141,12 +142,12 @@ def find_problems(
             f"for example {path}.{name}={_ALL_EXAMPLES[name]}."
             for name in find_missing_sizes(fields, family)
         ),
-        *_type_problems(fields, path),
-        *_feature_problems(fields, family, accepted, defaults, path),
+        *(f"{path}.{problem}" for problem in _type_problems(fields)),
+        *(f"{path}.{problem}" for problem in _feature_problems(fields, family, accepted, defaults)),
         *rope_checks.find_problems(fields, path, family.rope),
     ]
     # computing with sizes that are missing or not numbers would only repeat those problems
-    return problems or _size_problems(fields, defaults, path)
+    return problems or [f"{path}.{problem}" for problem in _size_problems(fields, defaults)]
 
 
 def find_multimodal_problems(
@@ -158,10 +159,8 @@ def find_multimodal_problems(
     """
     accepted = {*_MULTIMODAL_FIELDS, *TOKEN_ID_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
     outer = Family(architecture=family.architecture, values=family.values)
-    return [
-        *_type_problems(fields, path),
-        *_feature_problems(fields, outer, accepted, defaults, path),
-    ]
+    problems = [*_type_problems(fields), *_feature_problems(fields, outer, accepted, defaults)]
+    return [f"{path}.{problem}" for problem in problems]
 
 
 def find_missing_sizes(fields: dict[str, Any], family: Family) -> list[str]:
@@ -246,23 +245,17 @@ _RULES = {
 }
 
 
-def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
+def _type_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Values of the wrong type among the fields that are read."""
-    found = [
-        json_values.find_problem(_RULES, name, fields[name]) for name in _RULES if name in fields
-    ]
-    return [f"{path}.{problem}" for problem in found if problem]
+    names = (name for name in _RULES if name in fields)
+    found = (json_values.find_problem(_RULES, name, fields[name]) for name in names)
+    return filter(None, found)
 
 
 def _feature_problems(
-    fields: dict[str, Any],
-    family: Family,
-    accepted: set[str],
-    defaults: dict[str, Any],
-    path: str,
-) -> list[str]:
+    fields: dict[str, Any], family: Family, accepted: set[str], defaults: dict[str, Any]
+) -> Iterator[str]:
     """Fields that require what is not implemented, and unknown fields."""
-    problems = []
     for name, value in fields.items():
         problem = None
         if name == "quantization_config" and isinstance(value, dict):
@@ -286,8 +279,7 @@ def _feature_problems(
             problem = f"is not a field of {fields['model_type']} that jaxsp reads."
             problem += hint or " Leave it out."
         if problem:
-            problems.append(f"{path}.{name} = {format_value(value)}: {problem}")
-    return problems
+            yield f"{name} = {format_value(value)}: {problem}"
 
 
 def reward_architecture(model_type: Any) -> str | None:
@@ -321,87 +313,82 @@ def _value_problem(name: str, value: Any, supported: tuple[Any, ...], reason: st
     return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
 
 
-def _size_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
+def _size_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
     """Sizes that do not fit together. Args: defaults: those of transformers."""
-    problems = []
     num_heads = fields["num_attention_heads"]
     hidden_size = fields["hidden_size"]
     num_kv_heads = fields.get("num_key_value_heads") or num_heads
     head_dim = fields.get("head_dim")
     if num_heads % num_kv_heads:
         divisors = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
-        problems.append(
-            f"{path}.num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
+        yield (
+            f"num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
             f"which is {num_heads}. Use {errors.format_choices(divisors)}."
         )
     if head_dim is None and hidden_size % num_heads:
-        problems.append(
-            f"{path}.hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
+        yield (
+            f"hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
             f"which is {num_heads}."
         )
     elif (head_dim := head_dim or hidden_size // num_heads) % 2:
-        problems.append(
-            f"{path}.head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
+        yield (
+            f"head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."
         )
     vocab_size = fields["vocab_size"]
     padding_id = fields.get("pad_token_id", 0)
     if not -vocab_size <= padding_id < vocab_size:
-        problems.append(
-            f"{path}.pad_token_id = {padding_id}: must be below vocab_size, which is {vocab_size}; "
+        yield (
+            f"pad_token_id = {padding_id}: must be below vocab_size, which is {vocab_size}; "
             "transformers cannot load such a model. Use null."
         )
     num_key_heads = fields.get("linear_num_key_heads", num_heads)
     num_value_heads = fields.get("linear_num_value_heads", num_heads)
     if num_value_heads % num_key_heads:
-        problems.append(
-            f"{path}.linear_num_value_heads = {num_value_heads}: must be a multiple of "
+        yield (
+            f"linear_num_value_heads = {num_value_heads}: must be a multiple of "
             f"linear_num_key_heads, which is {num_key_heads}."
         )
-    problems += _expert_problems(fields, defaults, path)
+    yield from _expert_problems(fields, defaults)
     for name in ("linear_a_log", "linear_dt"):
         low, high = (
             (defaults | fields).get(f"{name}_{end}", end == "max") for end in ("min", "max")
         )
         if low >= high:
-            problems.append(
-                f"{path}.{name}_min = {low}: must be below {name}_max, which is {high}."
-            )
+            yield f"{name}_min = {low}: must be below {name}_max, which is {high}."
     num_layers = fields["num_hidden_layers"]
-    problems += [
-        f"{path}.{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
+    yield from (
+        f"{name}: has {len(fields[name])} entries, but there are {num_layers} layers. "
         "Give one for each layer, or leave it out."
         for name in ("no_rope_layers", "layer_rope_theta", "layer_types")
         if name in fields and len(fields[name]) != num_layers
-    ]
-    return problems
+    )
 
 
-def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any], path: str) -> list[str]:
+def _expert_problems(fields: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
     """Numbers of experts that do not fit together. Args: as in `_size_problems`."""
-    problems = []
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((fields[name] for name in names if name in fields), None)
     num_chosen = fields.get("num_experts_per_tok")
     if num_experts is None or num_chosen is None:
-        return []
+        return
     if num_chosen > num_experts:
-        return [
-            f"{path}.num_experts_per_tok = {num_chosen}: must be at most the number of experts, "
-            f"which is {num_experts}."
-        ]
+        yield (
+            f"num_experts_per_tok = {num_chosen}: must be at most the number of experts, which is "
+            f"{num_experts}."
+        )
+        return
     num_groups, num_chosen_groups = (
         (defaults | fields).get(name, 1) for name in ("n_group", "topk_group")
     )
     if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
-        problems.append(
-            f"{path}.n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
+        yield (
+            f"n_group = {num_groups}: must divide n_routed_experts, which is {num_experts}, "
             "into groups of at least 2. Use 1."
         )
     elif not num_chosen * num_groups <= num_chosen_groups * num_experts <= num_groups * num_experts:
-        problems.append(
-            f"{path}.topk_group = {num_chosen_groups}: must be at most n_group, which is "
+        yield (
+            f"topk_group = {num_chosen_groups}: must be at most n_group, which is "
             f"{num_groups}, and that many groups must have num_experts_per_tok experts, "
             f"{num_chosen}. Use {num_groups}."
         )
-    return problems

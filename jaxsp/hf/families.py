@@ -47,7 +47,7 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
     """Fields of ModelConfig from those of a config.json with transformers' defaults."""
     fields: tuple[str, ...] = ()
-    """Fields of a config.json that only this family has."""
+    """Fields of a config.json that only this family has, besides the required ones."""
     null_fields: tuple[str, ...] = ()
     """Fields in which null means none of it, and is not transformers' default."""
     values: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -98,7 +98,7 @@ class Family:
     @property
     def own_fields(self) -> tuple[str, ...]:
         """Fields that this family reads in addition to those of all families."""
-        return (*self.fields, self.norm_eps_field, self.activation_field)
+        return (*self.required_fields, *self.fields, self.norm_eps_field, self.activation_field)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ _GEMMA: dict[str, Any] = {
     "required_fields": ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"),
     "window_fields": TYPED_WINDOW_FIELDS,
     "activation_field": "hidden_activation",
-    "fields": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+    "fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "null_fields": ("final_logit_softcapping", "attn_logit_softcapping"),
     "values": {
         "use_bidirectional_attention": (False,),
@@ -316,11 +316,8 @@ _NO_MTP = {"mtp_num_hidden_layers": (0, 1), "mtp_use_dedicated_embeddings": (Fal
 """Fields of layers that predict further tokens, which are left out, as in transformers."""
 
 _DELTA_NET_FIELDS = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
 )
 
 _OLMO_INIT_FIELDS = (
@@ -394,10 +391,7 @@ FAMILIES["qwen3_moe"] = Family(
     bias_fields=("attention_bias",),
     required_fields=("num_key_value_heads", "head_dim", *_EXPERT_SIZES),
     model={"qk_norm": "head"},
-    fields=(
-        *_EXPERT_SIZES,
-        *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS),
-    ),
+    fields=("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", *_ROUTER_LOSS),
     has_experts=lambda given, layer: (
         layer not in given["mlp_only_layers"] and (layer + 1) % given["decoder_sparse_step"] == 0
     ),
@@ -410,7 +404,7 @@ FAMILIES["mixtral"] = Family(
     architecture="MixtralForCausalLM",
     required_fields=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
     window_fields=("sliding_window",),
-    fields=("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
+    fields=_ROUTER_LOSS,
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given,
@@ -431,7 +425,7 @@ FAMILIES["olmoe"] = Family(
     bias_fields=("attention_bias",),
     required_fields=("num_experts", "num_experts_per_tok"),
     model={"qk_norm": "projection"},
-    fields=("num_experts", "num_experts_per_tok", "norm_topk_prob", *_ROUTER_LOSS),
+    fields=("norm_topk_prob", *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     read=lambda given: _read_experts(
         given, "num_experts", "intermediate_size", is_normalized=given["norm_topk_prob"]
@@ -445,7 +439,7 @@ FAMILIES["qwen3_5_text"] = Family(
     required_fields=("num_key_value_heads", "head_dim", *_DELTA_NET_FIELDS),
     model={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": "q_proj"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=(*_DELTA_NET_FIELDS, "full_attention_interval", "layer_types"),
+    fields=("full_attention_interval", "layer_types"),
     read=_read_delta_net,
     rope=RopeSupport(
         outside_fields=("rope_theta", "partial_rotary_factor"),
@@ -487,15 +481,11 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     _QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
-    fields=(*_QWEN3_5.fields, *_EXPERT_SIZES, _SHARED_SIZE, *_ROUTER_LOSS),
+    fields=(*_QWEN3_5.fields, *_ROUTER_LOSS),
     has_mlp=False,
     has_experts=lambda given, layer: True,
     read=lambda given: _read_qwen_experts(given, has_own_names=False),
-    values={
-        **_QWEN3_5.values,
-        "norm_topk_prob": (True,),
-        "decoder_sparse_step": (1,),
-    },
+    values=_QWEN3_5.values | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
 )
 
 _QWEN3_MOE = FAMILIES["qwen3_moe"]
@@ -508,7 +498,7 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
     _QWEN3_5,
     architecture="Qwen3NextForCausalLM",
     required_fields=(*_QWEN3_5.required_fields, *_EXPERT_SIZES, _SHARED_SIZE),
-    fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields, _SHARED_SIZE),
+    fields=(*_QWEN3_5.fields, *_QWEN3_MOE.fields),
     has_experts=_QWEN3_MOE.has_experts,
     read=lambda given: _read_qwen_experts(
         given, has_own_names=True, names=QWEN3_NEXT_DELTA_NET_NAMES
@@ -549,7 +539,6 @@ FAMILIES["glm4_moe"] = Family(
     ),
     rope=RopeSupport(outside_fields=("rope_theta", "partial_rotary_factor")),
     fields=(
-        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
         *("first_k_dense_replace", "num_nextn_predict_layers", "use_qk_norm"),
     ),
@@ -564,10 +553,7 @@ FAMILIES["granitemoe"] = dataclasses.replace(
     architecture="GraniteMoeForCausalLM",
     bias_fields=("attention_bias",),
     required_fields=("num_local_experts", "num_experts_per_tok"),
-    fields=(
-        *FAMILIES["granite"].fields,
-        *("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
-    ),
+    fields=(*FAMILIES["granite"].fields, *_ROUTER_LOSS),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: (
@@ -591,15 +577,10 @@ FAMILIES["gpt_oss"] = Family(
     architecture="GptOssForCausalLM",
     quant_methods=("mxfp4",),
     bias_fields=("attention_bias",),
-    required_fields=(
-        *("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
-    ),
+    required_fields=("num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"),
     model={"has_sinks": True},
     window_fields=("sliding_window", "layer_types"),
-    fields=(
-        *("num_local_experts", "num_experts_per_tok", *_ROUTER_LOSS),
-        *("swiglu_alpha", "swiglu_limit"),
-    ),
+    fields=(*_ROUTER_LOSS, "swiglu_alpha", "swiglu_limit"),
     has_experts=lambda given, layer: True,
     # The softmax of the chosen experts' logits is that of all, divided by their sum
     read=lambda given: _read_experts(
@@ -632,11 +613,7 @@ FAMILIES["olmo_hybrid"] = Family(
     bias_fields=("attention_bias",),
     model={"norm_names": _NORMS_AFTER, "qk_norm": "projection"},
     mixers={LINEAR_ATTENTION: DELTA_NET, FULL_ATTENTION: ATTENTION},
-    fields=(
-        *_DELTA_NET_FIELDS,
-        *_OLMO_INIT_FIELDS,
-        *("linear_allow_neg_eigval", "layer_types"),
-    ),
+    fields=(*_DELTA_NET_FIELDS, *_OLMO_INIT_FIELDS, "linear_allow_neg_eigval", "layer_types"),
     read=_read_olmo_hybrid,
     rope=RopeSupport(is_optional=True),
     values={"hidden_act": ("silu",)},  # also the activation of the convolutions
@@ -646,9 +623,7 @@ FAMILIES["olmo_hybrid"] = Family(
         "feedforward_layer_norm": "post_attention_layernorm",
     },
     # transformers reads any rows, and writes three parts of equal size
-    divided_tensors={
-        "linear_attn.conv1d": tuple(f"linear_attn.{part}_conv1d" for part in "qkv"),
-    },
+    divided_tensors={"linear_attn.conv1d": tuple(f"linear_attn.{part}_conv1d" for part in "qkv")},
 )
 
 

@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import queue
 import shutil
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors as hub
 
 from jaxsp.core import errors, files, paths
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 
 INDEX_FILE = "model.safetensors.index.json"
 """File that maps tensors to files, if there are several."""
@@ -22,22 +22,10 @@ INDEX_FILE = "model.safetensors.index.json"
 _CONFIG_FILE = "config.json"
 
 _SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "*.tiktoken",
-    "tekken.json",
-    "tokenizer.model*",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("*.tiktoken", "tekken.json", "tokenizer.model*", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 """Files of a model besides its weights: configs, tokenizer, chat template."""
 
@@ -67,7 +55,8 @@ class ModelFolder:
         """Downloads these files, if they exist and the folder is in the hub's cache."""
         if self.is_on_hub:
             # a snapshot's folder has the name of its commit, so the files are of the same commit
-            _download(self.source, names, field=self.field, revision=self.path.name)
+            with at(self.field, self.source):
+                _download(self.source, names, revision=self.path.name)
 
 
 def find(
@@ -88,29 +77,30 @@ def find(
         HubError if the hub cannot be reached or refuses the model; other UserError if there is no
         such folder or model, or it has no config file.
     """
-    path = paths.expand_user(source, field=field)
-    asked = f"{field} = {source}"
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{asked}: is a file. Give the folder with {config_file}: {path.parent}.")
-    is_on_hub = not path.is_dir()
-    if is_on_hub and paths.is_path(source):
-        raise UserError(f"{asked}: {_missing_problem(path, config_file)}")
-    if is_on_hub:
-        try:
-            path = _find_snapshot(source, names, field=field, deadline_s=deadline_s)
-        except HubError as error:
-            if not has_parent(source):
-                raise
-            problem = _missing_problem(path, config_file)
-            raise HubError(f"{asked}: {problem}", reason=error.reason) from None
-    files.check_model_folder(path, error_prefix=f"{asked}:")
-    if not (path / config_file).is_file():
-        library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
-        suggestion = f"Give a folder that {library} loads."
+    with at(field, source):
+        path = paths.expand_user(source)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"is a file. Give the folder with {config_file}: {path.parent}.")
+        is_on_hub = not path.is_dir()
+        if is_on_hub and paths.is_path(source):
+            raise UserError(_missing_problem(path, config_file))
         if is_on_hub:
-            suggestion += f" If a download was interrupted, complete it with: hf download {source}."
-        raise UserError(f"{asked}: {path} contains no {config_file}. {suggestion}")
-    fields = read_json(path / config_file, error_prefix=asked)
+            try:
+                path = _find_snapshot(source, names, deadline_s)
+            except HubError as error:
+                if not has_parent(source):
+                    raise
+                problem = _missing_problem(path, config_file)
+                raise HubError(problem, reason=error.reason) from None
+        files.check_model_folder(path)
+        if not (path / config_file).is_file():
+            library = "transformers" if config_file == _CONFIG_FILE else "PEFT"
+            problem = f"{path} contains no {config_file}. Give a folder that {library} loads."
+            if is_on_hub:
+                problem += " If a download was interrupted, complete it with: hf download "
+                problem += f"{source}."
+            raise UserError(problem)
+        fields = read_json(path / config_file)
     return ModelFolder(
         source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
     )
@@ -123,22 +113,17 @@ def has_parent(source: str) -> bool:
 
 def _missing_problem(path: pathlib.Path, config_file: str = _CONFIG_FILE) -> str:
     """The problem of a missing folder, with a suggestion."""
-    folders = [file.parent for file in path.parent.glob(f"*/{config_file}")]
-    hint = errors.did_you_mean(path.name, [folder.name for folder in folders])
-    kind = "a model"
-    example = ", such as Qwen/Qwen3-0.6B"
-    if config_file != _CONFIG_FILE:
-        kind = "an adapter"
-        example = ""
+    names = [file.parent.name for file in path.parent.glob(f"*/{config_file}")]
+    is_model = config_file == _CONFIG_FILE
+    kind = "a model" if is_model else "an adapter"
     return (
         f"there is no folder {path.absolute()}. Give a folder with {kind}'s {config_file}, or the "
-        f"name of {kind} on the hub{example}.{hint}"
+        f"name of {kind} on the hub{', such as Qwen/Qwen3-0.6B' if is_model else ''}."
+        f"{errors.did_you_mean(path.name, names)}"
     )
 
 
-def _find_snapshot(
-    source: str, names: tuple[str, ...], *, field: str, deadline_s: float | None
-) -> pathlib.Path:
+def _find_snapshot(source: str, names: tuple[str, ...], deadline_s: float | None) -> pathlib.Path:
     """Returns the folder of the hub's model, or the cached one if the download takes too long.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
@@ -147,42 +132,37 @@ def _find_snapshot(
     Raises: HubError if it takes longer and nothing is cached.
     """
     if deadline_s is None:
-        return _download(source, names, field=field, revision=None)
-    results: queue.Queue[pathlib.Path | Exception] = queue.Queue()
+        return _download(source, names)
+    result: Future[pathlib.Path] = Future()
 
     def run() -> None:
         try:
-            results.put(_download(source, names, field=field, revision=None))
-        except Exception as error:  # raised again in the calling thread
-            results.put(error)
+            result.set_result(_download(source, names))
+        except Exception as error:
+            result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        result = results.get(timeout=deadline_s)
-    except queue.Empty:
+        return result.result(timeout=deadline_s)
+    except TimeoutError:
         with contextlib.suppress(OSError, ValueError):  # not in the cache
             cached = huggingface_hub.snapshot_download(source, local_files_only=True)
             if pathlib.Path(cached, "config.json").is_file():
                 return pathlib.Path(cached)
         reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
-        raise HubError(
-            f"{field} = {source}: {reason}. Try again, or give a folder.", reason=reason
-        ) from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+        raise HubError(f"{reason}. Try again, or give a folder.", reason=reason) from None
 
 
-def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the fields of a JSON file. Raises: UserError if it is not a JSON object."""
     try:
         fields = json.loads(files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again."
+            f"{path} cannot be read as JSON: {error}. Copy or download it again."
         ) from None
     if not isinstance(fields, dict):
-        raise UserError(f"{error_prefix}: {path} must be a JSON object. Copy or download it again.")
+        raise UserError(f"{path} must be a JSON object. Copy or download it again.")
     return fields
 
 
@@ -194,44 +174,41 @@ def copy_small_files(
     exclude: tuple[str, ...] = (),
 ) -> None:
     """Copies files of a model, by default all except weights: configs, tokenizer, chat template."""
-    files.check_model_folder(folder, error_prefix="cannot be copied:")
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    for path in sorted(paths):
+    with at("cannot be copied"):
+        files.check_model_folder(folder)
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         name = path.relative_to(folder)
-        if str(name) not in exclude:
+        if path.is_file() and str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             # not shutil.copy: files of the hub's cache may be read-only
             shutil.copyfile(path, directory / name)
 
 
-def _download(
-    source: str, names: Iterable[str], *, field: str, revision: str | None
-) -> pathlib.Path:
+def _download(source: str, names: Iterable[str], revision: str | None = None) -> pathlib.Path:
     """Downloads files of these names or patterns, as far as they exist; returns the snapshot."""
-    asked = f"{field} = {source}"
     try:
         return pathlib.Path(
             huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names))
         )
     except hub.HFValidationError:
-        raise UserError(f"{asked}: {_missing_problem(pathlib.Path(source).expanduser())}") from None
+        raise UserError(_missing_problem(pathlib.Path(source).expanduser())) from None
     except hub.GatedRepoError:
         raise HubError(
-            f"{asked}: is gated. Accept its terms on https://huggingface.co/{source}, "
-            "and log in: hf auth login.",
+            f"is gated. Accept its terms on https://huggingface.co/{source}, and log in: hf auth "
+            "login.",
             reason="the hub shows it only to logins that have accepted its terms",
         ) from None
     except hub.RepositoryNotFoundError:
         raise UserError(
-            f"{asked}: there is no such folder, and no such model on the hub. Give a folder with "
+            "there is no such folder, and no such model on the hub. Give a folder with "
             "config.json, or a name such as Qwen/Qwen3-0.6B. If it is private, log in: "
             "hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        raise _download_error(error, source, asked=asked) from None
+        raise _download_error(error, source) from None
 
 
-def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
+def _download_error(error: Exception, source: str) -> UserError:
     """The error of a download that failed for a reason other than the model's name."""
     is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
     cause = error
@@ -239,15 +216,11 @@ def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
         cause = error.__cause__
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
         reason = f"the hub refuses: {errors.first_line(cause)}"
-        return HubError(
-            f"{asked}: {reason}. Log in with a token that may read it: hf auth login.",
-            reason=reason,
-        )
+        problem = f"{reason}. Log in with a token that may read it: hf auth login."
+        return HubError(problem, reason=reason)
     if not is_missing_in_cache:
-        problem = (
-            f"{asked}: cannot be downloaded: {errors.first_line(cause)}. "
-            "Try again: completed files are kept."
-        )
+        problem = f"cannot be downloaded: {errors.first_line(cause)}. "
+        problem += "Try again: completed files are kept."
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
             return UserError(problem)
         return HubError(problem, reason=f"the download failed: {errors.first_line(cause)}")
@@ -257,8 +230,8 @@ def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
         reason = "HF_HUB_OFFLINE is set"
         suggestion = "Unset it"
     return HubError(
-        f"{asked}: there is no such folder, the model is not completely in the hub's cache, and "
-        f"{reason}. {suggestion}, or give a folder: on a machine with a network, "
+        f"there is no such folder, the model is not completely in the hub's cache, and {reason}. "
+        f"{suggestion}, or give a folder: on a machine with a network, "
         f"hf download {source} --local-dir FOLDER makes one.",
         reason=reason,
     )

@@ -95,11 +95,8 @@ def add_router_losses(model: ModelConfig, config: ModelSourceConfig) -> ModelCon
 
     Raises: UserError for a model without experts, and if a bias balances them.
     """
-    factors = {
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-        "router_z_loss_coef": config.router_z_loss_coef,
-    }
-    for name, factor in factors.items():
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        factor = getattr(config, name)
         if factor and model.experts is None:
             raise UserError(f"model.{name} = {factor}: the model has no experts. Remove the field.")
         if factor and model.experts and model.experts.scores == "sigmoid":
@@ -229,10 +226,8 @@ def read_padding_id(fields: dict[str, Any]) -> int | None:
     import transformers
 
     vocab_size = fields["vocab_size"]
-    if "pad_token_id" in fields:
-        padding_id = fields["pad_token_id"]
-    else:
-        padding_id = transformers.AutoConfig.for_model(fields["model_type"]).pad_token_id
+    default = transformers.AutoConfig.for_model(fields["model_type"]).pad_token_id
+    padding_id = fields.get("pad_token_id", default)
     if padding_id is None or padding_id >= vocab_size:
         return None
     return padding_id % vocab_size
@@ -317,7 +312,7 @@ def _use_published_names(fields: dict[str, Any], family: Family, path: str) -> d
     import transformers
 
     names = transformers.CONFIG_MAPPING[fields["model_type"]].attribute_map
-    for name in names.keys() & {*family.fields}:
+    for name in names.keys() & {*family.own_fields}:
         new_name = names[name]
         if new_name not in fields:
             continue
@@ -336,7 +331,7 @@ def _renamed_fields(resolved: "transformers.PreTrainedConfig", family: Family) -
 
     Transformers 4 reads these only.
     """
-    names = resolved.attribute_map.keys() & {*family.fields}
+    names = resolved.attribute_map.keys() & {*family.own_fields}
     return {name: getattr(resolved, name) for name in sorted(names)}
 
 

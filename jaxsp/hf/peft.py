@@ -19,10 +19,9 @@ from jaxsp.config import json_values
 from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.tensors import BadFileError
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder
 
@@ -35,8 +34,6 @@ _PREFIX = "base_model.model."
 
 _TEXT_PREFIX = "model.language_model."
 """Beginning of these names in a multimodal model, where a text model has `model.`."""
-
-_FIELD = "adapter.source"
 
 
 def _is_list(value: Any, is_entry: Callable[[Any], bool]) -> bool:
@@ -105,7 +102,7 @@ class ResolvedAdapter:
 def find(source: str) -> ModelFolder:
     """Finds the folder of adapter.source, or else the hub's adapter of that name."""
     names = (CONFIG_FILE, WEIGHTS_FILE)
-    return folder.find(source, field=_FIELD, names=names, config_file=CONFIG_FILE)
+    return folder.find(source, field="adapter.source", names=names, config_file=CONFIG_FILE)
 
 
 def resolve(adapter: AdapterConfig, model: ModelConfig) -> ResolvedAdapter:
@@ -142,7 +139,8 @@ def _read_section(
 
     Raises: UserError with all that differ.
     """
-    read = _read_settings(source, model)
+    with at(source.field, source.source), at(CONFIG_FILE):
+        read = _read_settings(source.config_fields, model)
     problems = [
         f"adapter.{name} = {getattr(adapter, name)}: must be that of adapter.source, {read[name]}."
         for name in ("type", "rank", "alpha", "use_rslora")
@@ -167,17 +165,14 @@ def _read_section(
     return read | {"modules_to_save": saved}
 
 
-def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
-    """Reads the fields of a config's section from an adapter_config.json.
+def _read_settings(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Reads the fields of a config's section from those of an adapter_config.json.
 
     Raises: UserError with everything that is not supported.
     """
-    fields = source.config_fields
-    asked = f"{_FIELD} = {source.source}: {CONFIG_FILE}"
     found = [json_values.find_problem(_RULES, name, fields.get(name)) for name in _RULES]
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise UserError([f"{asked}: {problem}" for problem in problems])
+    problems = ProblemCollector(filter(None, found))
+    problems.raise_if_any()
     problems += [
         f"{name} = {format_value(value)}: is not supported."
         for name, value in fields.items()
@@ -199,13 +194,10 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
         )
     targets: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    try:
+    with problems.collect():
         parameters = _match_parameters(fields, model)
         targets = _match_targets(fields, model)
-    except ValueError as error:
-        problems.append(f"{error}.")
-    if problems:
-        raise UserError([f"{asked}: {problem}" for problem in problems])
+    problems.raise_if_any()
     return {
         "type": "dora" if fields.get("use_dora") else "lora",
         "rank": int(fields["r"]),
@@ -220,58 +212,65 @@ def _read_settings(source: ModelFolder, model: ModelConfig) -> dict[str, Any]:
 def _match_targets(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
     """Projections that PEFT adapts.
 
-    Raises: ValueError for one with an adapter in some of the layers that have it.
+    Raises: UserError for one with an adapter in some of the layers that have it.
     """
     projections = adapters.find_projections(model)
     targets = fields.get("target_modules")
     if targets == "all-linear":
         return tuple(projections)
-    excluded = fields.get("exclude_modules")
+    is_target = _make_matcher(targets)
+    is_excluded = _make_matcher(fields.get("exclude_modules"))
     chosen_layers = fields.get("layers_to_transform")
     if isinstance(chosen_layers, int):
         chosen_layers = [chosen_layers]
 
-    def is_match(name: str, patterns: Any) -> bool:
-        if isinstance(patterns, str):
-            try:
-                return re.fullmatch(patterns, name) is not None
-            # RecursionError: too many parentheses; OverflowError: too many repetitions
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(
-                    f"target_modules = {format_value(patterns)}: is not a regular expression: "
-                    f"{error}"
-                ) from None
-        return any(name == each or name.endswith(f".{each}") for each in patterns or ())
+    def is_adapted(projection: str, layer: int) -> bool:
+        name = decoder.LAYER_PREFIX.format(layer=layer) + projection
+        names = (name, _add_text_prefix(name))
+        is_chosen = not chosen_layers or layer in chosen_layers
+        return is_chosen and any(map(is_target, names)) and not any(map(is_excluded, names))
 
-    found = []
-    for projection, layers_with_it in projections.items():
-        matches = []
-        for layer in layers_with_it:
-            name = decoder.LAYER_PREFIX.format(layer=layer) + projection
-            names = (name, _add_text_prefix(name))
-            is_chosen = not chosen_layers or layer in chosen_layers
-            is_adapted = any(is_match(name, targets) for name in names)
-            is_excluded = any(is_match(name, excluded) for name in names)
-            matches.append(is_adapted and is_chosen and not is_excluded)
-        if any(matches) != all(matches):
-            raise ValueError(
-                f"target_modules: {projection} has an adapter in {sum(matches)} of "
-                f"{len(matches)} layers that have it; it must be in all or none"
-            )
-        if matches[0]:
-            found.append(projection)
+    found = [
+        projection
+        for projection, numbers in projections.items()
+        if _is_in_all("target_modules", projection, [is_adapted(projection, n) for n in numbers])
+    ]
     if not found and not fields.get("target_parameters"):
-        raise ValueError(
+        raise UserError(
             f"target_modules = {format_value(targets)}: matches no projection of the model "
-            f"({', '.join(projections)})"
+            f"({', '.join(projections)})."
         )
     return tuple(found)
+
+
+def _make_matcher(patterns: str | list[str] | None) -> Callable[[str], bool]:
+    """Function that is True for the name of a module, as PEFT matches it."""
+    if not isinstance(patterns, str):
+        return lambda name: any(name == x or name.endswith(f".{x}") for x in patterns or ())
+    try:
+        compiled = re.compile(patterns)
+    # RecursionError: too many parentheses; OverflowError: too many repetitions
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(
+            f"target_modules = {format_value(patterns)}: is not a regular expression: {error}."
+        ) from None
+    return lambda name: compiled.fullmatch(name) is not None
+
+
+def _is_in_all(field: str, name: str, is_adapted: list[bool]) -> bool:
+    """True if all layers have an adapter, False if none has. Raises: UserError if some have."""
+    if any(is_adapted) != all(is_adapted):
+        raise UserError(
+            f"{field}: {name} has an adapter in {sum(is_adapted)} of {len(is_adapted)} layers "
+            "that have it; it must be in all or none."
+        )
+    return all(is_adapted)
 
 
 def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, ...]:
     """Tensors of experts that PEFT adapts.
 
-    Raises: ValueError for names of others, and for a tensor with an adapter in some of the layers
+    Raises: UserError for names of others, and for a tensor with an adapter in some of the layers
         that have it.
     """
     names = fields.get("target_parameters") or ()
@@ -285,19 +284,14 @@ def _match_parameters(fields: dict[str, Any], model: ModelConfig) -> tuple[str, 
             both = (full, _add_text_prefix(full))
             of_layers.append({n for n in names for f in both if f == n or f.endswith(f".{n}")})
         matched.update(*of_layers)
-        if any(of_layers) != all(of_layers):
-            raise ValueError(
-                f"target_parameters: {parameter} has an adapter in {sum(map(bool, of_layers))} of "
-                f"{len(numbers)} layers that have it; it must be in all or none"
-            )
-        if all(of_layers):
+        if _is_in_all("target_parameters", parameter, list(map(bool, of_layers))):
             found.append(parameter)
     others = [name for name in names if name not in matched]
     if others:
         offered = ", ".join(adapters.list_parameters(model)) or "it has no experts"
-        raise ValueError(
+        raise UserError(
             f"target_parameters = {format_value(others)}: only experts' matrices of the model are "
-            f"supported ({offered})"
+            f"supported ({offered})."
         )
     return tuple(found)
 
@@ -308,54 +302,51 @@ def open_weights(source: ModelFolder, table: layers.Weights) -> WeightReader:
     Raises: UserError with all tensors that are missing, surplus or of another shape, and for a
         damaged file.
     """
-    asked = f"{_FIELD} = {source.source}"
-    path = source.path / WEIGHTS_FILE
-    if not path.is_file():
-        raise UserError(
-            f"{asked}: {source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
-            "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
-        )
-    try:
-        header = tensors.read_header(path)
-    except BadFileError as error:
-        raise UserError(f"{asked}: {path} {error}. Copy or download it again.") from None
-    stored = {}
-    for name, tensor in header.items():
-        name = name.removeprefix(_PREFIX)
-        if name.startswith(_TEXT_PREFIX):
-            name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
-        stored[name] = tensor
-    declared = source.config_fields.get("modules_to_save") or ()
-    saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
-    params = jax.tree.leaves(table)
-    shapes = weights.tensor_shapes(
-        [param for param in params if param.is_adapter or param.hf_name in saved]
-    )
-    missing, surplus, misshapen = weights.compare(stored, shapes)
-    head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
-    surplus = [name for name in surplus if name != head]
-    problems = [
-        f"{asked}: {title} {weights.abbreviate(names)}. "
-        "Use an adapter of this model, as PEFT's save_pretrained writes it."
-        for title, names in (
-            ("missing tensors:", missing),
-            ("tensors of neither its target_modules nor its modules_to_save:", surplus),
-            ("tensors of another shape than the model's:", misshapen),
-        )
-        if names
-    ]
-    if problems:
-        raise UserError(problems)
-    read = {name: stored[name] for name in shapes}
-    reader = WeightReader(error_prefix=asked, tensors=read, left_out="")
-    if head in stored and head not in shapes:
-        if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
+    with at(source.field, source.source):
+        path = source.path / WEIGHTS_FILE
+        if not path.is_file():
             raise UserError(
-                f"{asked}: {head} must equal the embedding, because the model's config.json has "
-                "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged model "
-                "as model.source."
+                f"{source.path} contains no {WEIGHTS_FILE}. jaxsp does not read pickles "
+                "(adapter_model.bin): save the adapter with PEFT's save_pretrained."
             )
-    return reader
+        header = tensors.read_header(path)
+        stored = {}
+        for name, tensor in header.items():
+            name = name.removeprefix(_PREFIX)
+            if name.startswith(_TEXT_PREFIX):
+                name = f"model.{name.removeprefix(_TEXT_PREFIX)}"
+            stored[name] = tensor
+        declared = source.config_fields.get("modules_to_save") or ()
+        saved = {_READ_MODULES[name.rpartition(".")[2]] for name in declared}
+        params = jax.tree.leaves(table)
+        shapes = weights.tensor_shapes(
+            [param for param in params if param.is_adapter or param.hf_name in saved]
+        )
+        missing, surplus, misshapen = weights.compare(stored, shapes)
+        head = SAVED_MODULES["lm_head"]  # may be a copy of the embedding
+        surplus = [name for name in surplus if name != head]
+        problems = [
+            f"{title} {weights.abbreviate(names)}. Use an adapter of this model, as PEFT's "
+            "save_pretrained writes it."
+            for title, names in (
+                ("missing tensors:", missing),
+                ("tensors of neither its target_modules nor its modules_to_save:", surplus),
+                ("tensors of another shape than the model's:", misshapen),
+            )
+            if names
+        ]
+        if problems:
+            raise UserError(problems)
+        read = {name: stored[name] for name in shapes}
+        reader = WeightReader(source=source, tensors=read, left_out="")
+        if head in stored and head not in shapes:
+            if not is_same_tensor(reader, stored[head], stored[SAVED_MODULES["embed_tokens"]]):
+                raise UserError(
+                    f"{head} must equal the embedding, because the model's config.json has "
+                    "tie_word_embeddings = true. Merge the adapter with PEFT, and use the merged "
+                    "model as model.source."
+                )
+        return reader
 
 
 def _add_text_prefix(name: str) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from jaxsp.core.errors import UserError
+
 Index = tuple[slice, ...]
 """A slice without a step for each dim; as in numpy, it may reach past the end."""
 
@@ -26,10 +28,6 @@ DTYPES = ("F32", "F16", "BF16")
 
 _BYTES = "U8"
 """dtype of the parts of tensors in MXFP4."""
-
-
-class BadFileError(ValueError):
-    """A file that cannot be read as safetensors; the message is the end of a sentence about it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,7 +270,7 @@ def divide_rows(
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a file by name, without reading their values. Raises: BadFileError."""
+    """Returns all tensors of a file by name, without reading their values. Raises: UserError."""
     with _open(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not iterable
         return {
@@ -284,7 +282,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def read_slices(path: pathlib.Path, parts: Iterable[StoredSlice]) -> list[np.ndarray]:
-    """Returns slices of tensors of a file, float32, and bytes as they are. Raises: BadFileError."""
+    """Returns slices of tensors of a file, float32, and bytes as they are. Raises: UserError."""
     with _open(path) as file:
         return [_read_slice(file, *part) for part in parts]
 
@@ -299,23 +297,24 @@ def _read_slice(file: Any, tensor: StoredTensor, index: Index) -> np.ndarray:
 
 
 def read_unchanged(tensor: StoredTensor) -> np.ndarray:
-    """Returns a whole tensor in its own dtype. Raises: BadFileError."""
+    """Returns a whole tensor in its own dtype. Raises: UserError."""
     with _open(tensor.file) as file:
         return file.get_tensor(tensor.name)
 
 
 @contextmanager
 def _open(path: pathlib.Path) -> Iterator[Any]:
-    """Opens a safetensors file and checks its header. Raises: BadFileError."""
+    """Opens a safetensors file and checks its header. Raises: UserError."""
     try:
         with path.open("rb") as file:
-            start = file.read(8)
-        if start == b"version ":  # git-lfs.github.com/spec/v1
-            raise BadFileError("is a git-lfs pointer, not the file. Fetch it with git lfs pull")
-        with safetensors.safe_open(path, "np") as opened:
-            yield opened
+            is_lfs_pointer = file.read(8) == b"version "  # git-lfs.github.com/spec/v1
+        if not is_lfs_pointer:
+            with safetensors.safe_open(path, "np") as opened:
+                yield opened
+            return
+        problem = "is a git-lfs pointer, not the file. Fetch it with git lfs pull"
     except safetensors.SafetensorError as error:
-        size = path.stat().st_size
-        raise BadFileError(f"is damaged or incomplete ({size:,} bytes): {error}") from None
+        problem = f"is damaged or incomplete ({path.stat().st_size:,} bytes): {error}"
     except OSError as error:
-        raise BadFileError(f"cannot be read: {error}") from None
+        problem = f"cannot be read: {error}"
+    raise UserError(f"{path} {problem}. Copy or download it again.")

@@ -56,8 +56,8 @@ def read_text_fields(fields: dict[str, Any], path: str) -> tuple[dict[str, Any],
     path = f"{path}.text_config"
     text = outer.get("text_config")
     if not isinstance(text, dict):
-        problems.append(f"{path} = {format_value(text)}: must be a group of fields.")
-        raise UserError(problems)
+        problem = f"{path} = {format_value(text)}: must be a group of fields."
+        raise UserError([*problems, problem])
     text_type = text.get("model_type") or family.text_types[0]
     if text_type not in family.text_types:
         problems.append(
@@ -99,7 +99,7 @@ def select_tensors(
 
     Args:
         fields: fields of the config.json beside the tensors.
-    Raises: ValueError if two tensors have the same name in the export.
+    Raises: UserError if two tensors have the same name in the export.
     """
     multimodal = find_family(fields)
     text = FAMILIES.get(str(fields.get("model_type")))
@@ -108,23 +108,24 @@ def select_tensors(
     stored_names = text.stored_names if text is not None else {}
     if text is not None and text.extra_layers_field is not None:
         first = fields["num_hidden_layers"]
-        num_extra = fields.get(text.extra_layers_field)
-        num_extra = 1 if num_extra is None else num_extra
+        given = fields.get(text.extra_layers_field)
+        num_extra = 1 if given is None else given
         other_parts |= {f"layers.{layer}" for layer in range(first, first + num_extra)}
+    prefixes = () if multimodal is None else tuple(_PREFIXES)
     selected: dict[str, _Tensor] = {}
     left_out: dict[str, _Tensor] = {}
     for name, tensor in stored.items():
         if _find_part(name) in other_parts:
             left_out[name] = tensor
             continue
-        text_name = name
-        for prefix, replacement in () if multimodal is None else _PREFIXES.items():
-            if name.startswith(prefix):
-                text_name = replacement + name.removeprefix(prefix)
-                break
+        prefix = next(filter(name.startswith, prefixes), "")
+        text_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         text_name = ".".join(stored_names.get(module, module) for module in text_name.split("."))
         if text_name in selected:
-            raise ValueError(f"{text_name}: stored twice, one of them as {name}")
+            raise UserError(
+                f"{text_name}: stored twice, one of them as {name}. Copy or download the folder "
+                "again."
+            )
         selected[text_name] = tensor
     return selected, left_out
 
@@ -133,12 +134,6 @@ def _find_part(name: str) -> str:
     """Part of a model that a stored tensor belongs to."""
     first, _, rest = name.removeprefix("model.").partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else first
-
-
-def divided_tensors(fields: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns `Family.divided_tensors` of a config.json."""
-    family = FAMILIES.get(str(fields.get("model_type")))
-    return {} if family is None else family.divided_tensors
 
 
 def describe_left_out(names: Iterable[str], fields: dict[str, Any]) -> str:

@@ -14,11 +14,11 @@ import numpy as np
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder, tensors, text_part
 from jaxsp.hf.families import FAMILIES
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.hf.tensors import BadFileError, Index, StoredTensor, TensorView
+from jaxsp.hf.tensors import Index, StoredTensor, TensorView
 
 _SINGLE_FILE = "model.safetensors"
 
@@ -40,8 +40,7 @@ _COPY_AGAIN = "Copy or download the folder again"
 class WeightReader:
     """All tensors of a model, in files whose headers were checked."""
 
-    error_prefix: str
-    """Field and value of the config that names the folder."""
+    source: ModelFolder
     tensors: Mapping[str, TensorView]
     left_out: str
     """Description of `other_tensors`; empty if there are none."""
@@ -108,13 +107,9 @@ class WeightReader:
         lists = [view.list_slices(index) for view, index in parts]
         stored: list[np.ndarray] = []
         chained = itertools.chain(*lists)
-        for file, in_file in itertools.groupby(chained, lambda part: part[0].file):
-            try:
+        with at(self.source.field, self.source.source):
+            for file, in_file in itertools.groupby(chained, lambda part: part[0].file):
                 stored += tensors.read_slices(file, in_file)
-            except BadFileError as error:
-                raise UserError(
-                    f"{self.error_prefix}: {file} {error}. Copy or download it again."
-                ) from None
         slices = iter(stored)
         return [
             view.join(index, list(itertools.islice(slices, len(members))))
@@ -133,44 +128,41 @@ def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
         UserError with all tensors that are missing, surplus, or of another shape or dtype, and with
         all damaged files.
     """
-    asked = f"{source.field} = {source.source}"
-    is_multimodal = text_part.find_family(source.config_fields) is not None
-    stored = _read_headers(source, asked)
-    try:
-        stored, others = text_part.select_tensors(stored, source.config_fields)
-    except ValueError as error:
-        raise UserError(f"{asked}: {error}. {_COPY_AGAIN}.") from None
-    shapes = tensor_shapes(table)
-    stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
-    embedding_name = table["embedding"].hf_name
-    head = None
-    left_out = text_part.describe_left_out(others, source.config_fields)
-    head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
-    if head_name != _HEAD_NAME and head_name not in stored:  # a reward model of a language model
-        del shapes[head_name]
-        left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
-        stored.pop(_HEAD_NAME, None)
-    elif "head" not in table and _HEAD_NAME in stored:
-        head = stored.pop(_HEAD_NAME)
-        stored.setdefault(embedding_name, head)
-    views = tensors.divide_rows(stored, shapes, text_part.divided_tensors(source.config_fields))
-    views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
-    problems = _find_differences(views, shapes, source, is_multimodal=is_multimodal)
-    if problems:
-        raise UserError(problems)
-    reader = WeightReader(
-        error_prefix=asked,
-        tensors={name: views[name] for name in shapes},
-        left_out=left_out,
-        other_tensors=others,
-    )
-    if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
-        raise UserError(
-            f"{asked}: {_HEAD_NAME} must equal {embedding_name}, because config.json has "
-            "tie_word_embeddings = true. Set it to false there to train both, or remove the "
-            "tensor that is wrong."
+    with at(source.field, source.source):
+        stored, others = text_part.select_tensors(_read_headers(source), source.config_fields)
+        shapes = tensor_shapes(table)
+        stored = _rename(stored, {*shapes, *tensors.fused_names(shapes), _HEAD_NAME})
+        embedding_name = table["embedding"].hf_name
+        head = None
+        left_out = text_part.describe_left_out(others, source.config_fields)
+        head_name = table["head"].hf_name if "head" in table else _HEAD_NAME
+        # A reward model that is made from a language model
+        if head_name != _HEAD_NAME and head_name not in stored:
+            del shapes[head_name]
+            left_out = "; ".join(filter(None, (left_out, "a new head, which is random")))
+            stored.pop(_HEAD_NAME, None)
+        elif "head" not in table and _HEAD_NAME in stored:
+            head = stored.pop(_HEAD_NAME)
+            stored.setdefault(embedding_name, head)
+        family = FAMILIES.get(str(source.config_fields.get("model_type")))
+        divided = {} if family is None else family.divided_tensors
+        views = tensors.divide_rows(stored, shapes, divided)
+        views = tensors.dequantize(tensors.split_experts(views, shapes), stored)
+        if problems := _find_differences(views, shapes, source):
+            raise UserError(problems)
+        reader = WeightReader(
+            source=source,
+            tensors={name: views[name] for name in shapes},
+            left_out=left_out,
+            other_tensors=others,
         )
-    return reader
+        if head is not None and not is_same_tensor(reader, head, stored[embedding_name]):
+            raise UserError(
+                f"{_HEAD_NAME} must equal {embedding_name}, because config.json has "
+                "tie_word_embeddings = true. Set it to false there to train both, or remove the "
+                "tensor that is wrong."
+            )
+        return reader
 
 
 def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, StoredTensor]:
@@ -186,20 +178,19 @@ def _rename(stored: dict[str, StoredTensor], names: set[str]) -> dict[str, Store
     return renamed
 
 
-def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
+def _read_headers(source: ModelFolder) -> dict[str, StoredTensor]:
     """All tensors of all files by name.
 
     Raises: UserError for files that are missing, damaged, or different from the index.
     """
     weight_map: Any = {}
     if (source.path / folder.INDEX_FILE).is_file():
-        index = folder.read_json(source.path / folder.INDEX_FILE, error_prefix=asked)
-        weight_map = index.get("weight_map")
+        weight_map = folder.read_json(source.path / folder.INDEX_FILE).get("weight_map")
         paths = weight_map.values() if isinstance(weight_map, dict) else [None]
         if not all(isinstance(path, str) and pathlib.PurePath(path).name == path for path in paths):
             raise UserError(
-                f"{asked}: {folder.INDEX_FILE} must have a weight_map with the file of each "
-                "tensor. Download it again."
+                f"{folder.INDEX_FILE} must have a weight_map with the file of each tensor. "
+                "Download it again."
             )
     files = sorted(set(weight_map.values()))
     source.download_files([_SINGLE_FILE, *files])
@@ -207,7 +198,7 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
     if not has_index:
         files = [_SINGLE_FILE]
     if not files:
-        problem = f"{asked}: {source.path} contains no {_SINGLE_FILE}"
+        problem = f"{source.path} contains no {_SINGLE_FILE}"
         shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
         if shards:
             raise UserError(
@@ -221,34 +212,27 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
             f"torch is installed, convert them to safetensors: {command}, then "
             f"{source.field}={out}."
         )
-    problems = []
+    problems = ProblemCollector()
     absent = [name for name in files if not (source.path / name).is_file()]
     if absent:
         problems.append(
-            f"{asked}: {abbreviate(absent)}: missing, but named in {folder.INDEX_FILE}. "
-            f"{_COPY_AGAIN}."
+            f"{abbreviate(absent)}: missing, but named in {folder.INDEX_FILE}. {_COPY_AGAIN}."
         )
     file_of_tensor: set[tuple[str, str]] = set()
     stored: dict[str, StoredTensor] = {}
-    for name in files:
-        if name in absent:
-            continue
-        try:
+    for name in sorted({*files} - {*absent}):
+        with problems.collect():
             header = tensors.read_header(source.path / name)
-        except BadFileError as error:
-            problems.append(f"{asked}: {source.path / name} {error}. Copy or download it again.")
-        else:
             stored |= header
             file_of_tensor |= {(tensor, name) for tensor in header}
     differences = file_of_tensor ^ set(weight_map.items())
     if not problems and has_index and differences:
         names = sorted({tensor for tensor, _ in differences})
         problems.append(
-            f"{asked}: {folder.INDEX_FILE} and the files disagree about the file of "
-            f"{abbreviate(names)}. {_COPY_AGAIN}."
+            f"{folder.INDEX_FILE} and the files disagree about the file of {abbreviate(names)}. "
+            f"{_COPY_AGAIN}."
         )
-    if problems:
-        raise UserError(problems)
+    problems.raise_if_any()
     return stored
 
 
@@ -286,7 +270,7 @@ def compare(
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of missing and of surplus tensors, and descriptions of those of another shape."""
     missing = [name for name in shapes if name not in stored]
-    surplus = sorted(name for name in stored if name not in shapes)
+    surplus = sorted(stored.keys() - shapes.keys())
     misshapen = [
         f"{name} {list(stored[name].shape)} instead of {list(shape)}"
         for name, shape in shapes.items()
@@ -296,11 +280,7 @@ def compare(
 
 
 def _find_differences(
-    stored: Mapping[str, TensorView],
-    shapes: dict[str, tuple[int, ...]],
-    source: ModelFolder,
-    *,
-    is_multimodal: bool,
+    stored: Mapping[str, TensorView], shapes: dict[str, tuple[int, ...]], source: ModelFolder
 ) -> list[str]:
     """A line for each kind of difference between the stored tensors and those of the model."""
     missing, surplus, misshapen = compare(stored, shapes)
@@ -313,6 +293,7 @@ def _find_differences(
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
+        is_multimodal = text_part.find_family(source.config_fields) is not None
         places = "it and in its text_config" if is_multimodal else "it"
         tie = f", or tie_word_embeddings: true in {places} if the model's head is its embedding"
     dtypes = errors.format_choices(tensors.DTYPES)
@@ -330,7 +311,7 @@ def _find_differences(
         (unsupported, f"tensors that are not {dtypes}:", "Use a model that is not quantized"),
     )
     return [
-        f"{source.field} = {source.source}: {problem} {abbreviate(names)}. {suggestion}."
+        f"{problem} {abbreviate(names)}. {suggestion}."
         for names, problem, suggestion in problems
         if names
     ]

@@ -22,7 +22,7 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, tensors
 from jaxsp.hf.other_parts import PROCESSOR_FILES, OtherParts, are_exported
-from jaxsp.hf.tensors import BadFileError, StoredTensor
+from jaxsp.hf.tensors import StoredTensor
 
 if TYPE_CHECKING:
     import transformers
@@ -185,10 +185,7 @@ class CopiedTensor(NamedTuple):
         return self.stored.num_bytes
 
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
-        try:
-            return tensors.read_unchanged(self.stored)
-        except BadFileError as error:
-            raise UserError(f"{self.stored.file} {error}. Copy or download it again.") from None
+        return tensors.read_unchanged(self.stored)
 
 
 def list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, ExportTensor]:

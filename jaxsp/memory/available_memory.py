@@ -12,8 +12,9 @@ from jax.experimental import multihost_utils
 
 from jaxsp import attention
 from jaxsp.attention import HasHeads, Strategy
+from jaxsp.attention.strategies import nodes
 from jaxsp.config.schema import Config
-from jaxsp.core import axes, nodes
+from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.memory import memory_formula
 from jaxsp.processes import cluster, distributed

@@ -4,12 +4,13 @@ import contextlib
 import faulthandler
 import os
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from typing import Any, NoReturn
 
-from jaxsp.core import errors, exit_codes, files
+from jaxsp.core import errors, exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.processes import cluster, hardware, standard_streams
 from jaxsp.processes.cluster import Process
@@ -217,10 +218,11 @@ def log(text: str) -> None:
 
 def log_stacks() -> None:
     """Prints the stack of every thread of this process."""
-    file = files.open_scratch()
-    faulthandler.dump_traceback(file, all_threads=True)
-    log(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
-    os.close(file)
+    has_memfd = hasattr(os, "memfd_create")  # conda's Python has none
+    with open(os.memfd_create("jaxsp"), "w+b") if has_memfd else tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        log(file.read().decode(errors="replace"))
 
 
 def shutdown() -> None:

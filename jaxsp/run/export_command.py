@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"OUT_DIR = {args.out}: must be a folder of this machine. Use hf.")
     writer.check_target(args.out)
     jax_platform.choose_platform(virtual_cpu_devices=None)
-    checkpoint = run_paths.find_latest(run_storage.make_local(args.run, field="RUN_OR_CHECKPOINT"))
+    with at("RUN_OR_CHECKPOINT", args.run):
+        checkpoint = run_paths.find_latest(run_storage.make_local(args.run))
+        if checkpoint is None and not pathlib.Path(args.run).exists():
+            raise UserError("there is no such folder.")
     if checkpoint is None:
-        if not pathlib.Path(args.run).exists():
-            raise UserError(f"RUN_OR_CHECKPOINT = {args.run}: there is no such folder.")
         raise UserError(
             f"{args.run}: holds no checkpoint. Use a run's directory, or a folder in its "
             "checkpoints/."
@@ -110,10 +111,8 @@ def _export_adapter(
     if other_parts.are_exported(meta.model):  # PEFT's class loads models for text only
         base = f"transformers.{auto_class}.from_pretrained({config.model.source!r})"
         loader = f"peft.PeftModel.from_pretrained({base}, {str(args.out)!r})"
-    return [
-        *lines,
-        f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead",
-    ]
+    text = f"load it with {loader}, which needs PyTorch; --merge exports the whole model instead"
+    return [*lines, text]
 
 
 def _export_model(
@@ -151,10 +150,10 @@ def _export_model(
     model_dir = resume.find_model_dir(checkpoint)
     tokenizer = None
     small_files = None
+    name = config.model.tokenizer
     if model_dir is not None and (model_dir / "config.json").is_file():
         small_files = model_dir  # everything that model.source had besides its weights
     else:
-        name = config.model.tokenizer
         if model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
             has_tokenizer = (model_dir / "tokenizer_config.json").is_file()
             name = str(model_dir) if has_tokenizer else None
@@ -175,7 +174,7 @@ def _export_model(
     _write_chat_template(config, out)
     lines = [f"{args.run}, step {meta.step} -> {out} ({dtype})"]
     tokenizer = _check_tokenizer(out, lines)
-    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG, error_prefix=str(out))
+    generation = folder.read_json(out / stop_tokens.GENERATION_CONFIG)
     if generation.get("eos_token_id") is not None and not model.has_scores:
         stops = stop_tokens.describe(generation["eos_token_id"], tokenizer)
         lines.append(f"generation stops at {stops}")

@@ -89,9 +89,8 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
         with contextlib.suppress(UserError):  # reported later, with all others
             sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
             if model is None:
-                layout = GroupLayout(
-                    sizes, attention.combine(candidate.mesh.degree), has_permutes=False
-                )
+                ulysses = attention.combine(candidate.mesh.degree)
+                layout = GroupLayout(sizes, ulysses, has_permutes=False)
             else:
                 strategy = attention.choose_strategy(candidate, model)
                 layout = available_memory.make_layout(candidate, model, sizes, strategy)

@@ -6,10 +6,10 @@ import pathlib
 import jax
 
 from jaxsp.core import paths, urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import GIB
 from jaxsp.processes import distributed, hardware
-from jaxsp.runtime import jax_platform
+from jaxsp.runtime import jax_platform, run_paths
 
 AUTO = "auto"
 
@@ -43,22 +43,22 @@ def enable(setting: str | None, *, num_processes: int = 1) -> None:
         if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not is_automatic:
             return
         try:
-            folder = urls.cache_dir() / "programs"
+            folder = run_paths.cache_dir() / "programs"
             _prepare(folder)
         except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
             distributed.log(f"{_FIELD}: compiled programs are not kept: {error}")
             return
     else:
-        if urls.is_url(setting):
-            raise UserError(f"{_FIELD} = {setting}: must be a folder of this machine. Use auto.")
-        folder = paths.expand_user(setting, field=_FIELD)
-        try:
-            _prepare(folder)
-        except OSError as error:
-            raise UserError(
-                f"{_FIELD} = {setting}: cannot be written: {error.strerror}. "
-                "Name another folder, or null for none."
-            ) from None
+        with at(_FIELD, setting):
+            if urls.is_url(setting):
+                raise UserError("must be a folder of this machine. Use auto.")
+            folder = paths.expand_user(setting)
+            try:
+                _prepare(folder)
+            except OSError as error:
+                raise UserError(
+                    f"cannot be written: {error.strerror}. Name another folder, or null for none."
+                ) from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)

@@ -37,11 +37,7 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def find_division_problems(
-    config: Config,
-    sizes: dict[str, int],
-    *,
-    layout: Layout | None,
-    with_training: bool = True,
+    config: Config, sizes: dict[str, int], *, layout: Layout | None, with_training: bool = True
 ) -> list[str]:
     """Problems with dividing rows and their tokens among the devices.
 

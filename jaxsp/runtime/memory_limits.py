@@ -50,8 +50,7 @@ def raise_limits(
     if not environ.get(_PINNED_LIMIT_VARIABLE):
         num_gpus = hardware.count_gpus(environ)
         available = host_bytes_per_device(
-            num_processes=num_local_processes,
-            num_devices=max(1, num_gpus // num_local_processes),
+            num_processes=num_local_processes, num_devices=max(1, num_gpus // num_local_processes)
         )
         limit = int(available / GIB)
         if max_pool_bytes is not None:

@@ -14,10 +14,8 @@ import pathlib
 from jaxsp.processes import hardware
 
 _PLUGINS = (
-    "jax_cuda12_plugin",
-    "jax_cuda13_plugin",
-    "jax_plugins.xla_cuda12",
-    "jax_plugins.xla_cuda13",
+    *("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    *("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
 )
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"

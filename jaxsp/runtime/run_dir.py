@@ -19,7 +19,7 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import durations, files, paths, urls
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
@@ -67,7 +67,8 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
         created or locked.
     """
     name = name or str(folder)
-    paths.check_folder(folder, field="run.directory")
+    with at("run.directory", folder):
+        paths.check_folder(folder)
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _locked_dirs:
         yield
@@ -77,10 +78,8 @@ def lock(folder: pathlib.Path, *, config_path: str = "", name: str | None = None
             created = _create_dirs(folder)
             lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(
-                f"run.directory = {folder}: cannot be created: {error.strerror}. "
-                "Use another folder."
-            ) from None
+            problem = f"cannot be created: {error.strerror}. Use another folder."
+            raise UserError(f"run.directory = {folder}: {problem}") from None
         stack.callback(os.close, lock_fd)
         _acquire(folder, lock_fd, name)
         stack.callback(_remove_created, folder, created)
@@ -180,8 +179,10 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
     holder = files.read_json(folder / HOLDER_FILE) or {}
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # without a link, its holder has just removed the folder that it created
+        is_in_use = os.fstat(lock_fd).st_nlink == 0
     except BlockingIOError:
-        raise _in_use_error(name, holder) from None
+        is_in_use = True
     except OSError as error:
         if error.errno not in _NO_LOCK_ERRNOS:
             raise
@@ -190,38 +191,27 @@ def _acquire(folder: pathlib.Path, lock_fd: int, name: str) -> None:
             "two runs could write to it at the same time. Use a folder on another file system, or "
             "mount this one with locks (Lustre: -o flock)."
         ) from None
-    if os.fstat(lock_fd).st_nlink == 0:  # its holder has just removed the folder that it created
-        raise _in_use_error(name, holder)
-    if not holder:
-        return
-    if holder.get("host") != platform.node():
-        print(
-            f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "
-            f"{describe_holder(holder)}",
-            flush=True,
-        )
+    if holder and not is_in_use and holder.get("host") != platform.node():
+        text = f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "
+        print(text + _describe_holder(holder), flush=True)
         heartbeat = folder / HEARTBEAT_FILE
         before = files.read_json(heartbeat)
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
         while time.monotonic() < deadline and files.read_json(heartbeat) == before:
             time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
-        if files.read_json(heartbeat) != before:
-            raise _in_use_error(name, holder)
-    print(
-        f"{name}: the run of {describe_holder(holder)} was killed; this run takes over",
-        flush=True,
-    )
+        is_in_use = files.read_json(heartbeat) != before
+    if is_in_use:
+        description = f": {_describe_holder(holder)}" if holder else ""
+        raise UserError(
+            f"run.directory = {name}: is in use by another process{description}. "
+            "Wait for it, or use another folder."
+        )
+    if holder:
+        text = f"{name}: the run of {_describe_holder(holder)} was killed; this run takes over"
+        print(text, flush=True)
 
 
-def _in_use_error(name: str, holder: dict[str, Any]) -> UserError:
-    description = f": {describe_holder(holder)}" if holder else ""
-    return UserError(
-        f"run.directory = {name}: is in use by another process{description}. "
-        "Wait for it, or use another folder."
-    )
-
-
-def describe_holder(holder: dict[str, Any]) -> str:
+def _describe_holder(holder: dict[str, Any]) -> str:
     """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
     text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
@@ -263,17 +253,16 @@ def describe(config: Config, *, has_eval_sets: bool, first_step: int) -> tuple[s
     Args: first_step: number of steps before the start.
     """
     run = config.run
-    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
-    if has_eval_sets:
-        names.append("eval.jsonl")
-    if config.eval.tasks:
-        names.append("tasks.jsonl")
-    if config.run.generate_samples:
-        names.append("samples.jsonl")
-    names += [f"{tracker.folder}/" for tracker in config.logging.trackers if tracker.folder]
     profiled = config.logging.profile_steps
-    if profiled is not None and profiled[0] > first_step:
-        names.append("profile/")
+    optional = {
+        "eval.jsonl": has_eval_sets,
+        "tasks.jsonl": config.eval.tasks,
+        "samples.jsonl": run.generate_samples,
+        "profile/": profiled is not None and profiled[0] > first_step,
+    }
+    names = ["config.yaml", "banner.txt", "starts.jsonl", "metrics.jsonl"]
+    names += [name for name, is_written in optional.items() if is_written]
+    names += [f"{tracker.folder}/" for tracker in config.logging.trackers if tracker.folder]
     times = "at the end"
     if run.save_every == "epoch":
         times = "after every epoch"

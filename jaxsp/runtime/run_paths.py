@@ -1,5 +1,7 @@
 """Layout of a run directory: names of its files, and paths of its checkpoints."""
 
+import hashlib
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -30,9 +32,22 @@ def local_dir(run: RunConfig) -> pathlib.Path:
     """Folder of a run on this machine: run.directory, or this process's copy if that is a URL."""
     if not urls.is_url(run.directory):
         return pathlib.Path(run.directory)
-    parent = pathlib.Path(run.staging) if run.staging else urls.cache_dir() / "runs"
+    parent = pathlib.Path(run.staging) if run.staging else cache_dir() / "runs"
     index = distributed.this_process().index
-    return parent / f"{urls.name_local(run.directory)}{f'-{index}' if index else ''}"
+    return parent / f"{name_local(run.directory)}{f'-{index}' if index else ''}"
+
+
+def name_local(url: str) -> str:
+    """Returns a name for the local copy of a URL, readable and unique: `first-1f0c83a2`."""
+    url = url.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+    return f"{url.rpartition('/')[2][:100]}-{digest}"
+
+
+def cache_dir() -> pathlib.Path:
+    """Folder of the local copies: `$XDG_CACHE_HOME/jaxsp`, or `~/.cache/jaxsp`."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "jaxsp"
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.evaluation import long_ppl
 from jaxsp.evaluation.retrieval import Samples
-from jaxsp.hf import model_config, other_parts
+from jaxsp.hf import folder, model_config, other_parts
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.memory import memory_problems, microbatch_rows, row_meshes
 from jaxsp.model import decoder
@@ -90,22 +92,17 @@ def build_training(
         hf_config=checkpoint.meta.model if checkpoint and model_dir else None,
         run_model_dir=model_dir,
     )
-    choices = {
-        "mesh.seq": config.mesh.seq,
-        "batch.rows_per_microbatch": config.batch.rows_per_microbatch,
-    }
+    rows = config.batch.rows_per_microbatch
+    choices = {"mesh.seq": config.mesh.seq, "batch.rows_per_microbatch": rows}
     automatic_fields = frozenset(field for field, value in choices.items() if value == "auto")
     config = resolved.spec.config
+    model = resolved.spec.model
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
     start = StartPoint()
     if checkpoint is not None:
         start = resume.make_start_point(
-            checkpoint.meta,
-            checkpoint.path,
-            config,
-            model=resolved.spec.model,
-            data=train_set,
+            checkpoint.meta, checkpoint.path, config, model=model, data=train_set
         )
     schedule = _make_schedule(config, train_set, start)
     spec = dataclasses.replace(resolved.spec, num_steps=start.step + len(schedule))
@@ -158,10 +155,9 @@ def _find_checkpoint(
     if path is None:
         return None
     meta = reader.raise_on_all_processes(path, functools.partial(reader.read_meta, path))
-    model_dir = None
-    if config_file.parse(meta.config).model == config.model:
-        # the run's own copy is enough: the model's source may be gone or out of reach
-        model_dir = resume.find_model_dir(path)
+    # the run's own copy is enough: the model's source may be gone or out of reach
+    is_same_model = config_file.parse(meta.config).model == config.model
+    model_dir = resume.find_model_dir(path) if is_same_model else None
     return RunCheckpoint(path=path, meta=meta, model_dir=model_dir)
 
 
@@ -194,10 +190,7 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
 
 
 def _with_rate_change(
-    start: StartPoint,
-    checkpoint: RunCheckpoint | None,
-    spec: StepSpec,
-    train_set: PackedDataset,
+    start: StartPoint, checkpoint: RunCheckpoint | None, spec: StepSpec, train_set: PackedDataset
 ) -> StartPoint:
     """The start, whose changes name the next step's learning rate if it differs from the
     checkpoint's schedule."""
@@ -207,16 +200,14 @@ def _with_rate_change(
     saved = config_file.parse(checkpoint.meta.config)
     num_steps = saved.run.steps
     if num_steps is None:
+        with_batch = config.model_copy(update={"batch": saved.batch})
         rows = train_set.make_schedule(
-            config.model_copy(update={"batch": saved.batch}),
-            consumed=start.rows_consumed,
-            epochs=saved.run.epochs,
+            with_batch, consumed=start.rows_consumed, epochs=saved.run.epochs
         )
         num_steps = start.step + len(rows)
-    schedules_of = ((saved.optimizer, num_steps), (config.optimizer, spec.num_steps))
     before, now = (
-        f"{float(optimizer.make_rate(num_steps)(jnp.int32(start.step))):.3g}"
-        for optimizer, num_steps in schedules_of
+        f"{float(optimizer.make_rate(steps)(jnp.int32(start.step))):.3g}"
+        for optimizer, steps in ((saved.optimizer, num_steps), (config.optimizer, spec.num_steps))
     )
     if before == now:
         return start
@@ -281,13 +272,12 @@ def resolve_config(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
     )
     rows_per_step = config.batch.rows_per_step
-    has_split_pairs = train is not None and train.num_split_pairs > 0
-    if has_split_pairs and rows_per_step % 2:
-        assert train is not None
+    num_split_pairs = 0 if train is None else train.num_split_pairs
+    if num_split_pairs and rows_per_step % 2:
         raise UserError(
             f"batch.rows_per_step = {rows_per_step}: must be even, because "
-            f"{format_count(train.num_split_pairs, 'pair')} of documents "
-            f"{'is' if train.num_split_pairs == 1 else 'are'} in two rows each, which must be in "
+            f"{format_count(num_split_pairs, 'pair')} of documents "
+            f"{'is' if num_split_pairs == 1 else 'are'} in two rows each, which must be in "
             f"one step. Use {rows_per_step + 1}, or a data.row_tokens that holds both documents."
         )
     stops = stop_tokens.find(opened, config, tokenizer)
@@ -296,7 +286,7 @@ def resolve_config(
             spec,
             config=config,
             num_steps=config.run.steps or 1,
-            has_split_pairs=has_split_pairs,
+            has_split_pairs=num_split_pairs > 0,
         ),
         hf_config=stops.add_to(model_config.add_token_ids(files.hf_config, tokenizer)),
         model_folder=files.folder,
@@ -348,12 +338,19 @@ def _resolve_mesh(
 def _save_model_files(
     resolved: ResolvedConfig, model_dir: pathlib.Path | None, directory: pathlib.Path
 ) -> None:
-    """Writes the model's small files (config, tokenizer) into a run directory."""
+    """Writes the model's small files (config, tokenizer) into a run directory.
+
+    They are copies of those of the run that is resumed, else of the model's source; without both,
+    only the tokenizer is written.
+    """
     has_own_tokenizer = resolved.spec.config.model.tokenizer is None
-    model_files.write_small_files(
-        directory,
-        run_model_dir=model_dir,
-        source=resolved.model_folder if has_own_tokenizer else None,
-        tokenizer=resolved.tokenizer,
-    )
+    directory.mkdir(exist_ok=True)
+    if model_dir is not None:
+        if not model_dir.samefile(directory):
+            shutil.copytree(model_dir, directory, dirs_exist_ok=True)
+    elif resolved.model_folder is not None and has_own_tokenizer:
+        folder.copy_small_files(resolved.model_folder.path, directory)
+        tokenizers.correct_file(directory)
+    elif resolved.tokenizer is not None:
+        resolved.tokenizer.save_pretrained(directory)
     resolved.stop_tokens.add_to_file(directory, default=resolved.hf_config["eos_token_id"])

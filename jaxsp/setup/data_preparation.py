@@ -18,21 +18,13 @@ from jaxsp.setup.model_files import ModelFiles
 def prepare_data(config: Config, console: rich.console.Console) -> None:
     """Prepares training and eval data as training does. Raises: UserError with all problems."""
     problems = ProblemCollector()
-    problems += _find_division_problems(config)
+    mesh = config.mesh
+    if mesh.seq != "auto":  # the number of devices is unknown
+        sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
+        with_rows = config.with_one_row_for_auto()
+        problems += device_mesh.find_division_problems(with_rows, sizes, layout=None)
     files = model_files.read_model(config, None, problems)
     print_data(config, files, console, problems)
-
-
-def _find_division_problems(config: Config) -> list[str]:
-    """Finds problems with dividing rows over the mesh, without knowing the number of devices."""
-    if config.mesh.seq == "auto":
-        return []
-    if config.batch.rows_per_microbatch == "auto":
-        batch = config.batch.model_copy(update={"rows_per_microbatch": 1})
-        config = config.model_copy(update={"batch": batch})
-    mesh = config.mesh
-    sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
-    return device_mesh.find_division_problems(config, sizes, layout=None)
 
 
 def print_data(

@@ -10,7 +10,7 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.schema import Config
-from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
@@ -95,12 +95,11 @@ class GivenModel:
         """Resolves the config without an optimizer or offloaded activations."""
         on_device: dict[str, Any] = {"offload_activations": "none", "offload_optimizer": "none"}
         on_device |= {"offload_every": 1, "offload_during_attention": "auto"}
-        memory = config.memory.model_copy(update=on_device)
-        adapter = config.adapter
+        config = config.with_fields(memory=on_device)
         if self.checkpoint is not None:  # it contains the adapters, whose source may be gone
-            adapter = adapter.model_copy(update={"source": None})
+            config = config.with_fields(adapter={"source": None})
         return build.resolve_config(
-            config.model_copy(update={"memory": memory, "adapter": adapter}),
+            config,
             devices=jax.devices(),
             problems=ProblemCollector(),
             for_training=False,
@@ -113,15 +112,13 @@ class GivenModel:
         spec = resolved.spec
         if self.checkpoint is None:
             assert resolved.model_folder is not None, "the name is a model's source"
-            return initial_weights.open_sources(
+            opened = initial_weights.open_sources(
                 spec, resolved.model_folder, resolved.adapter_folder
-            ).make()
-
+            )
+            return opened.make()
         assert self.meta is not None, "every checkpoint has metadata"
-        update = {"compute_dtype": self.meta.config["model"]["compute_dtype"]}
-        config = spec.config.model_copy(
-            update={"model": spec.config.model.model_copy(update=update)}
-        )
+        dtype = self.meta.config["model"]["compute_dtype"]
+        config = spec.config.with_fields(model={"compute_dtype": dtype})
         trained = dataclasses.replace(spec, config=config)
         frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
         table = trainable.select_frozen(trained.table, trained.table)
@@ -139,7 +136,8 @@ def find(name: str) -> GivenModel:
     Args: name: WHAT of a command.
     Raises: UserError if there is none.
     """
-    local = run_storage.make_local(name, field="WHAT")
+    with at("WHAT", name):
+        local = run_storage.make_local(name)
     checkpoint = run_paths.find_latest(local)
     if checkpoint is None and (pathlib.Path(local) / run_paths.CONFIG_FILE).is_file():
         raise UserError(

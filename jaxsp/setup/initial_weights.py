@@ -80,8 +80,7 @@ class Reference:
     adapter_source: str | None
     """The run's adapter.source; evaluations of a checkpoint have none in their config."""
 
-    def _open(self) -> "InitialWeights":
-        """Raises: UserError as `open_sources`."""
+    def _open(self) -> InitialWeights:
         source = self.spec.config.model.source
         return open_sources(
             self.spec,

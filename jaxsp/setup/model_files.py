@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ModelConfig
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import transformers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ModelFiles:
     """Model of a config, as far as it could be read."""
 
@@ -45,7 +44,8 @@ def read_model(
             hf_config = source.config_fields if hf_config is None else hf_config
         hf_config = config.model.config if hf_config is None else hf_config
         assert hf_config is not None, "the schema requires one of them"
-        files = ModelFiles(folder=source, hf_config=hf_config)
+        files.folder = source
+        files.hf_config = hf_config
         field = str(source.path / "config.json") if source else "model.config"
         hf_config = model_config.resolve_fields(hf_config, config.model, field=field)
         if config.objective.type == "reward":
@@ -56,15 +56,15 @@ def read_model(
                 "which has no head for tokens. Use objective.type=reward, or the model it was "
                 "made from."
             )
-        files = dataclasses.replace(files, hf_config=hf_config)
+        files.hf_config = hf_config
         model = model_config.parse_model_config(
             hf_config, field=field, row_tokens=config.data.row_tokens
         )
         model = model_config.add_router_losses(model, config.model)
         if source is not None and not source.is_on_hub:
             weights.open_folder(source, decoder.param_table(model))
-        adapter = peft.resolve(config.adapter, model)
-        files = dataclasses.replace(files, config=adapter.model, adapter=adapter)
+        files.adapter = peft.resolve(config.adapter, model)
+        files.config = files.adapter.model
     return files
 
 
@@ -116,26 +116,3 @@ def load_tokenizer(
         )
     with at("model.source", source.source), at("its tokenizer"):
         return tokenizers.load(str(source.path))
-
-
-def write_small_files(
-    directory: pathlib.Path,
-    *,
-    run_model_dir: pathlib.Path | None,
-    source: ModelFolder | None,
-    tokenizer: "transformers.PreTrainedTokenizerBase | None",
-) -> None:
-    """Writes a model's small files (config, tokenizer) into a run directory.
-
-    They are copies of those of the run that is resumed, else of the model's source; without both,
-    only the tokenizer is written.
-    """
-    directory.mkdir(exist_ok=True)
-    if run_model_dir is not None:
-        if not run_model_dir.samefile(directory):
-            shutil.copytree(run_model_dir, directory, dirs_exist_ok=True)
-    elif source is not None:
-        folder.copy_small_files(source.path, directory)
-        tokenizers.correct_file(directory)
-    elif tokenizer is not None:
-        tokenizer.save_pretrained(directory)

@@ -17,7 +17,7 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
 from jaxsp.core import files as core_files
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import model_config
@@ -44,9 +44,11 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         be used.
     """
     directory = run_paths.local_dir(run)
-    paths.check_folder(directory, field="run.directory")
+    with at("run.directory", directory):
+        paths.check_folder(directory)
     if run.resume not in ("auto", "never") and not urls.is_url(run.resume):
-        paths.check_folder(pathlib.Path(run.resume), field="run.resume")
+        with at("run.resume", run.resume):
+            paths.check_folder(pathlib.Path(run.resume))
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
     )
@@ -57,12 +59,12 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
             first_resume = saved_resume
     # the same command again resumes the run, also one that started from another run's checkpoint
     if run.resume in ("auto", first_resume):
-        if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
-            raise UserError(
-                f"run.directory = {run.directory}: contains files that are not a run's. Name a "
-                "folder that is new or empty."
-            )
-        checkpoint = _find_own_checkpoint(run, first_resume, skip)
+        with at("run.directory", run.directory):
+            if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
+                raise UserError(
+                    "contains files that are not a run's. Name a folder that is new or empty."
+                )
+            checkpoint = _find_own_checkpoint(run, first_resume, skip)
         if checkpoint is not None or run.resume == "auto":
             return checkpoint
     elif has_files:
@@ -72,14 +74,14 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
         )
     if run.resume == "never":
         return None
-    source = run_storage.make_local(run.resume, field="run.resume")
-    checkpoint = run_paths.find_latest(source, exclude=skip)
-    if checkpoint is None:
-        raise UserError(
-            f"run.resume = {run.resume}: contains no checkpoint. Use a run's directory, a folder "
-            "in its checkpoints/, auto or never."
-        )
-    return checkpoint
+    with at("run.resume", run.resume):
+        checkpoint = run_paths.find_latest(run_storage.make_local(run.resume), exclude=skip)
+        if checkpoint is None:
+            raise UserError(
+                "contains no checkpoint. Use a run's directory, a folder in its checkpoints/, auto "
+                "or never."
+            )
+        return checkpoint
 
 
 def _find_own_checkpoint(
@@ -94,26 +96,24 @@ def _find_own_checkpoint(
     checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
     if checkpoint is not None:
         return checkpoint
+    checkpoints = directory / run_paths.CHECKPOINTS_DIR
     damaged = directory / run_paths.DAMAGED_DIR
+    elsewhere = f"or start again in another folder: run.directory={run.directory}-2."
     if damaged.is_dir():
         raise UserError(
-            f"run.directory = {run.directory}: all its checkpoints are damaged; they are in "
-            f"{damaged}. Put a copy of one into {directory / run_paths.CHECKPOINTS_DIR}, or start "
-            f"again in another folder: run.directory={run.directory}-2."
+            f"all its checkpoints are damaged; they are in {damaged}. Put a copy of one into "
+            f"{checkpoints}, {elsewhere}"
         )
-    checkpoints = directory / run_paths.CHECKPOINTS_DIR
     last = core_files.read_json(directory / run_paths.LAST_CHECKPOINT_FILE)
     if last is not None:
         raise UserError(
-            f"run.directory = {run.directory}: this run has written a checkpoint after step "
-            f"{last.get('step')}, but {checkpoints} has none. Put it back (is its disk mounted?), "
-            f"or start again in another folder: run.directory={run.directory}-2."
+            f"this run has written a checkpoint after step {last.get('step')}, but {checkpoints} "
+            f"has none. Put it back (is its disk mounted?), {elsewhere}"
         )
     if first_resume is not None and run.resume != first_resume:
         raise UserError(
-            f"run.directory = {run.directory}: this run started from {first_resume} and ended "
-            "before it wrote a checkpoint. Start it again from there: "
-            f"run.resume={first_resume}."
+            f"this run started from {first_resume} and ended before it wrote a checkpoint. Start "
+            f"it again from there: run.resume={first_resume}."
         )
     return None
 
@@ -160,7 +160,8 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     if run_paths.find_run_dir(damage.path) == run_paths.local_dir(run).resolve():
         moved = files.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
-    source = run_storage.make_local(run.resume, field="run.resume")
+    with at("run.resume", run.resume):
+        source = run_storage.make_local(run.resume)
     if run_paths.find_latest(source) == pathlib.Path(source).resolve():
         raise damage
     return f"{problem} It was not moved; the run resumes from the checkpoint before it."
@@ -192,12 +193,11 @@ def make_start_point(
         "Undo the change, or start a new run with these weights: jaxsp export "
         f"{checkpoint} FOLDER{merge}, then run.directory=NEW model.source=FOLDER."
     )
-    problems = _model_problems(meta, checkpoint, saved, config, model, suggestion)
+    differences = _list_model_differences(meta, checkpoint, saved, config, model)
     if saved.optimizer.state_kind != config.optimizer.state_kind:
         field = "name" if saved.optimizer.name != config.optimizer.name else "momentum"
-        problems.append(
-            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}. "
-            f"{suggestion}"
+        differences.append(
+            f"optimizer.{field}: {checkpoint} has the state of {saved.optimizer.state_kind}."
         )
     params = jax.tree.leaves(decoder.param_table(model))
     frozen, saved_frozen = (
@@ -206,11 +206,12 @@ def make_start_point(
     )
     if changed := sorted(frozen ^ saved_frozen):
         state = "frozen" if changed[0] in saved_frozen else "trained"
-        problems.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}. {suggestion}")
+        differences.append(f"optimizer.groups: {changed[0]} is {state} in {checkpoint}.")
+    problems = [f"{difference} {suggestion}" for difference in differences]
     rows_consumed = meta.rows_consumed
     changes = config_changes.list_changes(saved, config)
-    if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
-        text = "; ".join(differences)
+    if data_changes := dataset.describe_changes(meta.data, data.fingerprint(config)):
+        text = "; ".join(data_changes)
         has_same_length = saved.data.row_tokens == config.data.row_tokens
         if config.run.on_data_change == "error":
             fields = [x for x in changes if x.startswith(config_changes.TOKEN_FIELDS)]
@@ -228,14 +229,11 @@ def make_start_point(
                 "before. Use restart."
             )
         if config.run.on_data_change == "restart":
+            effect = "starts with the first of the new rows"
             rows_consumed = 0
-            changes = (*changes, f"{text}: starts with the first of the new rows")
         else:
-            changes = (
-                *changes,
-                f"{text}: skips as many new rows as were consumed of the old ones "
-                f"({rows_consumed:,})",
-            )
+            effect = f"skips as many new rows as were consumed of the old ones ({rows_consumed:,})"
+        changes = (*changes, f"{text}: {effect}")
     if problems:
         raise UserError(problems)
     return StartPoint(
@@ -249,38 +247,36 @@ def make_start_point(
     )
 
 
-def _model_problems(
+def _list_model_differences(
     meta: CheckpointMeta,
     checkpoint: pathlib.Path,
     saved_config: Config,
     config: Config,
     model: ModelConfig,
-    suggestion: str,
 ) -> list[str]:
     """Differences between the model and adapter of a checkpoint and those of the config."""
-    saved = _without_training_choices(
-        model_config.parse_model_config(
-            meta.model, field="model.config", row_tokens=saved_config.data.row_tokens
-        )
-    )
-    model = _without_training_choices(model)
-    differences = [
-        (name, value, getattr(saved, name))
-        for name, value in vars(model).items()
-        if name not in ("layers", "lora") and value != getattr(saved, name)
-    ]
-    differences += _layer_differences(model.layers, saved.layers)
     adapter = vars(config.adapter)
     if config.adapter.type != saved_config.adapter.type:
         adapter = {"type": config.adapter.type}
-    return [
+    before = {name: getattr(saved_config.adapter, name) for name in adapter}
+    lines = [
         f"adapter.{name} = {yaml_io.format_value(value)}: is "
-        f"{yaml_io.format_value(getattr(saved_config.adapter, name))} in {checkpoint}. {suggestion}"
+        f"{yaml_io.format_value(before[name])} in {checkpoint}."
         for name, value in adapter.items()
-        if name != "source" and value != getattr(saved_config.adapter, name)
-    ] + [
-        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. {suggestion}"
-        for name, value, saved_value in differences
+        if name != "source" and value != before[name]
+    ]
+    saved = model_config.parse_model_config(
+        meta.model, field="model.config", row_tokens=saved_config.data.row_tokens
+    )
+    saved = _without_training_choices(saved)
+    model = _without_training_choices(model)
+    pairs = {name: (value, getattr(saved, name)) for name, value in vars(model).items()}
+    del pairs["layers"], pairs["lora"]
+    pairs |= _pair_layers(model.layers, saved.layers)
+    return lines + [
+        f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}."
+        for name, (value, saved_value) in pairs.items()
+        if value != saved_value
     ]
 
 
@@ -294,13 +290,13 @@ def _without_training_choices(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, experts=experts)
 
 
-def _layer_differences(
+def _pair_layers(
     layers: Sequence[LayerConfig], saved: Sequence[LayerConfig]
-) -> list[tuple[str, object, object]]:
-    """Name, value and saved value of what differs between the layers of two models."""
+) -> dict[str, tuple[object, object]]:
+    """Value and saved value, by name, of what differs between the layers of two models."""
     if len(layers) != len(saved):
-        return [("num_layers", len(layers), len(saved))]
-    differences: list[tuple[str, object, object]] = []
+        return {"num_layers": (len(layers), len(saved))}
+    differences: dict[str, tuple[object, object]] = {}
     for field in ("mixer", "feed_forward", "window", "rope"):
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(layers, saved, strict=True)]
         numbers = [number for number, (now, before) in enumerate(pairs) if now != before]
@@ -311,11 +307,10 @@ def _layer_differences(
             now, before = (rope and rope.description for rope in (now, before))
         if now == before:
             before = "a RoPE with other frequencies or another scale"
-        names = ", ".join(map(str, numbers[:3]))
-        names = f"layer {names}" if len(numbers) == 1 else f"layers {names}"
+        names = f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}"
         if len(numbers) > 3:
             names += f" and {len(numbers) - 3} more"
         if len(numbers) == len(layers):
             names = "all layers"
-        differences.append((f"{field} of {names}", now, before))
+        differences[f"{field} of {names}"] = (now, before)
     return differences

@@ -54,7 +54,7 @@ class StopTokens:
         """
         path = directory / GENERATION_CONFIG
         if self.alternatives and path.is_file():
-            fields = folder.read_json(path, error_prefix="model.source")
+            fields = folder.read_json(path)
             writer.write_json(path, self.add_to(fields, default=default))
 
 
@@ -100,7 +100,7 @@ def list_stop_ids(
     ids = _list_ids(hf_config.get("eos_token_id"))
     path = None if directory is None else directory / GENERATION_CONFIG
     if path is not None and path.is_file():
-        ids += _list_ids(folder.read_json(path, error_prefix="WHAT").get("eos_token_id"))
+        ids += _list_ids(folder.read_json(path).get("eos_token_id"))
     if tokenizer is not None:
         ids += _list_ids(tokenizer.eos_token_id)
     return list(dict.fromkeys(ids))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxsp.core import durations, files, redaction
-from jaxsp.core.errors import UserError
-from jaxsp.processes import distributed
+from jaxsp.core import durations, files
+from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.processes import distributed, redaction
 
 WAIT_S = 5.0  # between two attempts; s3fs and gcsfs also wait before they report a failure
 
@@ -29,17 +29,19 @@ def _request(method: Callable) -> Callable:
                 raise
             except Exception as error:  # the libraries have no common class of errors
                 text = redaction.redact(str(error)).strip().partition("\n")[0][:300].rstrip(" .:")
-                reason = f"{self.label}: cannot be used: {text or type(error).__name__}"
+                reason = f"cannot be used: {text or type(error).__name__}"
                 is_permanent = isinstance(error, FileNotFoundError | PermissionError)
-            # during a run, credentials may be renewed
-            is_permanent = is_permanent and self.error_type is UserError
+            is_permanent = is_permanent and not self.is_in_run  # credentials may be renewed
             is_first = deadline is None
             deadline = deadline or time.monotonic() + self.patience_s
             if is_permanent or time.monotonic() + WAIT_S > deadline:
-                raise self.error_type(f"{reason}. {self.advice}")
+                problem = f"{reason}. {self.advice}"
+                if self.is_in_run:
+                    raise NeedsAttentionError(f"{self.url}: {problem}")
+                raise UserError(problem)
             if is_first:
                 limit = durations.describe(self.patience_s)
-                distributed.log(f"{reason}. Trying again for {limit}")
+                distributed.log(f"{self.url}: {reason}. Trying again for {limit}")
             time.sleep(WAIT_S)
 
     return call
@@ -48,22 +50,20 @@ def _request(method: Callable) -> Callable:
 class ObjectStore:
     """Objects below a URL, by their names relative to it. Several threads may use it."""
 
-    def __init__(self, url: str, *, label: str):
-        """Args: label: field and value for messages, such as `run.directory = s3://bucket/run`."""
+    def __init__(self, url: str):
         import fsspec
         from fsspec.implementations import dirfs
 
         self.url = url.rstrip("/")
-        self.label = label
         self.patience_s = 60.0
-        self.error_type: type[Exception] = UserError
+        self.is_in_run = False
         self.advice = "Check the URL, the credentials and the network."
         scheme, _, root = self.url.partition("://")
         self._bucket = root.partition("/")[0]
         try:  # without caches, which would hide what others write
             fs = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
         except ImportError:
-            raise UserError(f"{label}: run pip install 'jaxsp[{scheme}]'.") from None
+            raise UserError(f"run pip install 'jaxsp[{scheme}]'.") from None
         self._fs = dirfs.DirFileSystem(root, fs)
 
     @_request
@@ -76,7 +76,7 @@ class ObjectStore:
         if not found and not self._fs.fs.exists(self._bucket):
             raise FileNotFoundError(f"the bucket {self._bucket} does not exist")
         if bad := [name for name in found if ".." in name.split("/")]:
-            raise UserError(f"{self.label}: has an object named {bad[0]}. Remove it.")
+            raise UserError(f"has an object named {bad[0]}. Remove it.")
         return {name: info for name, info in found.items() if info["type"] == "file"}
 
     @_request

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import files, urls
-from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.core.errors import NeedsAttentionError, UserError, at
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.storage.object_store import ObjectStore
@@ -41,21 +41,18 @@ def find_steps(names: Iterable[str], file: str = _META) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def make_local(text: str, *, field: str) -> str:
+def make_local(text: str) -> str:
     """Returns the local copy of a run's or a checkpoint's URL; other texts are returned."""
     if not urls.is_url(text):
         return text
-    try:
-        urls.check(text)
-    except ValueError as error:
-        raise UserError(f"{field} = {text}: {error}.") from None
+    urls.check(text)
     url, _, step = text.rstrip("/").partition(f"/{run_paths.CHECKPOINTS_DIR}/")
-    store = ObjectStore(url, label=f"{field} = {text}")
-    folder = urls.cache_dir() / "downloads" / urls.name_local(url)
+    store = ObjectStore(url)
+    folder = run_paths.cache_dir() / "downloads" / run_paths.name_local(url)
     steps = {int(step)} if step.isdecimal() else {max(find_steps(store.list()), default=-1)}
     download(store, folder, steps=steps)
     if not (folder / run_paths.CONFIG_FILE).exists():
-        raise UserError(f"{field} = {text}: contains no run. Use the URL of a run's directory.")
+        raise UserError("contains no run. Use the URL of a run's directory.")
     return str(folder / _name(step)) if step else str(folder)
 
 
@@ -155,23 +152,24 @@ def open_run(run: RunConfig) -> Iterator[None]:
     if not urls.is_url(run.directory):
         yield
         return
-    store = ObjectStore(run.directory, label=f"run.directory = {run.directory}")
     folder = run_paths.local_dir(run)
-    stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
-    local = max(run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR), default=0)
-    local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
-    all_local = multihost_utils.process_allgather(np.int32(local))
-    own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
-    if local >= stored and (all_local == local).all():
-        if local > stored:
-            own.upload_shards(local)
-        multihost_utils.sync_global_devices("shards are uploaded")
-        own.finish(*{local} - {stored})
-        multihost_utils.sync_global_devices("checkpoint is uploaded")
-    download(store, folder)
-    own.complete = find_steps(store.list())
+    with at("run.directory", run.directory):
+        store = ObjectStore(run.directory)
+        stored = int(multihost_utils.broadcast_one_to_all(np.int32(_clean(store, folder))))
+        local = max(run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR), default=0)
+        local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
+        all_local = multihost_utils.process_allgather(np.int32(local))
+        own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
+        if local >= stored and (all_local == local).all():
+            if local > stored:
+                own.upload_shards(local)
+            multihost_utils.sync_global_devices("shards are uploaded")
+            own.finish(*{local} - {stored})
+            multihost_utils.sync_global_devices("checkpoint is uploaded")
+        download(store, folder)
+        own.complete = find_steps(store.list())
     store.patience_s = PATIENCE_S
-    store.error_type = NeedsAttentionError
+    store.is_in_run = True
     kept = folder / run_paths.CHECKPOINTS_DIR
     store.advice = f"The latest checkpoint is in {kept}; the same command uploads it and resumes."
     uploads[folder.resolve()] = own
@@ -195,12 +193,12 @@ def _clean(store: ObjectStore, folder: pathlib.Path) -> int:
         return 0
     names = set(store.list()) - set(run_dir.BOOKKEEPING_FILES)
     if names and run_paths.CONFIG_FILE not in names:
-        raise UserError(f"{store.label}: has other files, as {min(names)}. Use another URL.")
+        raise UserError(f"has other files, as {min(names)}. Use another URL.")
     if _ID_FILE in names and (folder / _ID_FILE).exists():
         if store.read(_ID_FILE).decode() != (folder / _ID_FILE).read_text():
             raise UserError(
-                f"{store.label}: has another run than the local copy {folder}. Remove the one that "
-                "is not needed, or use another URL."
+                f"has another run than the local copy {folder}. Remove the one that is not needed, "
+                "or use another URL."
             )
     complete = find_steps(names)
     for step in find_steps(names, ".*") - complete:

@@ -12,8 +12,9 @@ from jaxsp import attention
 from jaxsp.attention.chunks import ring_hops
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.core import axes, balance
+from jaxsp.core import axes
 from jaxsp.core.layout import Layout
+from jaxsp.data.packing import balance
 from tests import batches, tolerances
 from tests.attention import oracle, test_strategies
 

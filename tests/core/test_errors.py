@@ -33,14 +33,21 @@ def test_a_long_problem_keeps_its_begin_and_its_suggestion():
     assert problem.endswith("999: must be small. Use 1.")
 
 
-def test_the_nearest_word_of_a_long_text_costs_no_time(monkeypatch):
-    lengths = []
-    count = errors._count_typos
-    monkeypatch.setattr(errors, "_count_typos", lambda a, b: lengths.append(len(a)) or count(a, b))
-    known = ["learning_rate", "weight_decay"]
-    assert errors.find_nearest("x" * 100_000, known) is None
-    assert lengths == []
-    assert errors.find_nearest("learning_rat", known) == "learning_rate"
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("Learning-Rate", "learning_rate"),
+        ("laerning_rat", "learning_rate"),  # two exchanged, one missing
+        ("laerning_rts", None),  # a third typo
+        ("step", "steps"),
+        ("stesp", "steps"),
+        ("tesp", None),
+        ("rung", None),  # as near to rang as to runs
+        ("x" * 100_000, None),
+    ],
+)
+def test_the_nearest_word_has_few_typos(word, nearest):
+    assert errors.find_nearest(word, ["learning_rate", "steps", "rang", "runs"]) == nearest
 
 
 def test_an_error_gets_the_name_of_its_field_once():

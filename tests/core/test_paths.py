@@ -10,8 +10,8 @@ from jaxsp.core.errors import UserError
 
 def test_a_tilde_is_a_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert paths.expand_user("~/x.txt", field="f") == pathlib.Path("/home/me/x.txt")
-    assert paths.expand_user("./~nosuchuser/x", field="f") == pathlib.Path("~nosuchuser/x")
+    assert paths.expand_user("~/x.txt") == pathlib.Path("/home/me/x.txt")
+    assert paths.expand_user("./~nosuchuser/x") == pathlib.Path("~nosuchuser/x")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -19,16 +19,13 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     for name in ("loop", "loop/x", "file", "x" * 300, "x/" * 2500):
-        with pytest.raises(UserError) as caught:
-            paths.check_folder(tmp_path / name, field="run.directory")
-        (line,) = caught.value.problems
-        assert line.startswith(f"run.directory = {tmp_path / name}: ")
+        with pytest.raises(UserError):
+            paths.check_folder(tmp_path / name)
     for name in ("folder", "new/folder"):
-        paths.check_folder(tmp_path / name, field="run.directory")
+        paths.check_folder(tmp_path / name)
 
 
 @pytest.mark.parametrize("text", ["~nosuchuser/x.txt", "a/" + "b" * 256, "é" * 128])
 def test_a_path_that_cannot_exist_is_refused(text):
-    with pytest.raises(UserError) as caught:
-        paths.expand_user(text, field="model.source")
-    assert caught.value.problems[0].startswith(f"model.source = {text}: ")
+    with pytest.raises(UserError):
+        paths.expand_user(text)

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import export
-from jaxsp.core import exit_codes, urls
+from jaxsp.core import exit_codes
 from jaxsp.runtime import run_paths
 from jaxsp.storage import run_storage
 from jaxsp.storage.object_store import ObjectStore
@@ -31,7 +31,7 @@ class StoreRun(kills.Run):
     def start_on(self, machine: str, *, patience_s: float = 1800) -> subprocess.Popen:
         """Starts or resumes the run; its output is read from stdout."""
         cache = self.config.parent / machine
-        self.directory = cache / "jaxsp/runs" / urls.name_local(URL)
+        self.directory = cache / "jaxsp/runs" / run_paths.name_local(URL)
         changes = ("mesh.data=1", "mesh.seq=2", "mesh.virtual_cpu_devices=2")
         return commands.start_python(
             "-c",
@@ -59,7 +59,7 @@ class StoreRun(kills.Run):
 
 def stored_steps() -> set[int]:
     """Steps of the complete checkpoints in the store."""
-    return run_storage.find_steps(ObjectStore(URL, label="").list())
+    return run_storage.find_steps(ObjectStore(URL).list())
 
 
 def read_until(process: subprocess.Popen, text: str) -> str:
@@ -84,7 +84,7 @@ cli.run_command(train.main)
 def test_two_processes_upload_their_shards_and_resume_from_them(tmp_path, monkeypatch):
     config, _ = two_processes.write_config(tmp_path, name="run", data=2, seq=4)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = urls.name_local(URL)
+    name = run_paths.name_local(URL)
     first, second = (tmp_path / "cache/jaxsp/runs" / f"{name}{suffix}" for suffix in ("", "-1"))
     with store_server.run_server():
         for steps in (2, 4):
@@ -101,7 +101,7 @@ def test_two_processes_upload_their_shards_and_resume_from_them(tmp_path, monkey
             if steps == 2:  # another machine
                 shutil.rmtree(second)
                 shutil.rmtree(first)
-        assert run_storage.make_local(URL, field="RUN")
+        assert run_storage.make_local(URL)
 
 
 def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_run_in_a_store_is_bitwise_equal_to_a_local_one(tmp_path, monkeypatch)
         assert server.env["AWS_SECRET_ACCESS_KEY"] not in output
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
-        local = run_storage.make_local(URL, field="RUN")
+        local = run_storage.make_local(URL)
         case.faulty.directory = pathlib.Path(local)
         assert list(kills.differences(case, is_exact=True)) == []
         export.main([URL, str(tmp_path / "hf")])

@@ -8,9 +8,8 @@ import rich.console
 
 from jaxsp import export, generate
 from jaxsp.core.errors import UserError
-from jaxsp.run import trainer
+from jaxsp.run import generate_command, trainer
 from jaxsp.setup import build, config_file
-from jaxsp.run import generate_command
 from tests import batches
 
 pytestmark = pytest.mark.e2e

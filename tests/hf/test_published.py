@@ -32,7 +32,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "empty")
 
     def set_result(result):
-        def download(source, names, *, field, revision):
+        def download(source, names):
             if isinstance(result, Exception):
                 raise result
             return result

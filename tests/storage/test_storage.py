@@ -30,7 +30,7 @@ def url(server, tmp_path):
 
 @pytest.fixture
 def store(url):
-    return ObjectStore(url, label=f"run.directory = {url}")
+    return ObjectStore(url)
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +77,13 @@ def test_a_store_that_cannot_be_used_is_a_user_error_with_its_reason(
         monkeypatch.setitem(sys.modules, "gcsfs", None)
 
     def use_store():
-        store = ObjectStore(url, label=f"run.directory = {url}")
+        store = ObjectStore(url)
         if reason == "Access Denied":
             monkeypatch.setattr(store._fs, "find", deny)
         store.list()
 
     with pytest.raises(UserError) as caught:
         use_store()
-    assert caught.value.problems[0].startswith(f"run.directory = {url}: ")
     assert reason in caught.value.problems[0]
     assert capfd.readouterr().err == ""
 
@@ -295,7 +294,7 @@ def test_another_run_at_the_url_than_in_the_local_copy_is_refused(
 
 def test_the_copy_of_an_exported_run_follows_the_store(store, url, tmp_path):
     with pytest.raises(UserError, match="contains no run"):
-        run_storage.make_local(url, field="RUN")
+        run_storage.make_local(url)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -304,8 +303,8 @@ def test_the_copy_of_an_exported_run_follows_the_store(store, url, tmp_path):
         for step in (2, 3):
             write_checkpoint(run, step, content=meta, meta=meta)
             upload(uploads, step)
-        local = run_storage.make_local(f"{url}/checkpoints/2", field="RUN")
+        local = run_storage.make_local(f"{url}/checkpoints/2")
         assert run_paths.find_latest(local).name == "2"
-        checkpoint = run_paths.find_latest(run_storage.make_local(url, field="RUN"))
+        checkpoint = run_paths.find_latest(run_storage.make_local(url))
         assert checkpoint.name == "3"
         assert (checkpoint / "master/manifest.ocdbt").read_text() == meta

@@ -11,10 +11,10 @@ import dataclasses
 from typing import Any
 
 from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
+from jaxsp.attention.strategies import nodes
 from jaxsp.attention.strategies.token_exchange import TokenExchange, WholeRows
 from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import LayerWorkload
-from jaxsp.core import nodes
 from jaxsp.core.layout import Layout
 
 

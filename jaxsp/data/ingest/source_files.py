@@ -276,13 +276,10 @@ class StoredFiles:
     """
 
     def __init__(self, url: str):
-        try:
-            urls.check(url)
-        except ValueError as error:
-            raise UserError(f"{error}.") from None
+        urls.check(url)
         bucket = "/".join(url.split("/")[:3])
         pattern = url.removeprefix(f"{bucket}/")
-        self._store = ObjectStore(bucket, label=bucket)
+        self._store = ObjectStore(bucket)
         objects = self._store.list(pattern, is_glob=glob.has_magic(pattern))
         if not glob.has_magic(pattern):
             objects = {name: info for name, info in objects.items() if name == pattern}

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import Config
-from jaxsp.core import balance, batch
+from jaxsp.core import batch
 from jaxsp.core.batch import (
     PER_ROW,
     PER_TOKEN,
@@ -24,7 +24,7 @@ from jaxsp.core.batch import (
     step_row_index,
 )
 from jaxsp.core.layout import Layout
-from jaxsp.data.packing import row_reader
+from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice

@@ -1,5 +1,6 @@
 """Checks of the fields for rotary position embedding in a config.json."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from jaxsp.config import json_values
@@ -77,14 +78,14 @@ def find_problems(
             if layer_type and (wrong := _find_layer_type_problem(layer_type, group, support)):
                 problems.append(f"{where}{wrong}")
             elif layer_type == SLIDING_ATTENTION:
-                problems += find_group_problems(group, where, fields=fields, support=support)
+                found = find_group_problems(group, fields, support)
+                problems += (f"{where}.{problem}" for problem in found)
                 problems += _find_conflict(
                     f"{path}.rope_local_base_freq", local_theta, f"{where}.rope_theta", group
                 )
             else:
-                problems += find_group_problems(
-                    group, where, fields=fields, support=support, outside=outside
-                )
+                found = find_group_problems(group, fields, support, outside)
+                problems += (f"{where}.{problem}" for problem in found)
                 for name, value in outside.items():
                     problems += _find_conflict(f"{path}.{name}", value, f"{where}.{name}", group)
                 main_groups.append({**outside, **_comparable(group)})
@@ -147,16 +148,13 @@ def _find_types(group: dict[str, Any]) -> list[Any]:
 
 def find_group_problems(
     group: dict[str, Any],
-    where: str,
-    *,
     fields: dict[str, Any],
     support: RopeSupport,
     outside: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Problems of one group.
+    """Problems of one group, which begin with the names of its fields.
 
     Args:
-        where: name of the group in messages.
         fields: fields of the config.json.
         outside: valid fields beside the groups that belong to this one.
     """
@@ -164,7 +162,7 @@ def find_group_problems(
     if name_of_type not in support.types or others not in ([], [name_of_type]):
         types = errors.format_choices([name_of_type, *others])
         return [
-            f"{where}.rope_type = {types}: is not implemented for this model_type. "
+            f"rope_type = {types}: is not implemented for this model_type. "
             f"Use {errors.format_choices(support.types)}."
         ]
     problems = []
@@ -179,53 +177,49 @@ def find_group_problems(
             if name == "partial_rotary_factor":
                 hint = f" {_SUGGESTIONS[name]}"
             problems.append(
-                f"{where}.{name} = {format_value(value)}: is not implemented for rope_type "
-                f"{name_of_type} of this model_type.{hint}"
+                f"{name} = {format_value(value)}: is not implemented for rope_type {name_of_type} "
+                f"of this model_type.{hint}"
             )
         elif problem := json_values.find_problem(rope_fields.RULES, name, value):
-            problems.append(f"{where}.{problem}")
+            problems.append(problem)
     given = {**(outside or {}), **group}
     problems += [
-        f"{where}.{name}: missing. {rope_fields.EXAMPLES[name]}"
+        f"{name}: missing. {rope_fields.EXAMPLES[name]}"
         for name in (*rope_type.required, *support.required_fields)
         if name not in given
     ]
     if rope_type.needs_range and not {"max_position_embeddings", ORIGINAL} & {*fields, *given}:
         problems.append(
-            f"{where}.rope_type = {name_of_type}: needs the number of positions that the model was "
-            "trained for. Set max_position_embeddings."
+            f"rope_type = {name_of_type}: needs the number of positions that the model was trained "
+            "for. Set max_position_embeddings."
         )
-    return problems or _find_relation_problems(name_of_type, given, where, fields)
+    return problems or [*_find_relation_problems(name_of_type, given, fields)]
 
 
 def _find_relation_problems(
-    name_of_type: str, given: dict[str, Any], where: str, fields: dict[str, Any]
-) -> list[str]:
+    name_of_type: str, given: dict[str, Any], fields: dict[str, Any]
+) -> Iterator[str]:
     """Values of a group that do not fit together, or do not fit the head's size."""
-    problems = []
     if name_of_type in _ORDERED:
         small, large, example = _ORDERED[name_of_type]
         low, high = ({**_DEFAULTS, **given}[name] for name in (small, large))
         if low >= high:
-            problems.append(
-                f"{where}.{small} = {low}: must be below {large}, which is {high}. {example}"
-            )
+            yield f"{small} = {low}: must be below {large}, which is {high}. {example}"
     sizes: list[Any] = [fields.get(name) for name in ("hidden_size", "num_attention_heads")]
     head_dim: Any = fields.get("head_dim")
     if head_dim is None and all(json_values.is_integer(size) and size > 0 for size in sizes):
         head_dim = sizes[0] // sizes[1]
     if not json_values.is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
-        return problems  # the sizes are missing or wrong, which is another problem
+        return  # the sizes are missing or wrong, which is another problem
     rotated = count_rotated(head_dim, given)
     if rotated % 2 or rotated == 0:
-        problems.append(
-            f"{where}.partial_rotary_factor = {given.get('partial_rotary_factor', 1)}: gives "
+        yield (
+            f"partial_rotary_factor = {given.get('partial_rotary_factor', 1)}: gives "
             f"{rotated} of {head_dim} elements of a head; it must be an even number from 2."
         )
     for name in ("short_factor", "long_factor"):
         if name in given and len(given[name]) != rotated // 2:
-            problems.append(
-                f"{where}.{name}: has {len(given[name])} numbers, but {rotated} elements of a "
-                f"head are rotated in pairs. Give {rotated // 2} numbers."
+            yield (
+                f"{name}: has {len(given[name])} numbers, but {rotated} elements of a head are "
+                f"rotated in pairs. Give {rotated // 2} numbers."
             )
-    return problems

@@ -89,27 +89,26 @@ def _make_group(
     needs_factor = name_of_type in ("yarn", "linear") and "factor" not in group
     if needs_factor:
         group["factor"] = max(1.0, (model.max_position_embeddings or original) / original)
-    problems = rope_checks.find_group_problems(
-        group, "model.rope", fields={"max_position_embeddings": original}, support=support
-    )
+    positions = {"max_position_embeddings": original}
+    problems = rope_checks.find_group_problems(group, positions, support)
     if needs_factor and model.max_position_embeddings is None and not problems:
         problems.append(
-            "model.rope.factor: missing. Set it, for example model.rope.factor=4, or set "
+            "factor: missing. Set it, for example model.rope.factor=4, or set "
             "model.max_position_embeddings."
         )
     if "rope_theta" not in group:
         problems.append(
-            "model.rope.theta: missing. The model has no RoPE to extend: leave model.rope out. To "
+            "theta: missing. The model has no RoPE to extend: leave model.rope out. To "
             "add RoPE, set it, for example model.rope.theta=500000."
         )
     if rope.longrope_factors is not None and name_of_type != "longrope":
         problems.append(
-            f"model.rope.longrope_factors = {rope.longrope_factors}: the model's rope_type is "
+            f"longrope_factors = {rope.longrope_factors}: the model's rope_type is "
             f"{name_of_type}, and only longrope has such factors. Leave it out."
         )
     if problems:
         # the fields are called type and theta in model.rope
-        raise UserError([line.replace("model.rope.rope_", "model.rope.") for line in problems])
+        raise UserError(f"model.rope.{problem.removeprefix('rope_')}" for problem in problems)
     if rope.longrope_factors is not None:
         divisors = group[f"{rope.longrope_factors}_factor"]
         group |= {"short_factor": divisors, "long_factor": divisors}

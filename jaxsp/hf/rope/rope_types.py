@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.blocks.config import Rope
-from jaxsp.core.errors import UserError
+from jaxsp.core.errors import UserError, at
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 
 
@@ -67,10 +67,8 @@ def parse(inputs: RopeInputs, *, field: str) -> Rope:
     group = {name: value for name, value in inputs.group.items() if value is not None}
     inputs = dataclasses.replace(inputs, group=group)
     name = group["rope_type"]
-    try:
+    with at(f"{field}.rope_type", name):
         frequencies, scale, details = TYPES[name].compute(inputs)
-    except UserError as error:
-        raise UserError(f"{field}.rope_type = {name}: {error}") from None
     parts = [name, f"theta {group['rope_theta']:,.12g}", *filter(None, [details])]
     if inputs.rotated_dim < inputs.head_dim:
         parts.append(f"{inputs.rotated_dim} of {inputs.head_dim} elements rotated")

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxsp import attention
+from jaxsp.attention.strategies import nodes
+from jaxsp.attention.strategies.nodes import Groups, Load
 from jaxsp.blocks import registry
-from jaxsp.core import axes, nodes
-from jaxsp.core.nodes import Groups, Load
+from jaxsp.core import axes
 from jaxsp.optimizers import optimizer
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction

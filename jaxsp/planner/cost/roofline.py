@@ -244,7 +244,7 @@ def estimate_collective_s(
     """Estimates the seconds of all runs of a collective.
 
     It takes as long as its busiest device inside a node (NVLink) or its busiest network card, and
-    the latency of its hops: see `core/nodes.py`.
+    the latency of its hops: see `attention/strategies/nodes.py`.
     """
     load = collective.find_load(node_devices)
     bandwidth_s = collective.total_bytes * max(

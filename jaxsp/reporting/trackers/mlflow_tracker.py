@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxsp.config import yaml_io
-from jaxsp.core import redaction
+from jaxsp.processes import redaction
 from jaxsp.reporting.trackers.tracker import Client, Outcome, Service, TrackedRun, print_failure
 
 # MLFLOW_* where a user sets none: its own defaults retry for minutes, and send usage data

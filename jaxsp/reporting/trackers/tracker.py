@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import ConfigSection, with_examples
 from jaxsp.config.schema import Config
-from jaxsp.core import files, redaction
-from jaxsp.processes import distributed
+from jaxsp.core import files
+from jaxsp.processes import distributed, redaction
 
 IDS_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""

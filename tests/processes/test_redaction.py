@@ -5,7 +5,7 @@ import urllib.parse
 
 import pytest
 
-from jaxsp.core import redaction
+from jaxsp.processes import redaction
 
 PASSWORDS = [
     "SECRET",

@@ -6,11 +6,6 @@ import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 
-_HIDDEN = "***"
-
-_MIN_SECRET_LENGTH = 4
-"""Shorter values of variables are not hidden: they would hide parts of many words."""
-
 _SECRET_NAME = re.compile(r"(^|_)(TOKEN|[A-Z]*KEY|PASSWORD|PASSWD|PASSPHRASE)$|SECRET")
 
 _ADDRESS_NAME = re.compile(r"(^|_)(UR[IL]S?|ENDPOINT|DSN|PROXY|CONNECTION_STRING)(_|$)")
@@ -45,18 +40,17 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     Secrets are the values of variables such as WANDB_API_KEY, and user, password, query and
     fragment of URLs, those of variables and those in the text.
     """
-    secrets = {form for secret in _find_secrets(environment) for form in _list_forms(secret)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    return _URL.sub(lambda match: _redact_url(match[0]), text)
-
-
-def _find_secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    secrets: list[str] = []
     for name, value in environment.items():
         if is_secret_name(name):
-            yield value
+            secrets.append(value)
         elif _ADDRESS_NAME.search(name.upper()):
-            yield from _find_url_secrets(value)
+            secrets += _find_url_secrets(value)
+    forms = {form for secret in secrets for form in _list_forms(secret)}
+    for form in sorted(forms, key=len, reverse=True):
+        if len(form) >= 4:  # shorter ones are parts of many words
+            text = text.replace(form, "***")
+    return _URL.sub(lambda match: _redact_url(match[0]), text)
 
 
 def _find_url_secrets(address: str) -> Iterator[str]:
@@ -72,9 +66,9 @@ def _find_url_secrets(address: str) -> Iterator[str]:
     yield from (value for _, value in urllib.parse.parse_qsl("".join(query[1:])))
 
 
-def _list_forms(secret: str) -> Iterator[str]:
-    """Yields a secret as it may be written in a URL or in quotes."""
-    forms = (
+def _list_forms(secret: str) -> tuple[str, ...]:
+    """Returns a secret as it may be written in a URL or in quotes."""
+    return (
         secret,
         secret.strip(),
         urllib.parse.quote(secret),
@@ -84,7 +78,6 @@ def _list_forms(secret: str) -> Iterator[str]:
         urllib.parse.unquote_plus(secret),
         repr(secret)[1:-1],
     )
-    yield from (form for form in forms if len(form) >= _MIN_SECRET_LENGTH)
 
 
 def _redact_url(url: str) -> str:
@@ -92,7 +85,6 @@ def _redact_url(url: str) -> str:
     scheme, _, rest = url.partition("://")
     userinfo, at, host = rest.rpartition("@")
     if at and (":" in userinfo or not rest.startswith("/")):
-        rest = f"{_HIDDEN}@{host}"
-    place = re.split(r"[?#]", rest, maxsplit=1)[0]
-    mark = rest[len(place) : len(place) + 1]
-    return f"{scheme}://{place}{mark}{_HIDDEN if mark else ''}"
+        rest = f"***@{host}"
+    rest = re.sub(r"([?#]).*", r"\1***", rest, count=1)
+    return f"{scheme}://{rest}"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxsp.core import balance
 from jaxsp.core.layout import KEPT_ORDER, Layout
+from jaxsp.data.packing import balance
 
 ROWS = {
     "one document": [(0, 96)],
