@@ -331,13 +331,14 @@ def _build_config(source: str, config: ConfigFields) -> Config:
                 text = f"{group}.{name} = {format_value(value)}"
                 problems.append(f"{text}: must not be set here. {instead}")
     problems.raise_if_any()
-    unused = {
+    unused: dict[str, Any] = {
+        "run": {},
         "model": {"source": source, "config": None, "tokenizer": None},
         "data": {"train": [], "eval": []},
     }
     return config_file.parse(
         fields | {name: fields.get(name, {}) | group for name, group in unused.items()},
-        trains=False,
+        unneeded=("run.directory", "data.train"),
     )
 
 

@@ -180,6 +180,8 @@ def test_documents_may_come_from_a_generator(loaded):
         ({"steps": 10}, "steps = 10"),
         ({"run": None}, "run = None"),
         ({"data": {"eval_fraction": 0.1}}, "data.eval_fraction = 0.1"),
+        ({"run": {"seed": 1}}, "run.steps, run.epochs: missing"),
+        ({"optimizer": {}}, "optimizer.learning_rate: missing"),
     ],
 )
 def test_settings_of_files_are_refused(changes, field):

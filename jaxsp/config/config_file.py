@@ -3,7 +3,7 @@
 import copy
 import inspect
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pydantic
@@ -59,6 +59,7 @@ def parse(
     rules: Sequence[Callable[..., Iterable[str]]] = (),
     name: str = "CONFIG.yaml",
     trains: bool = True,
+    unneeded: Collection[str] = (),
 ) -> Any:
     """Checks nested fields, changed by `key.path=value` words.
 
@@ -68,6 +69,7 @@ def parse(
         name: name of their file, for messages.
         trains: False for a command that does not train: fields that only training needs, and
             sections that need no other, may be missing.
+        unneeded: dotted names of such fields that this command does not need although it trains.
     Returns: a `schema.config`.
     Raises: UserError with all problems.
     """
@@ -102,6 +104,7 @@ def parse(
                 {"type": "missing", "loc": (key, inner), "input": None}
                 for inner, each in schema.sections[key].sections[0].model_fields.items()
                 if is_for_training(each)
+                and f"{key}.{inner}" not in unneeded
                 and (inner not in given or (given[inner] == [] and each.default == ()))
             ]
     for rule in rules:

@@ -1,7 +1,7 @@
 """The whole config: its choices, and its YAML file."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 from jaxsp.config import config_file, schema
@@ -40,10 +40,13 @@ def parse(
     *,
     name: str = "CONFIG.yaml",
     trains: bool = True,
+    unneeded: Collection[str] = (),
 ) -> Config:
     """Checks nested fields: see `config.config_file.parse`."""
     rules = (*check.RULES, *(check.TRAINING_RULES if trains else ()))
-    return config_file.parse(SCHEMA, fields, changes, rules=rules, name=name, trains=trains)
+    return config_file.parse(
+        SCHEMA, fields, changes, rules=rules, name=name, trains=trains, unneeded=unneeded
+    )
 
 
 def apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
