@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import types
 
 import datasets
 import pytest
@@ -47,25 +46,8 @@ def test_numbers_are_kept_and_those_out_of_range_fail(monkeypatch, tmp_path, cap
         assert [case["value"] for case in cases] == values
 
 
-def test_numbers_before_an_error_are_kept(monkeypatch, tmp_path):
-    def measure_then_fail(folder):
-        yield Number("a ratio", 1.0, "", 0.9, 1.1)
-        raise ValueError
-
-    monkeypatch.setattr(first_checks, "count_gpus", lambda: 2)
-    monkeypatch.setitem(first_checks.CHECKS, "offload", ("a topic", measure_then_fail))
-    out = tmp_path / "first.json"
-    with pytest.raises(ValueError):  # noqa: PT011 - the check's own, without a text
-        first_checks.main(["offload", "--out", str(out)])
-    assert len(json.loads(out.read_text())["cases"]) == 1
-
-
 def test_the_first_stage_has_every_check():
     assert tuple(first_checks.CHECKS) == gpu_stages.CHECKS
-
-
-def test_nan_is_in_no_range():
-    assert not Number("error", float("nan"), "", 0, 1).is_in_range
 
 
 @pytest.mark.e2e
@@ -74,36 +56,6 @@ def test_arrays_are_restored_as_they_were_before_the_next_step(tmp_path, monkeyp
     wrong, seconds = first_checks.measure_checkpoint(tmp_path, mib=1)
     assert wrong.value == 0
     assert seconds.value > 0
-
-
-def test_losses_are_compared_with_and_without_prefetch(tmp_path, monkeypatch):
-    tried = []
-
-    def run_steps(folder, settings):
-        tried.append((settings["memory"].get("offload_activations"), settings.get("run")))
-        return types.SimpleNamespace(losses=[2.0, 1.0 if len(tried) < 3 else 1.1])
-
-    monkeypatch.setattr(first_checks, "_run_steps", run_steps)
-    numbers = list(first_checks.measure_offload(tmp_path))
-    assert [number.is_in_range for number in numbers] == [True, False, False, False]
-    prefetch = [{"xla_options": {"xla_gpu_enable_pipelined_host_offloading": x}} for x in (0, 1)]
-    kinds = ("layer_inputs", "layer_inputs_and_attention")
-    assert tried == [(None, None), *((kind, options) for kind in kinds for options in prefetch)]
-
-
-def test_profiled_steps_have_a_row_for_each_gpu(tmp_path, monkeypatch):
-    configs = []
-    monkeypatch.setattr(first_checks, "count_gpus", lambda: 8)
-    monkeypatch.setattr(first_checks.jax_limits, "choose_platform", lambda config: None)
-    monkeypatch.setattr(
-        first_checks.benchmark,
-        "benchmark_steps",
-        lambda config, num_steps: configs.append(config),
-    )
-    first_checks._run_steps(tmp_path / "run")
-    assert configs[0].batch.rows_per_step == 8
-    source = tmp_path / "run" / "documents.jsonl"
-    assert len(source.read_text().splitlines()) == 8 * (1 + first_checks.NUM_STEPS)
 
 
 KERNELS = [

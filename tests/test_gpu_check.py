@@ -115,20 +115,6 @@ sys.exit({code})
     return make
 
 
-def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path, benchmark):
-    out = tmp_path / "out"
-    parts = benchmark("first", code=1), benchmark("second")
-    code, index, line = run_stage(monkeypatch, out, *parts)
-    assert code == 1
-    statuses = [(part["status"], part["exit_code"]) for part in index["parts"]]
-    assert statuses == [(report.FAILED, 1), (report.OK, 0)]
-    assert (index["stage"], index["commit"], index["jax"]) == ("mine", "abc", "0.11.2")
-    expected = ("first: result of first", report.FAILED, "second: result of second")
-    assert re.search(messages.containing(*expected), line)
-    (log,) = out.glob("*-mine.txt")
-    assert log.read_text().splitlines().count("a line") == 2
-
-
 @pytest.mark.e2e
 def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(
     monkeypatch, tmp_path, benchmark
