@@ -160,7 +160,7 @@ class Schema:
             if kind == BROKEN_RULES:
                 yield from (line.replace(HERE, name) for line in finding["ctx"]["problems"])
             elif kind == "missing":
-                yield f"{name}: missing.{self._describe_meaning(path)}"
+                yield f"{name}: missing.{self._describe_meaning(path, own=own)}"
             elif kind.startswith("union_tag"):
                 yield self._explain_choice(path, value)
             elif kind == "extra_forbidden":
@@ -173,7 +173,7 @@ class Schema:
                 if rule == _MAPPING_RULE and known is not None:
                     rule += f"; {value} is a value of {known.field_name}"
                 rule = rule.replace(HERE, ".".join(path[:-1]))
-                meaning = self._describe_meaning(path, value)
+                meaning = self._describe_meaning(path, value, own=own)
                 yield f"{_format_setting(name, value)}: {rule}.{meaning}"
 
     def _resolve(self, location: Sequence[Any]) -> tuple[list[str], Section, Choice | None]:
@@ -323,9 +323,16 @@ class Schema:
                 return candidate
         return None
 
-    def _describe_meaning(self, path: list[str], value: Any = None) -> str:
-        """The first sentence about a field, and a value that works; the fields of a section."""
-        for section, _ in self.find_fields(path)[:1]:
+    def _describe_meaning(
+        self, path: list[str], value: Any = None, *, own: Section | None = None
+    ) -> str:
+        """The first sentence about a field, and a value that works; the fields of a section.
+
+        Args: own: class of the section, if it is known.
+        """
+        found = [section for section, _ in self.find_fields(path)]
+        for section in [own] if own in found else found[:1]:
+            assert section is not None
             if description := _find_description(section, path[-1]):
                 first = re.split(r"(?<=\.)\s", description)[0]
                 return f" {first} For example {self.format_example('.'.join(path), value)}."
@@ -382,7 +389,7 @@ def _describe_field(field: FieldInfo, prefix: str, described: set[Section]) -> l
             head, meaning = text.split("\n")
             if choice is not None and len(kinds) < len(sections):
                 names = [str(kind.model_fields[choice.selector].default) for kind in kinds]
-                meaning = f"For {', '.join(names)}. {meaning}"
+                meaning = f"Only for {', '.join(names)}. {meaning}"
             lines += [f"{prefix}{name}  {head}", f"      {meaning}"]
             inner = kinds[0].model_fields[name]
             nested = read_field(inner)

@@ -67,9 +67,9 @@ def parse(
         rules: functions that yield a line for each problem between sections; the names of their
             parameters are those of the sections, and those of invalid sections are not called.
         name: name of their file, for messages.
-        trains: False for a command that does not train: fields that only training needs, and
-            sections that need no other, may be missing.
-        unneeded: dotted names of such fields that this command does not need although it trains.
+        trains: False for commands that do not train: `for_training` fields may be missing, and so
+            may sections that require no other fields.
+        unneeded: names of `for_training` fields that this training command does not require.
     Returns: a `schema.config`.
     Raises: UserError with all problems.
     """

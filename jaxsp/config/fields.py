@@ -13,7 +13,7 @@ from jaxsp.config import yaml_io
 from jaxsp.core import durations, paths, urls
 
 HERE = "\0"
-"""The name of a section in the texts of its rules, which do not know it."""
+"""Placeholder for a section's dotted name in messages; `Schema.explain_errors` replaces it."""
 
 BROKEN_RULES = "rules"
 """Type of pydantic's error for `ConfigSection.find_problems`."""
@@ -30,7 +30,7 @@ class ConfigSection(pydantic.BaseModel):
     )
 
     def find_problems(self) -> Iterator[str]:
-        """Yields a line for each rule about several fields of the section that is broken.
+        """Yields a line for each broken rule about several fields of the section.
 
         The section is HERE: `f"{self.show('momentum')}: must be 0. Use {HERE}.momentum=0."`
         """
@@ -54,7 +54,7 @@ class ConfigSection(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Annotation of a field whose value selects one of several classes, each with own fields.
+    """Annotation of a field whose value selects one of several classes, each with its own fields.
 
     `optimizer: Annotated[Optimizer, Choice(selector="name", types=(AdamW, Sgd), default="adamw")]`
     reads `{name: sgd, momentum: 0.9}` as Sgd(momentum=0.9). The selector is a field of each class,
@@ -66,14 +66,14 @@ class Choice:
     default: str | None = None
     """Name of the class if the selector is not set."""
     is_name: bool = False
-    """True if the name of a class stands for it with the defaults of its fields."""
+    """True if a value may be only a name, which selects the class with its defaults."""
 
     def by_name(self) -> dict[str, type[ConfigSection]]:
         """The classes by name."""
         return {own.model_fields[self.selector].default: own for own in self.types}
 
     def find(self, value: Any) -> str | None:
-        """Name of the class that a value selects, right or wrong."""
+        """Returns the name that a value selects, even if no class has it."""
         if self.is_name and isinstance(value, str):
             return value
         if isinstance(value, dict):
@@ -87,7 +87,7 @@ class Choice:
         return core_schema.no_info_before_validator_function(self._prepare, union)
 
     def _prepare(self, value: Any) -> Any:
-        """The mapping for a name, and without fields of other classes that are null."""
+        """Replaces a name by its mapping, and drops null fields that only other classes have."""
         if self.is_name and isinstance(value, str) and value in self.by_name():
             return {self.selector: value}
         own = self.by_name().get(self.find(value) or "")
@@ -157,7 +157,7 @@ def with_examples(*examples: Any, **rules: Any) -> Any:
 
 
 def for_training(*examples: Any, default: Any = None, **rules: Any) -> Any:
-    """Field that only a command that trains requires; for others it is the default."""
+    """Declares a field that only training commands require; others use its default."""
     marker: dict[str, pydantic.JsonValue] = {"is_for_training": True}
     return pydantic.Field(default, examples=list(examples), json_schema_extra=marker, **rules)
 

@@ -99,7 +99,7 @@ class MeshConfig(ConfigSection):
 
     def find_problems(self) -> Iterator[str]:
         if self.seq == "auto" and self.data != -1:
-            yield f"{HERE}.seq = auto: needs a mesh.data that follows from it. Use {HERE}.data=-1."
+            yield f"{HERE}.seq = auto: {HERE}.data follows from it. Use {HERE}.data=-1."
 
     @pydantic.field_validator("data")
     @classmethod

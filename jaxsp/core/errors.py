@@ -61,7 +61,7 @@ class UserError(ValueError):
 
 @contextmanager
 def at(name: str, *value: object) -> Iterator[None]:
-    """Context whose user errors get the name of their place, which the code below need not have.
+    """Context that adds the name and value of a field to the user errors of its block.
 
     `with at("data.train.0.source", "notes.txt"):` names a field and its value, for whatever the
     block raises: `data.train.0.source = notes.txt: is a folder. Name a file.` A problem of

@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class Objective(ConfigSection):
-    """Objective: what a step minimizes."""
+    """Loss that training minimizes, and its settings."""
 
     type: str
-    """Objective. All except sft learn from preferences; the loss of a step is the mean over its
-    pairs."""
+    """Training objective. All except sft learn from preferences; their loss is the mean over the
+    step's pairs."""
 
     format: ClassVar[str | None] = None
     """Format of records that it needs; None for sft, which takes the others."""
 
 
 class Sft(Objective):
-    """Mean token loss."""
+    """Supervised fine-tuning: mean cross-entropy of the tokens that have a loss."""
 
     type: Literal["sft"] = "sft"
 
@@ -56,7 +56,7 @@ class Relative(PairObjective):
 
     needs_reference: ClassVar[bool] = True
     beta: Annotated[PositiveFloat, with_examples(0.1)] = 0.1
-    """Strength of the pull toward the reference model; for ipo the tau of the paper."""
+    """Strength of the regularization toward the reference model; for ipo, the paper's tau."""
 
     def rewards(self, pairs: "PairSums") -> Any:
         return self.beta * pairs.ratios_P2

@@ -46,7 +46,7 @@ class Dpo(_RelativePair, _Smoothed):
 
 
 class Hinge(_RelativePair):
-    """Hinge loss of dpo's margin. Source: SLiC, arXiv:2305.10425."""
+    """Hinge loss of the same margin as dpo. Source: SLiC, arXiv:2305.10425."""
 
     type: Literal["hinge"] = "hinge"
 
@@ -57,7 +57,10 @@ class Hinge(_RelativePair):
 
 
 class Ipo(_RelativePair):
-    """Squared loss of the log-ratios per token. Source: IPO, arXiv:2310.12036, equation 17."""
+    """Squared distance of the margin of per-token log-ratios from 1 / (2 beta).
+
+    Source: IPO, arXiv:2310.12036, equation 17.
+    """
 
     type: Literal["ipo"] = "ipo"
 
@@ -69,7 +72,10 @@ class Ipo(_RelativePair):
 
 
 class Robust(_RelativePair, _Smoothed):
-    """DPO without the bias of swapped labels. Source: arXiv:2403.00409, equation 4."""
+    """DPO loss corrected for a known rate of swapped labels (label_smoothing).
+
+    Source: arXiv:2403.00409, equation 4.
+    """
 
     type: Literal["robust"] = "robust"
 
@@ -84,21 +90,21 @@ class Robust(_RelativePair, _Smoothed):
 
 class _Mean(WithSft):
     beta: Annotated[PositiveFloat, with_examples(0.1)] = 0.1
-    """Scale of the rewards of simpo, and weight of orpo's odds ratio."""
+    """For simpo, scale of the rewards; for orpo, weight of the odds-ratio loss."""
 
     def rewards(self, pairs: "PairSums") -> Any:
         return self.beta * pairs.mean_logps_P2
 
 
 class Simpo(_Mean, _Smoothed):
-    """Sigmoid loss of mean log-probabilities, without a reference model.
+    """Sigmoid loss of the margin of mean log-probabilities per token, without a reference model.
 
     Source: SimPO, arXiv:2405.14734, equation 6.
     """
 
     type: Literal["simpo"] = "simpo"
     gamma: Annotated[NonNegativeFloat, with_examples(0.5)] = 0.5
-    """Target margin."""
+    """Target margin between the rewards of chosen and rejected."""
 
     def losses(self, pairs: "PairSums") -> Any:
         rewards_P2 = self.rewards(pairs)
@@ -106,7 +112,7 @@ class Simpo(_Mean, _Smoothed):
 
 
 class Orpo(_Mean):
-    """Sigmoid loss of the odds ratio, without a reference model; the SFT term is part of it.
+    """SFT loss of the chosen answer plus a sigmoid loss of the odds ratio, without a reference.
 
     Source: ORPO, arXiv:2403.07691, equations 6 and 7. Differs: TRL's SFT term includes the tokens
         of prompts.

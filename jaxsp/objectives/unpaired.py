@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class Kto(Relative):
-    """Loss relative to a reference point, the divergence from the reference model.
+    """KTO loss of answers labeled desirable or undesirable, relative to an estimate of
+    the KL divergence from the reference model.
 
     The reference point is the mean log-ratio of the mismatched documents (a prompt and the answer
     to another one) over the whole step, at least 0; it has no gradient.

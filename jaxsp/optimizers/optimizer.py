@@ -16,8 +16,8 @@ from jaxsp.blocks.layers import Parameter
 from jaxsp.core import host_memory, units
 from jaxsp.core.units import format_count
 from jaxsp.optimizers import matrix_exchange, optimizer_state, param_groups
-from jaxsp.optimizers.choices import Optimizer
 from jaxsp.optimizers.optimizer_state import StateBytes
+from jaxsp.optimizers.registry import Optimizer
 from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload
 

@@ -9,7 +9,7 @@ import jax
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
 from jaxsp.core import errors
-from jaxsp.optimizers.choices import Optimizer, ParameterGroup
+from jaxsp.optimizers.registry import Optimizer, ParameterGroup
 
 DEFAULT = ParameterGroup(pattern="*")
 """Group of the weights that no pattern matches."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules after the warmup: a class each, with its fields."""
+"""Learning-rate schedules after the warmup, one class each."""
 
 import abc
 import math
@@ -35,7 +35,8 @@ def refuse_steps(value: Any, info: Any) -> Any:
     """Validates a fraction. Raises: ValueError for a number of steps, with the field for that."""
     if fields.is_count(value) and (value > 1 or info.field_name == "warmup_fraction"):
         name = str(info.field_name).replace("fraction", "steps")
-        raise ValueError(f"must be less than 1. For a number of steps, set {HERE}.{name}={value}")
+        limit = "less than" if info.field_name == "warmup_fraction" else "at most"
+        raise ValueError(f"must be {limit} 1. For a number of steps, set {HERE}.{name}={value}")
     return value
 
 
@@ -43,19 +44,22 @@ class Schedule(ConfigSection, abc.ABC):
     """Learning rate after the warmup."""
 
     type: str
-    """Learning rate after warmup."""
+    """Learning-rate schedule after warmup."""
 
     @abc.abstractmethod
     def make_rate(self, peak: float, *, num_steps: int, num_warmup_steps: int) -> Rate:
-        """Args: num_steps: steps of the run, warmup included, after which a decay has ended."""
+        """Returns the learning rate after warmup.
+
+        Args: num_steps: steps of the run, warmup included, after which a decay has ended.
+        """
 
     def describe(self, num_steps: int, num_warmup_steps: int) -> str:
-        """Example: `cosine schedule to 10 % of the peak`."""
+        """Describes it for the banner. Example: `cosine schedule to 10 % of the peak`."""
         return f"{self.type} schedule"
 
 
 class Constant(Schedule):
-    """The peak."""
+    """Constant at the peak."""
 
     type: Literal["constant"] = "constant"
 
@@ -64,7 +68,10 @@ class Constant(Schedule):
 
 
 class InverseSqrt(Schedule):
-    """peak * sqrt(warmup steps / step). Source: arXiv:1706.03762, section 5.3."""
+    """Inverse square-root decay: peak * sqrt(warmup steps / step).
+
+    Source: arXiv:1706.03762, section 5.3.
+    """
 
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
 
@@ -87,7 +94,7 @@ class _Decay(Schedule):
 
 
 class Cosine(_Decay):
-    """Half a cosine, whose minimum the step after the last one would have."""
+    """Cosine decay from the peak to min_learning_rate_fraction of it, one step after the last."""
 
     type: Literal["cosine"] = "cosine"
 
@@ -99,7 +106,7 @@ class Cosine(_Decay):
 
 
 class Linear(_Decay):
-    """A line, whose end the step after the last one would have."""
+    """Linear decay from the peak to min_learning_rate_fraction of it, one step after the last."""
 
     type: Literal["linear"] = "linear"
 
@@ -111,7 +118,7 @@ class Linear(_Decay):
 
 
 class Wsd(_Decay):
-    """The peak, then a decay in the last steps of the run (warmup, stable, decay).
+    """Warmup-stable-decay: constant at the peak, then a decay in the last steps of the run.
 
     Sources: arXiv:2404.06395; decay of 1 - sqrt(x) in the last fifth: arXiv:2405.18392, sections 3
     and 4.1.
@@ -119,13 +126,13 @@ class Wsd(_Decay):
 
     type: Literal["wsd"] = "wsd"
     decay_fraction: Annotated[float | None, pydantic.Field(gt=0, le=1, examples=[0.2])] = None
-    """Steps of the decay, as a fraction of all steps of the run, rounded up. null: 0.2, unless
-    decay_steps is set."""
+    """Length of the final decay, as a fraction of all steps of the run, rounded up. null: 0.2,
+    unless decay_steps is set."""
     decay_steps: Annotated[PositiveCount | None, with_examples(200)] = None
-    """Number of last steps in which it decays. Set this or decay_fraction."""
+    """Number of steps of the final decay. Set this or decay_fraction."""
     decay_shape: Annotated[Literal["sqrt", "linear", "cosine"], with_examples("sqrt")] = "sqrt"
-    """Shape of the decay, at a fraction x of it. sqrt: 1 - sqrt(x). linear: 1 - x. cosine:
-    (1 + cos(pi x)) / 2."""
+    """Shape of the decay, where x is the completed fraction of it. sqrt: 1 - sqrt(x). linear:
+    1 - x. cosine: (1 + cos(pi x)) / 2."""
 
     _check_steps = pydantic.field_validator("decay_steps", mode="before")(refuse_fraction)
     _check_fraction = pydantic.field_validator("decay_fraction", mode="before")(refuse_steps)

@@ -72,9 +72,9 @@ def check_formats(objective: Objective, data: DataConfig) -> Iterator[str]:
                     if own.format == source.format
                 ]
                 yield (
-                    f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}; "
-                    "format: prompt_completion, fields: {completion: chosen} trains on the chosen "
-                    "answers."
+                    f"{field}: needs an objective for it. Set {errors.format_choices(fitting)}, or "
+                    "train on the chosen answers: format: prompt_completion, fields: {completion: "
+                    "chosen}."
                 )
             if objective.format not in (None, source.format):
                 yield (
@@ -111,10 +111,10 @@ def check_long_ppl(data: DataConfig, objective: Objective, eval: EvalConfig) -> 
 def check_evaluations(
     run: RunConfig, data: DataConfig, objective: Objective, eval: EvalConfig
 ) -> Iterator[str]:
-    """Checks that what is to be evaluated has an eval set."""
+    """Checks that evaluations and samples have data."""
     names = data.eval_names
     if run.eval_at_start and not (names or eval.tasks):
-        yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
+        yield f"run.eval_at_start = true: needs an eval set or eval.tasks. {_EVAL_SUGGESTION}"
     if run.generate_samples and not names:
         yield (
             f"run.generate_samples = {run.generate_samples}: needs an eval set. {_EVAL_SUGGESTION}"

@@ -9,7 +9,7 @@ from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE
-from jaxsp.optimizers.choices import OPTIMIZER, Optimizer
+from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
 from jaxsp.reporting.trackers.logging_config import LoggingConfig
 from jaxsp.setup import check
 from jaxsp.tasks.eval_config import EvalConfig

@@ -10,7 +10,7 @@ from jaxsp.tasks.task import Task
 
 
 class EvalConfig(ConfigSection):
-    """Measurements beside the loss of the eval sets, which data.eval lists."""
+    """Evaluations in addition to the loss on data.eval."""
 
     tasks: Annotated[
         tuple[Annotated[Task, TASK], ...],

@@ -23,11 +23,11 @@ _NUM_NEEDLES = 4
 
 
 class Needle(HaystackTask):
-    """A code hidden in sentences (niah_single)."""
+    """One access code hidden in filler sentences (niah_single)."""
 
     task: Literal["needle"] = "needle"
     depths: Annotated[PositiveCount, with_examples(11)] = 11
-    """Number of places of the needle, equally spaced from the start to the end of the text; 1: the
+    """Number of depths of the needle, equally spaced from the start to the end of the text; 1: the
     middle."""
 
     def list_depths(self) -> Sequence[float | None]:

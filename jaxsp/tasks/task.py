@@ -25,7 +25,7 @@ class Sample:
     length: int
     """Maximum number of tokens, which the sample approaches: prompt, answer and reserved tokens."""
     depth: float | None
-    """Place of the needle in the haystack, from 0 (start) to 1 (end); None if there are several."""
+    """Depth of the needle in the haystack, from 0 (start) to 1 (end); None if there are several."""
 
 
 class TooShortError(Exception):
@@ -38,13 +38,12 @@ class TooShortError(Exception):
 
 
 class Task(ConfigSection, abc.ABC):
-    """A retrieval task: prompts whose answers are found in them."""
+    """Retrieval task: each prompt contains its answer."""
 
     task: str
-    """Task, after RULER's, with jaxsp's own words and sentences. Results are the rate of answers of
-    which each token is the most probable one, as greedy decoding would write them, and the mean
-    loss of the answers' tokens. They are not RULER's score, which accepts other words around the
-    answer."""
+    """Retrieval task modeled on RULER, with jaxsp's own words and sentences. Results are the
+    fraction of answers that greedy decoding reproduces token for token, and the mean loss of the
+    answers' tokens. They are not RULER's score, which accepts other words around the answer."""
     lengths: Annotated[
         tuple[PositiveCount, ...],
         with_examples("[4096, 32768, 131072]", min_length=1, strict=False),
@@ -54,10 +53,10 @@ class Task(ConfigSection, abc.ABC):
     samples: PositiveCount = 20
     """Number of samples for each length, and for each depth of needle."""
     seed: NonNegativeCount = 0
-    """Seed of keys, values and sentences."""
+    """Seed for keys, values and sentences."""
 
     def list_depths(self) -> Sequence[float | None]:
-        """Places of the needle that are an axis of the results, from 0 (start) to 1 (end)."""
+        """Depths of the needle that are an axis of the results, from 0 (start) to 1 (end)."""
         return (None,)
 
     @abc.abstractmethod

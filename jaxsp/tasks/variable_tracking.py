@@ -11,7 +11,7 @@ _NUM_HOPS = 4
 
 
 class VariableTracking(HaystackTask):
-    """Variables that get one value from each other (vt).
+    """All variables in a chain of assignments of one value (vt).
 
     As in RULER, one chain of 4 hops is spread over the haystack in its order, names have 5 capital
     letters, and values 5 digits. All names are asked for. Different from RULER: in the order of the

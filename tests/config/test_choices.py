@@ -14,7 +14,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
-from jaxsp.optimizers.choices import OPTIMIZERS, Optimizer
+from jaxsp.optimizers.registry import OPTIMIZERS, Optimizer
 from jaxsp.optimizers.schedules import SCHEDULES, Cosine, Schedule
 from jaxsp.reporting.trackers.logging_config import TRACKERS, LoggingConfig
 from jaxsp.reporting.trackers.tracker import Client, Tracker
@@ -146,7 +146,7 @@ FIELDS = {
 }
 
 
-def test_an_optimizer_and_a_schedule_are_a_class_each():
+def test_one_class_adds_an_optimizer_or_a_schedule():
     config = config_file.parse(SCHEMA, FIELDS, ["optimizer.schedule.every=3"])
     assert [float(config.optimizer.make_rate(9)(step)) for step in (2, 3)] == [2, 1]
     transform = config.optimizer.make_matrix_transform()
@@ -154,7 +154,7 @@ def test_an_optimizer_and_a_schedule_are_a_class_each():
     assert updates == -3
 
 
-def test_an_objective_is_a_class():
+def test_one_class_adds_an_objective():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
     assert derivatives.compute_losses(config.objective, pairs) == 4
@@ -179,7 +179,7 @@ def test_a_tracker_is_a_class_named_or_with_its_fields(tmp_path):
 def test_the_help_and_the_errors_of_a_choice_come_from_its_class():
     text = SCHEMA.describe_fields(["optimizer"])
     assert "signs: Signs of the gradient." in text
-    assert "For signs. Factor of the signs." in text
+    assert "Only for signs. Factor of the signs." in text
     changes = ["optimizer.factor=0", "objective.beta=1", "objective.powr=2"]
     with pytest.raises(UserError) as caught:
         config_file.parse(SCHEMA, FIELDS, changes)

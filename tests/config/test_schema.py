@@ -12,7 +12,7 @@ from jaxsp.config import yaml_io
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.objectives.registry import OBJECTIVE
-from jaxsp.optimizers.choices import OPTIMIZER
+from jaxsp.optimizers.registry import OPTIMIZER
 from jaxsp.setup import config_file
 
 VALID = """

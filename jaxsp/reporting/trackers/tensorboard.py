@@ -12,7 +12,7 @@ from jaxsp.runtime.jsonl import AppendFile
 
 
 class TensorBoard(Tracker):
-    """Event files in run.directory/tensorboard."""
+    """TensorBoard event files in run.directory/tensorboard."""
 
     type: Literal["tensorboard"] = "tensorboard"
 

@@ -56,7 +56,7 @@ class Tracker(ConfigSection, abc.ABC):
     """Program or service that shows the numbers of a run."""
 
     type: str
-    """Program or service that shows the numbers."""
+    """Tracker that shows the run's metrics."""
 
     folder: ClassVar[str | None] = None
     """Folder of the run directory with its files, for the banner."""
@@ -70,11 +70,11 @@ class Service(Tracker):
     """Tracker with projects and names of runs. Its package and extra have the name of its type."""
 
     project: Annotated[str | None, with_examples("long-context", min_length=1)] = None
-    """Project of wandb, and experiment of mlflow. null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME of
-    the environment, else jaxsp."""
+    """Project in wandb, or experiment in mlflow. null: the environment variable WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME, or jaxsp if it is not set."""
     run_name: Annotated[str | None, with_examples("qwen3-64k", min_length=1)] = None
-    """Name of the run. null: WANDB_NAME or MLFLOW_RUN_NAME of the environment, else the name of
-    run.directory."""
+    """Name of the run. null: the environment variable WANDB_NAME or MLFLOW_RUN_NAME, or the name of
+    run.directory if it is not set."""
 
     def find_project(self, variable: str) -> str:
         """Returns project, else the value of a variable of the environment, else the default."""

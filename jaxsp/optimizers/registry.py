@@ -1,4 +1,4 @@
-"""Optimizers: a class each, with its fields and its optax transforms."""
+"""Optimizers, one class each: fields and optax transforms."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ParameterGroup(ConfigSection):
-    """Weights that a pattern selects, and how their update differs."""
+    """Weights selected by a pattern, with their own update settings."""
 
     pattern: Annotated[str, with_examples("model.embed_tokens*", min_length=1)]
     """Hugging Face names of the weights, where * stands for any text and ? for one character:
@@ -36,7 +36,7 @@ class ParameterGroup(ConfigSection):
     weight_decay: Annotated[NonNegativeFloat | None, with_examples(0.0)] = None
     """Weight decay of the group's matrices. null: that of the optimizer."""
     frozen: bool = False
-    """The weights stay as they are, without gradients or optimizer state."""
+    """Freeze the weights: no gradients and no optimizer state."""
 
     def find_problems(self) -> Iterator[str]:
         for name, unset in (("learning_rate_factor", 1), ("weight_decay", None)):
@@ -60,9 +60,9 @@ class Optimizer(ConfigSection, abc.ABC):
     learning_rate: NonNegativeFloat = for_training(1e-5)
     """Peak learning rate, reached after warmup."""
     schedule: Annotated[Schedule, SCHEDULE] = Cosine()
-    """Learning rate after warmup: a name, or a mapping of type and the fields of that schedule."""
+    """Learning-rate schedule after warmup: a name, or a mapping with type and its fields."""
     warmup_steps: Annotated[NonNegativeCount, with_examples(100)] = 0
-    """Number of steps of linear growth. The first step has learning_rate / warmup_steps."""
+    """Number of linear warmup steps. The first step has learning_rate / warmup_steps."""
     warmup_fraction: Annotated[Fraction | None, with_examples(0.03)] = None
     """Warmup as a fraction of all steps of the run, rounded up to whole steps. Set this or
     warmup_steps."""
@@ -78,7 +78,7 @@ class Optimizer(ConfigSection, abc.ABC):
             strict=False, examples=["[{pattern: model.embed_tokens*, learning_rate_factor: 0.1}]"]
         ),
     ] = ()
-    """Parameter groups. The first one whose pattern matches a weight counts."""
+    """Parameter groups. A weight belongs to the first group whose pattern matches it."""
 
     is_elementwise: ClassVar[bool] = False
     """True if an element's update depends on its own weight, gradient and state only, so that the
@@ -154,12 +154,14 @@ class Optimizer(ConfigSection, abc.ABC):
 
 class _Adam(Optimizer):
     beta1: Annotated[Fraction, with_examples(0.9)] = 0.9
-    """Decay rate of the first moment, the average gradient; of muon, that of the weights which are
-    not matrices of layers."""
+    """Decay rate of the first moment, the average gradient; with muon, only for the weights that
+    adamw updates."""
     beta2: Annotated[Fraction, with_examples(0.95)] = 0.95
-    """Decay rate of the second moment, the average squared gradient; of muon, as beta1."""
+    """Decay rate of the second moment, the average squared gradient; with muon, only for the
+    weights that adamw updates."""
     eps: Annotated[PositiveFloat, with_examples(1e-8)] = 1e-8
-    """Number added to the square root of the second moment; of muon, as beta1."""
+    """Number added to the square root of the second moment; with muon, only for the weights that
+    adamw updates."""
 
     def make_transform(self) -> "optax.GradientTransformation":
         import optax
@@ -184,7 +186,7 @@ class Sgd(Optimizer):
     momentum: Annotated[Fraction, with_examples(0.95)] = 0.0
     """Decay rate of the momentum."""
     nesterov: Annotated[bool, with_examples(True)] = False
-    """Nesterov momentum."""
+    """Use Nesterov momentum."""
     is_elementwise: ClassVar = True
 
     def find_problems(self) -> Iterator[str]:
@@ -205,7 +207,10 @@ class Sgd(Optimizer):
 
 
 class Lion(Optimizer):
-    """Sign of the momentum. Defaults: arXiv:2302.06675, section 4.1."""
+    """Updates by the sign of a mix of momentum and gradient.
+
+    Defaults: arXiv:2302.06675, section 4.1.
+    """
 
     name: Literal["lion"] = "lion"
     beta1: Annotated[Fraction, with_examples(0.9)] = 0.9
@@ -221,14 +226,15 @@ class Lion(Optimizer):
 
 
 class Adafactor(Optimizer):
-    """Adafactor of transformers (`--optim adafactor`): its learning rate is that of the config.
+    """Adafactor as in transformers (`--optim adafactor`), with the learning rate of the config.
 
     Parts of a fused tensor (q, k and v, or gate and up, of Phi-3 and GLM-4) are matrices of their
     own, while transformers takes the statistics of the whole tensor. So are the matrices of
     experts, of which transformers clips all updates of a layer together.
 
-    Averages of squared gradients are by row and column in matrices of at least 128 x 128. Updates
-    are clipped at a root mean square of 1. Source: arXiv:1804.04235, sections 3, 6 and 7.2.
+    Second moments are factored into averages of rows and columns for matrices of at least
+    128 x 128. Updates are clipped at a root mean square of 1. Source: arXiv:1804.04235, sections
+    3, 6 and 7.2.
     """
 
     name: Literal["adafactor"] = "adafactor"
@@ -240,14 +246,14 @@ class Adafactor(Optimizer):
 
 
 class Muon(_Adam):
-    """Orthogonalized updates of the layers' matrices; other weights are updated by adamw.
+    """Orthogonalized momentum updates for the layers' matrices, adamw for other weights.
 
     Sources: arXiv:2502.16982, section 2 (momentum); optax.contrib.muon.
     """
 
     name: Literal["muon"] = "muon"
     momentum: Annotated[Fraction, with_examples(0.95)] = 0.95
-    """Decay rate of the momentum of matrices, which is Nesterov momentum."""
+    """Decay rate of the Nesterov momentum of the layers' matrices."""
     needs_whole_matrices: ClassVar = True
 
     def make_matrix_transform(self) -> "optax.GradientTransformation":
@@ -262,7 +268,7 @@ class Muon(_Adam):
 
 
 class AdamW8bit(_Adam):
-    """AdamW whose moments have 8 bits for the layers' matrices."""
+    """AdamW with 8-bit moments for the layers' matrices."""
 
     name: Literal["adamw8bit"] = "adamw8bit"
 
