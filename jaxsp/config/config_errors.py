@@ -95,6 +95,8 @@ class Schema:
 
     def find_fields(self, path: Sequence[str]) -> list[tuple[Section, FieldInfo]]:
         """The classes that may declare the last field of a path, and what they declare."""
+        if not path:
+            return []
         sections: tuple[Section, ...] = (self.config,)
         for part in path[:-1]:
             if not part.isdigit():
@@ -336,11 +338,13 @@ class Schema:
             if description := _find_description(section, path[-1]):
                 first = re.split(r"(?<=\.)\s", description)[0]
                 return f" {first} For example {self.format_example('.'.join(path), value)}."
-        for section in self.find_sections(path)[:1]:
-            owner = self.config.model_fields[path[0]].annotation if len(path) == 1 else section
-            title = (owner.__doc__ or "").partition("\n")[0]
-            return f" {title} Its fields: {', '.join(section.model_fields)}."
-        return ""
+        sections = self.find_sections(path)
+        if not sections:
+            return ""
+        owner = self.config.model_fields[path[0]].annotation if len(path) == 1 else sections[0]
+        title = (owner.__doc__ or "").partition("\n")[0]
+        names = dict.fromkeys(name for section in sections for name in section.model_fields)
+        return f" {title} Its fields: {', '.join(names)}."
 
     def format_example(self, name: str, value: Any = None) -> str | None:
         """Returns `field=value` with a value that works, if possible one near an invalid value."""
@@ -355,7 +359,8 @@ class Schema:
             if get_origin(each.annotation) is Literal
             for name in get_args(each.annotation)
         ]
-        if inner := read_field(field).choice:
+        inner = read_field(field).choice
+        if inner is not None and inner.is_name:
             choices = [*inner.by_name()]
         example = field.examples[0] if field.examples else field.default
         if inner is not None and inner.is_name:

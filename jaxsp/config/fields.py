@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from datetime import date, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -45,11 +45,27 @@ class ConfigSection(pydantic.BaseModel):
         problems = [
             f"{self.show(name)}: must not contain a NUL character. Remove it."
             for name, value in self
-            if not isinstance(value, ConfigSection) and "\\0" in repr(value)
+            if _has_nul(value)
         ]
         if problems := [*problems, *self.find_problems()]:
             raise PydanticCustomError(BROKEN_RULES, "rules", {"problems": problems})
         return self
+
+
+def _takes_null(field: FieldInfo) -> bool:
+    """True if null is not the default of a field in other words: it is a value, or is refused."""
+    return field.is_required() or field.default is None or type(None) in get_args(field.annotation)
+
+
+def _has_nul(value: Any) -> bool:
+    """True if a text in a value contains NUL, which file names cannot contain."""
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    return (
+        "\0" in value
+        if isinstance(value, str)
+        else (isinstance(value, list | tuple) and any(map(_has_nul, value)))
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +103,8 @@ class Choice:
         return core_schema.no_info_before_validator_function(self._prepare, union)
 
     def _prepare(self, value: Any) -> Any:
-        """Replaces a name by its mapping, and drops null fields that only other classes have."""
+        """Replaces a name by its mapping, and drops null fields that have another default, or that
+        only other classes have."""
         if self.is_name and isinstance(value, str) and value in self.by_name():
             return {self.selector: value}
         own = self.by_name().get(self.find(value) or "")
@@ -96,7 +113,12 @@ class Choice:
         return {
             name: entry
             for name, entry in value.items()
-            if entry is not None or name in own.model_fields or not self.owners(name)
+            if entry is not None
+            or (
+                _takes_null(own.model_fields[name])
+                if name in own.model_fields
+                else not self.owners(name)
+            )
         }
 
     def owners(self, name: str) -> list[str]:

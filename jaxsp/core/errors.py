@@ -1,5 +1,6 @@
 """User errors, one line per problem."""
 
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -74,8 +75,9 @@ def at(name: str, *value: object) -> Iterator[None]:
         if not error.is_named:
             prefix = " = ".join([name, *map(str, value)])
             section = name.rpartition(".")[0]
+            is_sibling = re.compile(r"\.\w+ = ").match  # and not ../texts.jsonl
             error.problems = [
-                f"{section}{problem}" if value and problem[0] == "." else f"{prefix}: {problem}"
+                f"{section if value and is_sibling(problem) else f'{prefix}: '}{problem}"
                 for problem in error.problems
             ]
             error.is_named = bool(value)

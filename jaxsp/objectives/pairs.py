@@ -25,14 +25,14 @@ class _Smoothed(PairObjective):
         return -right_P - self.label_smoothing * jax.nn.log_sigmoid(-margin_P)
 
 
-class _RelativePair(Relative, WithSft):
+class _RelativePair(WithSft, Relative):
     def margin(self, pairs: "PairSums") -> Any:
         """Difference of the implicit rewards, float32[P]."""
         rewards_P2 = self.rewards(pairs)
         return rewards_P2[:, 0] - rewards_P2[:, 1]
 
 
-class Dpo(_RelativePair, _Smoothed):
+class Dpo(_Smoothed, _RelativePair):
     """Sigmoid loss of the difference between log-probabilities of chosen and rejected, relative to
     the reference model.
 
@@ -71,7 +71,7 @@ class Ipo(_RelativePair):
         return (ratios_P2[:, 0] - ratios_P2[:, 1] - 1 / (2 * self.beta)) ** 2
 
 
-class Robust(_RelativePair, _Smoothed):
+class Robust(_Smoothed, _RelativePair):
     """DPO loss corrected for a known rate of swapped labels (label_smoothing).
 
     Source: arXiv:2403.00409, equation 4.

@@ -76,7 +76,7 @@ class ObjectStore:
         if not found and not self._fs.fs.exists(self._bucket):
             raise FileNotFoundError(f"the bucket {self._bucket} does not exist")
         if bad := [name for name in found if ".." in name.split("/")]:
-            raise UserError(f"has an object named {bad[0]}. Remove it.")
+            raise UserError(f"{self.url} has an object named {bad[0]}. Remove it.")
         return {name: info for name, info in found.items() if info["type"] == "file"}
 
     @_request

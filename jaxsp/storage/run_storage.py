@@ -68,16 +68,29 @@ def _find_same(store: ObjectStore, folder: pathlib.Path, complete: set[int]) -> 
     return same
 
 
-def download(store: ObjectStore, folder: pathlib.Path, *, steps: set[int] | None = None) -> None:
-    """Makes a local copy equal to the store. Args: steps: checkpoints to download; None: all."""
+def download(
+    store: ObjectStore,
+    folder: pathlib.Path,
+    *,
+    steps: set[int] | None = None,
+    is_old: bool = True,
+) -> None:
+    """Makes a local copy equal to the store.
+
+    Args:
+        steps: checkpoints to download; None: all.
+        is_old: True if checkpoints of the copy that the store does not have are to be removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
         infos = store.list()
         complete = find_steps(infos)
         kept = _find_same(store, folder, complete)
-        for step in {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)} - kept:
+        local = {*run_paths.list_steps(folder / run_paths.CHECKPOINTS_DIR)}
+        for step in local - kept if is_old else ():
             shutil.rmtree(folder / _name(step))
-        wanted = tuple(map(_name, kept | (complete if steps is None else steps & complete)))
+        missing = (complete if steps is None else steps & complete) - (set() if is_old else local)
+        wanted = tuple(map(_name, kept | missing))
         arrays = {name for name in infos if name.startswith(wanted)}
         names = {name for name in arrays if not (folder / name).exists()}
         names |= {name for name in infos if not name.startswith(f"{run_paths.CHECKPOINTS_DIR}/")}
@@ -160,13 +173,14 @@ def open_run(run: RunConfig) -> Iterator[None]:
         local = local if (folder / run_paths.CONFIG_FILE).exists() else -1
         all_local = multihost_utils.process_allgather(np.int32(local))
         own = Uploads(store, folder, _find_same(store, folder, find_steps(store.list())))
-        if local >= stored and (all_local == local).all():
+        is_old = local < stored or bool((all_local != local).any())
+        if not is_old:
             if local > stored:
                 own.upload_shards(local)
             multihost_utils.sync_global_devices("shards are uploaded")
             own.finish(*{local} - {stored})
             multihost_utils.sync_global_devices("checkpoint is uploaded")
-        download(store, folder)
+        download(store, folder, is_old=is_old)
         own.complete = find_steps(store.list())
     store.patience_s = PATIENCE_S
     store.is_in_run = True

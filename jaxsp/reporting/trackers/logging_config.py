@@ -39,7 +39,7 @@ class LoggingConfig(ConfigSection):
     def _check_trackers(cls, value: Any) -> Any:
         entries = [value] if isinstance(value, str) else value
         if isinstance(entries, list | tuple):
-            names = [TRACKER.find(entry) for entry in entries]
+            names = [*filter(None, map(TRACKER.find, entries))]
             if len({*names}) < len(names):
                 raise ValueError("must not name a tracker twice")
         return entries
