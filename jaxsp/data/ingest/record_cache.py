@@ -7,25 +7,23 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import errors, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.core.units import MIB
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import MAX_NAMED_RECORDS, RecordEntry, list_examples
 from jaxsp.data.ingest import columnar
 from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import datasets
-
-RecordEntry = dict[str, Any]
-"""Row of the Arrow file: place, problem and content of a record."""
 
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
@@ -197,9 +195,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
     return _is_disk_full(error.__cause__ or error.__context__)
 
 
-MAX_NAMED_RECORDS = 5
-
-
 def find_bad_records(
     dataset: "datasets.Dataset", *, max_examples: int
 ) -> tuple[int, list[RecordEntry]]:
@@ -235,12 +230,3 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
     raise UserError([*list_examples(examples), f"{summary}. Correct them, or {suggestion}."])
-
-
-def list_examples(bad: list[RecordEntry]) -> list[str]:
-    """Returns a line for each bad record; a problem that repeats is `the same`."""
-    problems = [None, *(entry["problem"] for entry in bad)]
-    return [
-        f"{entry['place']}: {'the same.' if entry['problem'] == last else entry['problem']}"
-        for entry, last in zip(bad, problems, strict=False)
-    ]
