@@ -120,17 +120,14 @@ class Chat(Source):
         return {self.column: text} | values
 
     def find_roles(self, record: Any) -> set[str]:
-        role_name = self.names.get("role", "role")
-        roles = set()
+        messages: list[Any] = []
         for field in ("messages", "prompt", *records.COMPLETION_FIELDS):
             value = record.get(self.names.get(field, field)) if isinstance(record, dict) else None
             with contextlib.suppress(UserError):  # text, or an error that `convert` reports
                 value = parse_if_string(value, field)
-            value = [value] if isinstance(value, dict) else value
-            if isinstance(value, list):
-                messages = [message for message in value if isinstance(message, dict)]
-                roles |= {str(message.get(role_name)) for message in messages}
-        return roles
+            messages += value if isinstance(value, list) else [value]
+        role_name = self.names.get("role", "role")
+        return {str(each.get(role_name)) for each in messages if isinstance(each, dict)}
 
 
 class Messages(Chat):

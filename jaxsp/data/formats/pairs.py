@@ -161,37 +161,32 @@ class Unpaired(Chat):
         Raises: UserError if only one record can be used, with the problems of others, and if text
             and messages are mixed.
         """
-        bad: list[RecordEntry] = []
-        # a usable entry, and the bad ones after it
-        waiting: list[RecordEntry] = []
         first: RecordEntry | None = None
+        last: RecordEntry | None = None
+        held: list[RecordEntry] = []
         for entry in entries:
-            if entry["problem"] is not None:
-                bad = [*bad, entry][: records.MAX_NAMED_RECORDS]
-                if waiting:
-                    waiting.append(entry)
-                else:
-                    yield entry
-                continue
-            if waiting:
-                yield _add_mismatched(waiting[0], entry)
-                yield from waiting[1:]
-            first = first or entry
-            waiting = [entry]
+            if entry["problem"] is None:
+                if last is not None:
+                    _add_mismatched(last, entry)
+                    yield from held
+                    held = []
+                first = first or entry
+                last = entry
+            held.append(entry)
         assert first is not None, "a source has a usable record"
-        if waiting[0] is first:
-            raise UserError(
-                [
-                    *records.list_examples(bad),
-                    f"only one record can be used, {first['place']}: KTO pairs the prompt of a "
-                    "record with the completion of another. Give at least two.",
-                ]
+        assert last is not None, "a source has a usable record"
+        if last is first:
+            bad = [entry for entry in held if entry["problem"] is not None]
+            problem = (
+                f"only one record can be used, {first['place']}: KTO pairs the prompt of a record "
+                "with the completion of another. Give at least two."
             )
-        yield _add_mismatched(waiting[0], first)
-        yield from waiting[1:]
+            raise UserError([*records.list_examples(bad[: records.MAX_NAMED_RECORDS]), problem])
+        _add_mismatched(last, first)
+        yield from held
 
 
-def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> RecordEntry:
+def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> None:
     record = json.loads(entry["record"])
     completion = json.loads(next_entry["record"])["completion"]
     if type(record["prompt"]) is not type(completion):
@@ -199,5 +194,4 @@ def _add_mismatched(entry: RecordEntry, next_entry: RecordEntry) -> RecordEntry:
             f"{entry['place']}, {next_entry['place']}: one record is text, the other messages, and "
             "KTO pairs the prompt of a record with the completion of another. Make two sources."
         )
-    record["mismatched_completion"] = completion
-    return entry | {"record": json.dumps(record, ensure_ascii=False)}
+    entry["record"] = json.dumps(record | {"mismatched_completion": completion}, ensure_ascii=False)
