@@ -57,11 +57,12 @@ class Tokens(Source):
     column: ClassVar[str] = "input_ids"
     needs_tokenizer: ClassVar[bool] = False
 
-    def stored_columns(self, first_records: Iterable[Record]) -> list[str]:
+    def stored_columns(self, first_records: Iterable[Record]) -> Record:
         """Adds `labels` if the first record or `fields` has them."""
         first = SourceRecord(next(iter(first_records), {}), self)
         has_labels = "labels" in self.fields or _list_label_fields(first)
-        return [self.column, *(["labels"] if has_labels else [])]
+        names = ("input_ids", "labels") if has_labels else ("input_ids",)
+        return dict.fromkeys(names, np.zeros(0, np.int32))
 
     def check(self, record: SourceRecord, *, has_labels: bool) -> Record:
         """Returns the ids of a record without padding, and its labels if the source has some."""

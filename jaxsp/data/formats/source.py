@@ -197,9 +197,10 @@ class Source(ConfigSection, abc.ABC):
         others = [name for name in names if name not in self.ignore_fields]
         return [name for name in others if name in known or not records.is_metadata(name)]
 
-    def stored_columns(self, first_records: Iterable[Record]) -> list[str]:
-        """Returns the columns to store of the records, the content first."""
-        return [self.column, *self.values]
+    def stored_columns(self, first_records: Iterable[Record]) -> Record:
+        """Returns the columns to store of the records, with the values of a bad one. The content
+        comes first."""
+        return {self.column: "", **self.values}
 
     def convert(self, record: Any, *, has_labels: bool = False) -> Record:
         """Returns the columns to store of a record.

@@ -40,16 +40,12 @@ _PROGRESS_DELAY_S = 3.0
 _ID_LIST = pa.large_list(pa.int32())
 
 _COLUMN_TYPES = {
-    "place": pa.string(),
-    "problem": pa.string(),
-    "text": pa.large_string(),
-    "record": pa.large_string(),
-    "input_ids": _ID_LIST,
-    "labels": _ID_LIST,
-    "first_reference": pa.float64(),
-    "second_reference": pa.float64(),
-    "is_desirable": pa.bool_(),
+    str: pa.large_string(),
+    np.ndarray: _ID_LIST,
+    float: pa.float64(),
+    bool: pa.bool_(),
 }
+"""Arrow types of columns by the Python type of their values."""
 
 
 class DamagedCacheError(NeedsAttentionError):
@@ -93,17 +89,20 @@ def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> 
 
 
 def write_cache(
-    entries: Iterator[RecordEntry], columns: list[str], path: pathlib.Path, *, desc: str
+    entries: Iterator[RecordEntry], columns: RecordEntry, path: pathlib.Path, *, desc: str
 ) -> None:
     """Writes entries to an Arrow file, which gets its name when it is complete, and its checksum.
 
     Args:
-        columns: columns with the content of a record.
+        columns: columns with the content of a record, and a value of each.
         desc: label of the progress bar.
     """
     import datasets
 
-    schema = pa.schema({name: _COLUMN_TYPES[name] for name in ("place", "problem", *columns)})
+    names = {"place": pa.string(), "problem": pa.string()}
+    types = {name: _COLUMN_TYPES[type(value)] for name, value in columns.items()}
+    schema = pa.schema(names | types)
+    content = next(iter(columns))
     progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
@@ -112,7 +111,7 @@ def write_cache(
             size = 0
             for entry in progress:
                 batch.append(entry)
-                size += len(entry[columns[0]]) + _ENTRY_OVERHEAD
+                size += len(entry[content]) + _ENTRY_OVERHEAD
                 if size > _BATCH_SIZE:
                     stream.write_batch(_to_record_batch(batch, schema))
                     batch = []

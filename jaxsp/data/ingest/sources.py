@@ -10,8 +10,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jaxsp.core import errors, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.data_config import DataConfig
@@ -64,7 +62,7 @@ def read(source: Source, *, data: DataConfig) -> "datasets.Dataset":
         columns = source.stored_columns(firsts)
         names = (
             source.format,
-            columns,
+            [*columns],
             sorted(source.fields.items()),
             sorted(source.role_names.items()),
             sorted(source.ignore_fields),
@@ -160,9 +158,9 @@ def _resolve_files(path: pathlib.Path | None, source: Source, select: Select) ->
 
 
 def _check_records(
-    source: Source, origin: _RecordSource, columns: list[str], *, data: DataConfig
+    source: Source, origin: _RecordSource, columns: RecordEntry, *, data: DataConfig
 ) -> Iterator[RecordEntry]:
-    """Yields an entry for every record.
+    """Yields an entry for every record. Args: columns: those to store, with empty values.
 
     Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
         that no record has.
@@ -174,9 +172,6 @@ def _check_records(
         for name in source.list_columns(field)
     }
     unseen_roles = set(source.role_names)
-    is_list = {"input_ids", "labels"}
-    empty = {name: np.zeros(0, np.int32) if name in is_list else "" for name in columns}
-    empty |= source.values
     limit = max(data.max_bad_records, _MAX_CHECKED_BAD)
     is_usable = False
     num_records = 0
@@ -184,7 +179,7 @@ def _check_records(
     examples: list[RecordEntry] = []
     for place, record, problem in origin.records():
         num_records += 1
-        entry = {"place": errors.escape(place), "problem": None, **empty}
+        entry = {"place": errors.escape(place), "problem": None, **columns}
         try:
             if problem is not None:
                 raise UserError(problem)
@@ -195,7 +190,7 @@ def _check_records(
             if unseen_roles:
                 unseen_roles -= source.find_roles(record)
             content = source.convert(record, has_labels="labels" in columns)
-            is_usable = is_usable or len(content[columns[0]]) > 0
+            is_usable = is_usable or len(content[next(iter(columns))]) > 0
             entry |= content
         except UserError as error:
             num_bad += 1
