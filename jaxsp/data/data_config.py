@@ -8,6 +8,7 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.fields import (
     HERE,
+    Choice,
     ConfigSection,
     Date,
     NonNegativeCount,
@@ -15,8 +16,14 @@ from jaxsp.config.fields import (
     for_training,
     with_examples,
 )
-from jaxsp.data.formats.registry import FORMAT
+from jaxsp.data.formats.chats import Messages, PromptCompletion
+from jaxsp.data.formats.pairs import Preference, Unpaired
+from jaxsp.data.formats.plain import Text, Tokens
 from jaxsp.data.formats.source import Source
+
+FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens)
+
+FORMAT = Choice(selector="format", types=FORMATS)
 
 
 class DataConfig(ConfigSection):
@@ -77,13 +84,12 @@ class DataConfig(ConfigSection):
         return names if self.eval_fraction is None else [*names, "held_out"]
 
     def find_problems(self) -> Iterator[str]:
-        for number, source in enumerate(self.eval):
-            if source.weight is not None:
-                yield (
-                    f"{HERE}.eval.{number}.weight: must not be set, because each eval set is "
-                    "evaluated separately, as a whole. Leave it out."
-                )
-                break
+        weighted = [number for number, source in enumerate(self.eval) if source.weight is not None]
+        for number in weighted[:1]:
+            yield (
+                f"{HERE}.eval.{number}.weight: must not be set, because each eval set is "
+                "evaluated separately, as a whole. Leave it out."
+            )
         has_weight = [source.weight is not None for source in self.train]
         if any(has_weight) and not all(has_weight):
             index = has_weight.index(False)

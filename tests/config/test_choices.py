@@ -13,9 +13,8 @@ from jaxsp.config import config_file
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.fields import Choice
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import DataConfig
+from jaxsp.data.data_config import FORMATS, DataConfig
 from jaxsp.data.formats.plain import Text
-from jaxsp.data.formats.registry import FORMATS
 from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import sources
 from jaxsp.objectives import derivatives

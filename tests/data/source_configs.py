@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxsp.data.formats.registry import FORMAT
+from jaxsp.data.data_config import FORMAT
 from jaxsp.data.formats.source import Source
 
 

@@ -122,11 +122,11 @@ class Chat(Source):
     def find_roles(self, record: Any) -> set[str]:
         messages: list[Any] = []
         for field in ("messages", "prompt", *records.COMPLETION_FIELDS):
-            value = record.get(self.names.get(field, field)) if isinstance(record, dict) else None
+            value = record.get(self.name_column(field)) if isinstance(record, dict) else None
             with contextlib.suppress(UserError):  # text, or an error that `convert` reports
                 value = parse_if_string(value, field)
             messages += value if isinstance(value, list) else [value]
-        role_name = self.names.get("role", "role")
+        role_name = self.name_column("role")
         return {str(each.get(role_name)) for each in messages if isinstance(each, dict)}
 
 

@@ -66,7 +66,9 @@ class Preference(Chat):
             ignoring = suggest_ignoring("prompt")
             suggestion = f". If chosen and rejected begin with the prompt, set {ignoring}"
         content = chats.read_contents(record, fields, suggestion=suggestion)
-        prompt, chosen, rejected = (content.get(name) for name in ("prompt", *self.required))
+        prompt = content.get("prompt")
+        chosen = content["chosen"]
+        rejected = content["rejected"]
         if chosen == rejected:
             raise UserError("chosen and rejected are identical. Leave the record out.")
         if prompt is None:

@@ -34,29 +34,23 @@ SHAREGPT_MESSAGE_CONFIG = (
 
 _SHAREGPT_CONFIG = SHAREGPT_MESSAGE_CONFIG.replace("{role", "{messages: conversations, role", 1)
 
-_PAIR_HINTS = (
-    ({"chosen", "rejected"}, "Try format: preference, with objective.type=dpo"),
-    ({"prompt", "completion", "label"}, "Try format: unpaired, with objective.type=kto"),
-    (
-        {"messages", "rejected_response"},
-        "Write its last message as chosen, those before it as prompt, and rejected_response as "
-        "rejected",
-    ),
-)
-
-_FORMAT_HINTS = (
-    ({"messages"}, "Try format: messages"),
-    ({"conversations"}, f"Try format: messages, {_SHAREGPT_CONFIG}"),
-    ({"prompt", "completion"}, "Try format: prompt_completion"),
-    ({"instruction", "output"}, "Try format: prompt_completion"),
-    (
-        {"question", "answer"},
-        "Try format: prompt_completion, fields: {prompt: question, completion: answer}",
-    ),
-    ({"input_ids"}, "Try format: tokens"),
-    ({"text"}, "Try format: text"),
-    ({"content"}, "Try format: text, fields: {text: content}"),
-)
+_PAIR_HINTS = {
+    "chosen rejected": "Try format: preference, with objective.type=dpo",
+    "prompt completion label": "Try format: unpaired, with objective.type=kto",
+    "messages rejected_response": "Write its last message as chosen, those before it as prompt, "
+    "and rejected_response as rejected",
+}
+_HINTS = _PAIR_HINTS | {
+    "messages": "Try format: messages",
+    "conversations": f"Try format: messages, {_SHAREGPT_CONFIG}",
+    "prompt completion": "Try format: prompt_completion",
+    "instruction output": "Try format: prompt_completion",
+    "question answer": "Try format: prompt_completion, fields: {prompt: question, "
+    "completion: answer}",
+    "input_ids": "Try format: tokens",
+    "text": "Try format: text",
+    "content": "Try format: text, fields: {text: content}",
+}
 """Fields that a record may have, and how to read such a record. Objectives for pairs have one
 format, so that only _PAIR_HINTS may help."""
 
@@ -75,7 +69,8 @@ class Source(ConfigSection, abc.ABC):
     `datasets`. Otherwise the name of a data set on the hub. `{stdlib}` stands for the folder of
     Python's standard library."""
     format: str
-    """Content of a record, as in TRL."""
+    """Content of a record, as in TRL. An assistant message with `weight: 0`, `train: false` or the
+    like has no loss."""
     name: Annotated[str | None, with_examples("books", min_length=1)] = None
     """Name in the metrics and the banner. null: the source as written."""
     weight: Annotated[PositiveFloat | None, with_examples(0.7)] = None
@@ -160,14 +155,6 @@ class Source(ConfigSection, abc.ABC):
                 yield f"{HERE}.ignore_fields: {name} is read. Remove it."
 
     @property
-    def names(self) -> dict[str, str]:
-        """Names of `fields` in the records; of a list of them, the name for their joined text."""
-        return {
-            field: name if isinstance(name, str) else " + ".join(name)
-            for field, name in self.fields.items()
-        }
-
-    @property
     def role_names(self) -> dict[str, str]:
         """Roles of the chat template for roles in the records, where they differ."""
         return {}
@@ -176,6 +163,10 @@ class Source(ConfigSection, abc.ABC):
         """Returns the names in the records of the fields from which a field is read."""
         names = self.fields.get(field, field)
         return (names,) if isinstance(names, str) else names
+
+    def name_column(self, field: str) -> str:
+        """Returns the name of a field in the records; of several, that for their joined text."""
+        return " + ".join(self.list_columns(field))
 
     def _required_columns(self) -> set[str]:
         """Names of the required fields in the records; one that is joined with others may be
@@ -250,9 +241,9 @@ class Source(ConfigSection, abc.ABC):
                 continue
             values = [record[name] for name in names if record.get(name) is not None]
             if not all(isinstance(value, str) for value in values):
-                raise UserError(f"{self.names[field]}: only strings can be joined.")
+                raise UserError(f"{self.name_column(field)}: only strings can be joined.")
             record = {name: value for name, value in record.items() if name not in names}
-            record[self.names[field]] = "\n".join(filter(None, values))
+            record[self.name_column(field)] = "\n".join(filter(None, values))
         return record
 
     def _refuse_unread(self, record: Record, content: Any) -> None:
@@ -273,7 +264,7 @@ class Source(ConfigSection, abc.ABC):
         with contextlib.suppress(UserError):  # text, not JSON
             conversation = parse_if_string(content, "messages")
         if unread and isinstance(conversation, list):
-            role, text = (self.names.get(name, name) for name in ("role", "content"))
+            role, text = map(self.name_column, ("role", "content"))
             messages = [each for each in conversation if isinstance(each, dict)]
             texts = [
                 str(each.get(text)).strip()
@@ -324,7 +315,7 @@ class SourceRecord:
 
     def name(self, field: str) -> str:
         """Returns the source's name of a field."""
-        return self.source.names.get(field, field)
+        return self.source.name_column(field)
 
     def get(self, field: str) -> Any:
         """Returns a required field.
@@ -338,9 +329,9 @@ class SourceRecord:
             raise UserError(f"{name} is null.")
         problem = f"has no {name}; it has {records.list_fields(self.values)}."
         own = f"Try format: {self.source.format}"
-        is_pair = self.source.num_documents > 1
-        for names, hint in _PAIR_HINTS if is_pair else (*_PAIR_HINTS, *_FORMAT_HINTS):
-            if names <= self.values.keys() and hint.partition(", with ")[0] != own:
+        hints = _PAIR_HINTS if self.source.num_documents > 1 else _HINTS
+        for names, hint in hints.items():
+            if self.values.keys() >= {*names.split()} and hint.partition(", with ")[0] != own:
                 raise UserError(f"{problem} {hint}.")
         raise UserError(problem)
 
@@ -354,10 +345,10 @@ class SourceRecord:
 
         A field that the config's `fields` maps to another one has only that one's meaning.
         """
-        if name in self.source.ignore_fields or name in self.source.names.values():
-            return False
         value = self.values.get(name)
-        return value is not None and not (isinstance(value, Sized) and len(value) == 0)
+        if value is None or (isinstance(value, Sized) and len(value) == 0):
+            return False
+        return name not in (*self.source.ignore_fields, *map(self.name, self.source.fields))
 
     def refuse(self, refused: Mapping[str, str]) -> None:
         """Raises: UserError for a field whose meaning jaxsp would ignore.

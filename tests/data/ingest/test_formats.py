@@ -10,8 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.data_config import DataConfig
-from jaxsp.data.formats.registry import FORMAT
+from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.ingest import source_files as files
 from jaxsp.data.ingest import sources
 from tests.data.source_configs import make_source
