@@ -199,6 +199,8 @@ def test_a_format_of_records_is_a_class(tmp_path, monkeypatch):
     data = config_file.parse(SCHEMA, FIELDS | {"objective": {"type": "sft"}}, changes).data
     read = sources.read(data.train[0], data=data)
     assert read["text"][:] == ["1 + 1? = 2", "", ""]
+    other = data.train[0].model_copy(update={"separator": " is "})
+    assert sources.read(other, data=data)["text"][0] == "1 + 1? is 2", "not the cached records"
     assert read["problem"][1:] == [
         "has no answer; it has question.",
         "has no question; it has a, images.",

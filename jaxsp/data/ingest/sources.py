@@ -66,6 +66,8 @@ def read(source: Source, *, data: DataConfig) -> "datasets.Dataset":
             sorted(source.fields.items()),
             sorted(source.role_names.items()),
             sorted(source.ignore_fields),
+            # of another format
+            *source.model_dump(exclude={*Source.model_fields, "roles"}).items(),
         )
         fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, names, origin.identity))
         folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint
