@@ -232,7 +232,7 @@ class Source(ConfigSection, abc.ABC):
         return set()
 
     def _join_fields(self, record: Record) -> Record:
-        """Joins texts that are read as one, under the name that `names` has for them.
+        """Joins texts that are read as one, under the name of `name_column`.
 
         Source: LLaMA-Factory joins Alpaca's instruction and input in the same way.
         """
@@ -260,10 +260,12 @@ class Source(ConfigSection, abc.ABC):
             and not records.is_metadata(name)
             and records.holds_text(name, value)
         ]
+        if not unread:
+            return
         conversation = content
         with contextlib.suppress(UserError):  # text, not JSON
             conversation = parse_if_string(content, "messages")
-        if unread and isinstance(conversation, list):
+        if isinstance(conversation, list):
             role, text = map(self.name_column, ("role", "content"))
             messages = [each for each in conversation if isinstance(each, dict)]
             texts = [
