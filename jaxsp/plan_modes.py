@@ -229,7 +229,7 @@ def _print_data(config: Config, model: ModelConfig, console: rich.console.Consol
     config = config.with_fields(data={"eval": ()})
     files = ModelFiles(config=model)
     # The sizes may be published ones, without the model's folder
-    needs_tokenizer = any(source.format != "tokens" for source in config.data.train)
+    needs_tokenizer = any(source.needs_tokenizer for source in config.data.train)
     if needs_tokenizer and config.model.tokenizer is None and config.model.source is not None:
         source = folder.find(config.model.source)
         files = ModelFiles(config=model, folder=source, hf_config=source.config_fields)

@@ -7,7 +7,6 @@ import pydantic
 
 from jaxsp.config import fields
 from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.data_schema import BatchConfig, DataConfig
 from jaxsp.config.fields import (
     HERE,
     MAX_COUNT,
@@ -253,8 +252,8 @@ class Config(ConfigSection):
     model: ModelSourceConfig
     mesh: MeshConfig = MeshConfig()
     attention: AttentionConfig = AttentionConfig()
-    data: DataConfig
-    batch: BatchConfig
+    data: Any
+    batch: Any
     objective: Any
     optimizer: Any
     adapter: AdapterConfig = AdapterConfig()

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from jaxsp.config import yaml_io
 from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.data_schema import PAIR_FORMATS, DataConfig
 from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 from jaxsp.core import errors
+from jaxsp.data.data_config import DataConfig
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
 from jaxsp.tasks.eval_config import EvalConfig
@@ -65,7 +65,7 @@ def check_formats(objective: Objective, data: DataConfig) -> Iterator[str]:
     for name in ("train", "eval"):
         for number, source in enumerate(getattr(data, name)):
             field = f"data.{name}.{number}.format = {source.format}"
-            if objective.format is None and source.format in PAIR_FORMATS:
+            if objective.format is None and source.num_documents > 1:
                 fitting = [
                     f"objective.type={own.model_fields['type'].default}"
                     for own in OBJECTIVES

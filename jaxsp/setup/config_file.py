@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from jaxsp.config import config_file, schema
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.config_file import read, save
+from jaxsp.data.data_config import BatchConfig, DataConfig
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.registry import OPTIMIZER, Optimizer
@@ -20,6 +21,8 @@ __all__ = ["SCHEMA", "Config", "apply_override", "load", "parse", "read", "save"
 class Config(schema.Config):
     """The config of a run."""
 
+    data: DataConfig
+    batch: BatchConfig
     objective: Annotated[Objective, OBJECTIVE] = Sft()
     optimizer: Annotated[Optimizer, OPTIMIZER]
     eval: EvalConfig = EvalConfig()

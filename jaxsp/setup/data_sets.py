@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
+from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import sources
 from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.data.packing import dataset, document_selection
@@ -25,19 +25,19 @@ from jaxsp.processes import distributed
 class OpenedSources:
     """Sources of a config and their records, by the field of the config (`data.train.0`)."""
 
-    train: dict[str, SourceConfig]
+    train: dict[str, Source]
     """Training sources; empty if neither training nor data.eval_fraction needs them."""
-    evals: dict[str, SourceConfig]
+    evals: dict[str, Source]
     records: dict[str, Any]
 
     @property
-    def all(self) -> dict[str, SourceConfig]:
+    def all(self) -> dict[str, Source]:
         return self.train | self.evals
 
     @property
     def have_text(self) -> bool:
         """True if a source needs a tokenizer."""
-        return any(source.format != "tokens" for source in self.all.values())
+        return any(source.needs_tokenizer for source in self.all.values())
 
 
 def inline_chat_template(config: Config) -> Config:
@@ -57,7 +57,7 @@ def open_sources(
 ) -> OpenedSources:
     """Opens the sources of a config; what is wrong with them goes to `problems`."""
     data = config.data
-    train: dict[str, SourceConfig] = {}
+    train: dict[str, Source] = {}
     if for_training or data.eval_fraction is not None:
         train = {f"data.train.{number}": source for number, source in enumerate(data.train)}
     evals = {f"data.eval.{number}": source for number, source in enumerate(data.eval)}
@@ -170,7 +170,7 @@ def _pack_sources(
 
 
 def _pack(
-    members: Mapping[str, SourceConfig],
+    members: Mapping[str, Source],
     tokenized: Mapping[str, TokenizedSource],
     config: Config,
     *,
@@ -211,11 +211,11 @@ def _pack(
     )
 
 
-def _name(source: SourceConfig) -> str:
+def _name(source: Source) -> str:
     return source.name or source.source
 
 
-def _check_unique_names(group: Mapping[str, SourceConfig]) -> None:
+def _check_unique_names(group: Mapping[str, Source]) -> None:
     """Raises: UserError if two sources of a group have one name."""
     names = [_name(source) for source in group.values()]
     for number, (field, name) in enumerate(zip(group, names, strict=True)):

@@ -14,7 +14,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
-from jaxsp.data.ingest import formats, sources
+from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import documents
 from jaxsp.data.tokenization.documents import Example
 from jaxsp.hf import folder
@@ -41,7 +41,7 @@ def print_preview(
     tokenizer = None
     model_folder = None
     model = config.model
-    if model.tokenizer or any(source.format != "tokens" for source in config.data.train):
+    if model.tokenizer or any(source.needs_tokenizer for source in config.data.train):
         if model.tokenizer is None and model.source is not None:
             model_folder = folder.find(model.source)
         tokenizer = model_files.load_tokenizer(config, model_folder, None)
@@ -59,7 +59,7 @@ def print_preview(
                 num_records=num_records,
             )
             name = f"{field} = {source.source}"
-            is_chat = formats.FORMATS[source.format].is_chat
+            is_chat = source.is_chat
             max_tokens = _MAX_CHAT_TOKENS if is_chat else _MAX_TOKENS
             for example_number, example in enumerate(encoded):
                 if not example_number and unread:

@@ -15,7 +15,6 @@ from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
-from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import documents
 from jaxsp.hf import folder, writer
 from jaxsp.setup.data_sets import OpenedSources
@@ -61,7 +60,7 @@ class StopTokens:
 def find(opened: OpenedSources, config: Config, tokenizer: Any) -> StopTokens:
     """Finds the stop tokens of the training data; none without chats."""
     for field, source in opened.train.items():
-        if not formats.FORMATS[source.format].is_chat:
+        if not source.is_chat:
             continue
         texts = (x["record"] for x in opened.records[field] if x["problem"] is None)
         first = json.loads(next(texts, "{}"))

@@ -1,7 +1,9 @@
 """A choice is a class in one file: its fields, checks, help and behavior."""
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, ClassVar, Literal
 
+import datasets
 import jax.numpy as jnp
 import optax
 import pydantic
@@ -11,6 +13,10 @@ from jaxsp.config import config_file
 from jaxsp.config.config_errors import Schema
 from jaxsp.config.fields import Choice
 from jaxsp.core.errors import UserError
+from jaxsp.data.data_config import FORMATS, DataConfig
+from jaxsp.data.formats.plain import Text
+from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest import sources
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Objective, PairObjective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
@@ -123,8 +129,32 @@ class OwnLoggingConfig(LoggingConfig):
     ] = ()
 
 
+class Fact(Text):
+    """`question` and `answer`, as one text."""
+
+    format: Literal["fact"] = "fact"
+    separator: str = ": "
+    """Text between them."""
+    required: ClassVar = ("question", "answer")
+    input_field: ClassVar = None
+
+    def check(self, record, *, has_labels):
+        return {self.column: f"{record.get('question')}{self.separator}{record.get('answer')}"}
+
+
+class OwnDataConfig(DataConfig):
+    """Data."""
+
+    train: Annotated[
+        tuple[Annotated[Source, Choice(selector="format", types=(*FORMATS, Fact))], ...],
+        pydantic.Field(strict=False),
+    ] = ()
+
+
 class OwnConfig(Config):
     """A config with the choices of this file."""
+
+    data: OwnDataConfig
 
     optimizer: Annotated[Optimizer, Choice(selector="name", types=(*OPTIMIZERS, Signs))]
     objective: Annotated[
@@ -158,6 +188,29 @@ def test_one_class_adds_an_objective():
     config = config_file.parse(SCHEMA, FIELDS)
     pairs = test_preferences.make_pairs([[0, -5]], counts=2.0)
     assert derivatives.compute_losses(config.objective, pairs) == 4
+
+
+def test_a_format_of_records_is_a_class(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    lines = [{"question": "1 + 1?", "answer": "2"}, {"question": "Why?"}, {"images": [1], "a": 2}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    changes = [f"data.train=[{{source: {tmp_path}/a.jsonl, format: fact}}]"]
+    changes = [*changes, "data.on_bad_record=skip", "data.train.0.separator=' = '"]
+    data = config_file.parse(SCHEMA, FIELDS | {"objective": {"type": "sft"}}, changes).data
+    read = sources.read(data.train[0], data=data)
+    assert read["text"][:] == ["1 + 1? = 2", "", ""]
+    other = data.train[0].model_copy(update={"separator": " is "})
+    assert sources.read(other, data=data)["text"][0] == "1 + 1? is 2", "not the cached records"
+    assert read["problem"][1:] == [
+        "has no answer; it has question.",
+        "has no question; it has a, images.",
+    ]
+    with pytest.raises(UserError) as caught:
+        config_file.parse(SCHEMA, FIELDS, [changes[0], "data.train.0.fields={answr: a}"])
+    assert caught.value.problems[0] == (
+        "data.train.0.fields: format fact has no answr. Use question or answer. Did you mean "
+        "answer?"
+    )
 
 
 def test_an_evaluation_task_is_a_class():

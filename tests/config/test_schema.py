@@ -9,8 +9,8 @@ import yaml
 
 from jaxsp.config import config_file as loading
 from jaxsp.config import yaml_io
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.data.formats.chats import Messages
 from jaxsp.objectives.registry import OBJECTIVE
 from jaxsp.optimizers.registry import OPTIMIZER
 from jaxsp.setup import config_file
@@ -145,7 +145,7 @@ def test_counts_are_32_bit_integers():
 
 
 def test_the_example_of_every_field_is_valid():
-    inner = [f"data.train.0.{name}" for name in SourceConfig.model_fields]
+    inner = [f"data.train.0.{name}" for name in Messages.model_fields]
     for key in [*(f"{group}.{name}" for group, name, _ in fields()), *inner]:
         name, _, text = config_file.SCHEMA.suggest_override(key).partition("=")
         assert name == key
@@ -260,15 +260,13 @@ def fields() -> list:
     ]
 
 
-SELECTORS = [("optimizer", "name"), ("objective", "type")]
+SELECTORS = [("optimizer", "name"), ("objective", "type"), ("data", "train[].format")]
 """Fields whose meaning is that of the classes they select."""
 
 
 def test_every_field_has_a_docstring_and_is_in_the_help():
     text = config_file.SCHEMA.describe_fields()
-    inner = [
-        ("data", f"train[].{name}", field) for name, field in SourceConfig.model_fields.items()
-    ]
+    inner = [("data", f"train[].{name}", field) for name, field in Messages.model_fields.items()]
     for group, name, field in [*fields(), *inner]:
         assert f"  {group}.{name}  (" in text
         meaning = " ".join((field.description or "").split())

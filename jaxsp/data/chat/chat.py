@@ -29,6 +29,7 @@ from jaxsp.data.chat import generation_marks, span_search, template_text, turn_e
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RenderFunction, TextSpans
 from jaxsp.data.chat.turn_ends import TurnEnd
+from jaxsp.data.formats.records import COMPLETION_FIELDS
 
 _MAX_PREFIX_TURNS = 4
 """Assistant messages up to which rendering all prefixes is about as fast as rendering the
@@ -69,7 +70,7 @@ class RenderedRecord:
 
 
 def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[RenderedRecord, ...]:
-    """Renders a record of `messages`, or of `prompt` and completions, as formats.py stores them.
+    """Renders a record of `messages`, or of `prompt` and completions, as Chat stores them.
 
     Returns: a document for each completion.
     Raises: UserError if the record cannot be used.
@@ -80,7 +81,7 @@ def render_record(record: dict[str, Any], options: ChatOptions) -> tuple[Rendere
         differ), unless only the generation prompt is; a template never writes today's date.
     """
     prompt = record.get("prompt")
-    completions = {name: record[name] for name in template_text.COMPLETION_FIELDS if name in record}
+    completions = {name: record[name] for name in COMPLETION_FIELDS if name in record}
     if not isinstance(prompt, str):
         render = TemplateRenderer(
             record,

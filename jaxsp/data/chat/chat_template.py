@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import generation_marks, template_text
 from jaxsp.data.chat.template_text import TextSpans
+from jaxsp.data.data_config import DataConfig
 
 if TYPE_CHECKING:
     import transformers

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxsp.core.errors import UserError
-
-ASSISTANT = "assistant"
+from jaxsp.data.formats.records import ASSISTANT
 
 Messages = list[dict[str, Any]]
 
@@ -23,9 +22,6 @@ TextSpans = list[tuple[int, int]]
 RenderFunction = Callable[..., tuple[str, TextSpans]]
 """Renders `(messages, prompt=False)`: returns their text, with the generation prompt if `prompt`,
 and the spans of its {% generation %} marks."""
-
-COMPLETION_FIELDS = ("completion", "mismatched_completion", "chosen", "rejected")
-"""Fields of a stored record with a completion of its prompt, each of which is a document."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Message fields that transformers reads as the assistant's reasoning."""
@@ -74,7 +70,7 @@ def list_tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def has_loss(message: dict[str, Any]) -> bool:
-    """Returns False for a message with `weight: 0`, as record_checks.py writes every such flag."""
+    """Returns False for a message with `weight: 0`, as formats/chats.py writes every such flag."""
     return bool(message.get("weight", 1))
 
 

@@ -1,6 +1,5 @@
 """Reads tables in parquet and Arrow files as Python records, in batches of bounded size."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,23 +19,9 @@ _BATCH_BYTES = 2**24
 _MAX_BATCH_ROWS = 1000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordColumns:
-    """Fields that a format uses, under the source's names."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    stand_ins: tuple[str, ...] = ("\0",)
-    """Fields that are read in place of the required ones."""
-    is_checked: Callable[[str], bool] = lambda name: False
-    """Returns True for the name of any other field that may hold text."""
-
-    def select_from(self, names: list[str]) -> list[str]:
-        """Returns the columns to read from a table; none if a required one is missing."""
-        if not any(set(needed) <= set(names) for needed in (self.required, self.stand_ins)):
-            return []
-        used = {*self.required, *self.optional}
-        return [name for name in names if name in used or self.is_checked(name)]
+Select = Callable[[list[str]], list[str]]
+"""Returns the columns to read from a table with these columns; none if a required one is
+missing."""
 
 
 def rows_per_batch(num_rows: int, num_bytes: int, batch_bytes: int | None = None) -> int:
@@ -58,13 +43,13 @@ def locate_records(name: str, records: Iterable[LocatedRecord]) -> Iterator[Loca
 
 
 def read_batches(
-    batches: Iterable[pa.RecordBatch], names: list[str], columns: RecordColumns
+    batches: Iterable[pa.RecordBatch], names: list[str], select: Select
 ) -> Iterator[LocatedRecord]:
     """Yields the rows of Arrow tables, counted from 1, as records with the selected columns.
 
     If a required column is missing, each record has the table's column names, with empty values.
     """
-    selected = columns.select_from(names)
+    selected = select(names)
     for name in selected:
         if names.count(name) > 1:
             raise UserError(f"has the column {name} twice. Rename or remove one of them.")
@@ -88,7 +73,7 @@ def read_batches(
                 yield f"row {number}", row, problem
 
 
-def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def read_parquet(file: str, select: Select) -> Iterator[LocatedRecord]:
     """Yields the rows of a parquet file. Raises: pyarrow's errors if the file is damaged."""
     import pyarrow.parquet
 
@@ -98,13 +83,13 @@ def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         num_bytes = sum(group.total_byte_size for group in groups)
         batches = table.iter_batches(
             # without the required columns, rows are only counted
-            columns=columns.select_from(names) or names[:1],
+            columns=select(names) or names[:1],
             batch_size=rows_per_batch(table.metadata.num_rows, num_bytes),
         )
-        yield from read_batches(batches, names, columns)
+        yield from read_batches(batches, names, select)
 
 
-def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def read_arrow(file: str, select: Select) -> Iterator[LocatedRecord]:
     """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
 
     Raises: pyarrow's errors, or ValueError, if the file is damaged.
@@ -113,12 +98,12 @@ def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
-            yield from read_batches(batches, table.schema.names, columns)
+            yield from read_batches(batches, table.schema.names, select)
             return
         source.seek(0)
         schema = pa.ipc.open_stream(source).schema
         source.seek(0)
-        yield from read_batches(_read_streams(source, schema), schema.names, columns)
+        yield from read_batches(_read_streams(source, schema), schema.names, select)
         # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
+from jaxsp.data.formats.source import Source
 from jaxsp.data.ingest import columnar
-from jaxsp.data.ingest.columnar import RecordColumns
+from jaxsp.data.ingest.columnar import Select
 
 if TYPE_CHECKING:
     import datasets
@@ -49,7 +49,7 @@ def is_hub_name(source: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
 
 
-def open_saved_dataset(path: pathlib.Path, source: SourceConfig) -> "datasets.Dataset":
+def open_saved_dataset(path: pathlib.Path, source: Source) -> "datasets.Dataset":
     """Opens the data set in a folder, or its split `source.split`."""
     import datasets
 
@@ -85,7 +85,7 @@ def _check_names_own_files(folder: pathlib.Path) -> None:
             )
 
 
-def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":
+def open_hub_dataset(source: Source) -> "datasets.Dataset":
     """Opens a data set on the hub, downloaded once, or its split `source.split`."""
     import datasets
 
@@ -117,18 +117,16 @@ def open_hub_dataset(source: SourceConfig) -> "datasets.Dataset":
     return _choose_split(splits, source)
 
 
-def read_records(
-    dataset: "datasets.Dataset", columns: RecordColumns
-) -> Iterator[columnar.LocatedRecord]:
+def read_records(dataset: "datasets.Dataset", select: Select) -> Iterator[columnar.LocatedRecord]:
     """Yields records with the selected columns: see `columnar.read_batches`."""
     names = dataset.column_names
-    selected = dataset.select_columns(columns.select_from(names) or names[:1])
+    selected = dataset.select_columns(select(names) or names[:1])
     tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
     batches = (batch for table in tables for batch in table.to_batches())
-    yield from columnar.read_batches(batches, names, columns)
+    yield from columnar.read_batches(batches, names, select)
 
 
-def _choose_split(splits: "datasets.DatasetDict", source: SourceConfig) -> "datasets.Dataset":
+def _choose_split(splits: "datasets.DatasetDict", source: Source) -> "datasets.Dataset":
     """Split or part `source.split`; without it, the only split, or `train`. Raises: UserError."""
     names = list(splits)
     if not names:
@@ -180,7 +178,7 @@ def resolve_ranges(spec: str, lengths: Mapping[str, int]) -> list[tuple[str, int
     return parts
 
 
-def _describe_failure(error: Exception, source: SourceConfig) -> str:
+def _describe_failure(error: Exception, source: Source) -> str:
     """Problem and suggestion for an error of `datasets` or of the hub."""
     import datasets
 

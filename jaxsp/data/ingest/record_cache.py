@@ -7,25 +7,23 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import errors, files
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.core.units import MIB
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import MAX_NAMED_RECORDS, RecordEntry, list_examples
 from jaxsp.data.ingest import columnar
 from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
     import datasets
-
-RecordEntry = dict[str, Any]
-"""Row of the Arrow file: place, problem and content of a record."""
 
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
@@ -42,16 +40,12 @@ _PROGRESS_DELAY_S = 3.0
 _ID_LIST = pa.large_list(pa.int32())
 
 _COLUMN_TYPES = {
-    "place": pa.string(),
-    "problem": pa.string(),
-    "text": pa.large_string(),
-    "record": pa.large_string(),
-    "input_ids": _ID_LIST,
-    "labels": _ID_LIST,
-    "first_reference": pa.float64(),
-    "second_reference": pa.float64(),
-    "is_desirable": pa.bool_(),
+    str: pa.large_string(),
+    np.ndarray: _ID_LIST,
+    float: pa.float64(),
+    bool: pa.bool_(),
 }
+"""Arrow types of columns by the Python type of their values."""
 
 
 class DamagedCacheError(NeedsAttentionError):
@@ -95,17 +89,20 @@ def open_file(path: pathlib.Path, *, stats_file: pathlib.Path | None = None) -> 
 
 
 def write_cache(
-    entries: Iterator[RecordEntry], columns: list[str], path: pathlib.Path, *, desc: str
+    entries: Iterator[RecordEntry], columns: RecordEntry, path: pathlib.Path, *, desc: str
 ) -> None:
     """Writes entries to an Arrow file, which gets its name when it is complete, and its checksum.
 
     Args:
-        columns: columns with the content of a record.
+        columns: columns with the content of a record, and a value of each.
         desc: label of the progress bar.
     """
     import datasets
 
-    schema = pa.schema({name: _COLUMN_TYPES[name] for name in ("place", "problem", *columns)})
+    names = {"place": pa.string(), "problem": pa.string()}
+    types = {name: _COLUMN_TYPES[type(value)] for name, value in columns.items()}
+    schema = pa.schema(names | types)
+    content = next(iter(columns))
     progress = datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
@@ -114,7 +111,7 @@ def write_cache(
             size = 0
             for entry in progress:
                 batch.append(entry)
-                size += len(entry[columns[0]]) + _ENTRY_OVERHEAD
+                size += len(entry[content]) + _ENTRY_OVERHEAD
                 if size > _BATCH_SIZE:
                     stream.write_batch(_to_record_batch(batch, schema))
                     batch = []
@@ -197,9 +194,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
     return _is_disk_full(error.__cause__ or error.__context__)
 
 
-MAX_NAMED_RECORDS = 5
-
-
 def find_bad_records(
     dataset: "datasets.Dataset", *, max_examples: int
 ) -> tuple[int, list[RecordEntry]]:
@@ -235,12 +229,3 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig) -> None:
     elif count > data.max_bad_records:
         suggestion += f" data.max_bad_records={count}"
     raise UserError([*list_examples(examples), f"{summary}. Correct them, or {suggestion}."])
-
-
-def list_examples(bad: list[RecordEntry]) -> list[str]:
-    """Returns a line for each bad record; a problem that repeats is `the same`."""
-    problems = [None, *(entry["problem"] for entry in bad)]
-    return [
-        f"{entry['place']}: {'the same.' if entry['problem'] == last else entry['problem']}"
-        for entry, last in zip(bad, problems, strict=False)
-    ]

@@ -19,12 +19,12 @@ from typing import Any
 import filelock
 import pyarrow as pa
 
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors, paths, urls
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, formats, json_records
-from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
+from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest import columnar, json_records
+from jaxsp.data.ingest.columnar import LocatedRecord, Select
 from jaxsp.processes import distributed
 from jaxsp.storage.object_store import ObjectStore
 
@@ -44,7 +44,7 @@ _MAX_CELL_CHARS = 2**30
 """Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
 
 
-def _read_text(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def _read_text(file: str, select: Select) -> Iterator[LocatedRecord]:
     with _open_decompressed(file) as stream:
         document = stream.read()
     try:
@@ -53,7 +53,7 @@ def _read_text(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         yield "", None, f"is not UTF-8 text ({error})."
 
 
-def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def _read_json(file: str, select: Select) -> Iterator[LocatedRecord]:
     read = json_records.read_lines
     unit = "line"
     # in .jsonl, a line with an array is one bad record
@@ -67,7 +67,7 @@ def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
             yield f"{unit} {number}", record, problem
 
 
-def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[LocatedRecord]:
+def _read_csv(file: str, select: Select, *, delimiter: str) -> Iterator[LocatedRecord]:
     csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
     with _open_decompressed(file) as stream:
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -94,7 +94,7 @@ class FileType:
     """A type of file that holds records."""
 
     name: str
-    read: Callable[[str, RecordColumns], Iterator[LocatedRecord]]
+    read: Callable[[str, Select], Iterator[LocatedRecord]]
     is_compressible: bool = True
 
 
@@ -143,24 +143,22 @@ def detect_file_type(file: str) -> FileType:
     return file_type
 
 
-def read_files(files: Sequence[str], columns: RecordColumns) -> Iterator[LocatedRecord]:
+def read_files(files: Sequence[str], select: Select) -> Iterator[LocatedRecord]:
     """Yields every record of files in order: see `read_file`."""
     for file in files:
-        yield from read_file(file, columns)
+        yield from read_file(file, select)
 
 
-def read_file(
-    file: str, columns: RecordColumns, *, name: str | None = None
-) -> Iterator[LocatedRecord]:
+def read_file(file: str, select: Select, *, name: str | None = None) -> Iterator[LocatedRecord]:
     """Yields every record of a file in order; those that cannot be read have a problem instead.
 
     Args:   name: the file's name in places and errors, if it has another one.
     Raises: UserError naming the file, and the last record before the damage.
     """
-    return columnar.locate_records(name or file, _read_file(file, columns))
+    return columnar.locate_records(name or file, _read_file(file, select))
 
 
-def _read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+def _read_file(file: str, select: Select) -> Iterator[LocatedRecord]:
     place = ""
     try:
         size = os.path.getsize(file)
@@ -170,7 +168,7 @@ def _read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
             )
         if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
             raise UserError("is a git-lfs pointer, not the file. Run git lfs pull.")
-        for located in detect_file_type(file).read(file, columns):
+        for located in detect_file_type(file).read(file, select):
             place = located[0]
             yield located
     except UserError:
@@ -203,13 +201,13 @@ def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
             yield stream
 
 
-def resolve_path(source: SourceConfig) -> pathlib.Path:
+def resolve_path(source: Source) -> pathlib.Path:
     """Returns a source's path or glob, with `~` and `{stdlib}` replaced."""
     path = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
     return paths.expand_user(path)
 
 
-def find_files(path: pathlib.Path, source: SourceConfig) -> list[str]:
+def find_files(path: pathlib.Path, source: Source) -> list[str]:
     """Returns the files that a path or a glob stands for, each once, sorted."""
     if path.is_dir():
         suffixes = (file.suffix for file in path.rglob("*.*") if file.is_file())
@@ -248,7 +246,7 @@ def file_identities(files: Sequence[str | pathlib.Path]) -> list[tuple[str, int,
     return identities
 
 
-def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
+def common_file_type(files: Sequence[str], source: Source) -> FileType:
     """Returns the type of all files.
 
     Raises: UserError if they have several types, or cannot contain the source's format.
@@ -260,10 +258,9 @@ def common_file_type(files: Sequence[str], source: SourceConfig) -> FileType:
             "Make each type a source of its own."
         )
     file_type = detect_file_type(files[0])
-    record_format = formats.FORMATS[source.format]
-    if file_type is TEXT and not record_format.is_text:
+    if file_type is TEXT and source.required != ("text",):
         raise UserError(
-            f"plain text has no {errors.format_choices(record_format.required)}. Use format: text, "
+            f"plain text has no {errors.format_choices(source.required)}. Use format: text, "
             "or a .jsonl or .parquet file."
         )
     return file_type
@@ -297,14 +294,14 @@ class StoredFiles:
         """Values that change when a file does."""
         return [(url, info["size"], _version(info)) for url, info in self.objects.items()]
 
-    def read(self, columns: RecordColumns) -> Iterator[LocatedRecord]:
+    def read(self, select: Select) -> Iterator[LocatedRecord]:
         """Yields every record of the files, which are downloaded if this version never was, or if
         the downloaded file is damaged.
 
         Places and errors name URLs instead of the downloaded files.
         """
         for url, info in self.objects.items():
-            yield from read_file(str(self._download(url, info)), columns, name=url)
+            yield from read_file(str(self._download(url, info)), select, name=url)
 
     def _download(self, url: str, info: dict[str, Any]) -> pathlib.Path:
         import datasets

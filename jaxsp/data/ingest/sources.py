@@ -10,23 +10,15 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core import errors, urls
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.ingest import (
-    columnar,
-    formats,
-    hub,
-    record_cache,
-    record_checks,
-    record_fields,
-    source_files,
-)
-from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
-from jaxsp.data.ingest.record_cache import DamagedCacheError, RecordEntry
-from jaxsp.data.ingest.record_fields import SourceRecord
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats import records
+from jaxsp.data.formats.records import RecordEntry
+from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest import columnar, hub, record_cache, source_files
+from jaxsp.data.ingest.columnar import LocatedRecord, Select
+from jaxsp.data.ingest.record_cache import DamagedCacheError
 from jaxsp.processes import distributed
 
 if TYPE_CHECKING:
@@ -49,26 +41,33 @@ class _RecordSource:
 
 
 @record_cache.hide_progress_without_terminal()
-def read(source: SourceConfig, *, data: DataConfig) -> "datasets.Dataset":
+def read(source: Source, *, data: DataConfig) -> "datasets.Dataset":
     """Returns all records of a source in order, read once and mapped into memory from then on.
 
     Columns: `place` of the record; `problem`, the reason why it cannot be used, or null; and the
     content: `text`, or `input_ids` and, if the first record has them, `labels`, or `record`, which
-    is messages or prompt and completions as JSON under jaxsp's names, and Format.values.
+    is messages or prompt and completions as JSON under jaxsp's names, and Source.values.
 
     Raises: UserError naming file and line or row of bad records, unless `data` skips them.
     """
     import datasets
 
     try:
-        origin = _resolve_source(source, formats.resolve_columns(source))
-        columns = _choose_columns(source, origin)
+        origin = _resolve_source(source, source.select_columns)
+        firsts = (
+            record
+            for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
+            if problem is None and isinstance(record, dict)
+        )
+        columns = source.stored_columns(firsts)
         names = (
             source.format,
-            columns,
+            [*columns],
             sorted(source.fields.items()),
-            sorted(source.roles.items()),
+            sorted(source.role_names.items()),
             sorted(source.ignore_fields),
+            # of another format
+            *source.model_dump(exclude={*Source.model_fields, "roles"}).items(),
         )
         fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, names, origin.identity))
         folder = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint
@@ -81,8 +80,7 @@ def read(source: SourceConfig, *, data: DataConfig) -> "datasets.Dataset":
                 except DamagedCacheError as damage:
                     distributed.log(damage.notice)
             if not cached.exists():
-                entries = _check_records(source, origin, columns, data=data)
-                entries = formats.FORMATS[source.format].connect(entries)
+                entries = source.connect(_check_records(source, origin, columns, data=data))
                 record_cache.write_cache(entries, columns, cached, desc=f"Reading {source.source}")
             dataset = record_cache.open_file(cached)
     except PermissionError as error:
@@ -97,22 +95,21 @@ def read(source: SourceConfig, *, data: DataConfig) -> "datasets.Dataset":
     return dataset
 
 
-def list_unread_fields(source: SourceConfig) -> list[str]:
+def list_unread_fields(source: Source) -> list[str]:
     """Returns the fields of a source's first records that nothing reads."""
-    read_columns = formats.resolve_columns(source)
     # of a table without a required column, the names of all columns are read, and nothing else
-    origin = _resolve_source(source, RecordColumns(required=("\0",)))
+    origin = _resolve_source(source, lambda names: [])
     names = {
         name: None
         for _, record, _ in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
         if isinstance(record, dict)
         for name in record
     }
-    known = {*read_columns.required, *read_columns.optional}
+    known = source.known_columns()
     return [name for name in names if name not in known]
 
 
-def _resolve_source(source: SourceConfig, columns: RecordColumns) -> _RecordSource:
+def _resolve_source(source: Source, select: Select) -> _RecordSource:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
     path = None if urls.is_url(source.source) else source_files.resolve_path(source)
     if path is not None and _may_be_on_hub(path, source):
@@ -125,7 +122,7 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns) -> _RecordSour
                     f"{name}."
                 )
         if path is None or not hub.is_saved_dataset(path):
-            return _resolve_files(path, source, columns)
+            return _resolve_files(path, source, select)
         dataset = hub.open_saved_dataset(path, source)
     place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
     # a data set that was created again from other data may keep its fingerprint
@@ -133,20 +130,18 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns) -> _RecordSour
     identities = source_files.file_identities(cache_files)
     return _RecordSource(
         identity=(source.source, dataset._fingerprint, identities),
-        records=lambda: columnar.locate_records(place, hub.read_records(dataset, columns)),
+        records=lambda: columnar.locate_records(place, hub.read_records(dataset, select)),
     )
 
 
-def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
+def _may_be_on_hub(path: pathlib.Path, source: Source) -> bool:
     if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
         return False
     is_text = source_files.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
     return source_files.detect_file_type(str(path)) is source_files.TEXT and not is_text
 
 
-def _resolve_files(
-    path: pathlib.Path | None, source: SourceConfig, columns: RecordColumns
-) -> _RecordSource:
+def _resolve_files(path: pathlib.Path | None, source: Source, select: Select) -> _RecordSource:
     """Finds the files of a path or a glob. Args: path: None for a URL."""
     if source.split is not None:  # a wrong one is reported before the files are read
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH})
@@ -155,50 +150,30 @@ def _resolve_files(
         stored = source_files.StoredFiles(source.source)
         files = list(stored.objects)
         identity = stored.identity
-        records = functools.partial(stored.read, columns)
+        records = functools.partial(stored.read, select)
     else:
         files = source_files.find_files(path, source)
         identity = source_files.file_identities(files)
-        records = functools.partial(source_files.read_files, files, columns)
+        records = functools.partial(source_files.read_files, files, select)
     file_type = source_files.common_file_type(files, source)
     return _RecordSource(identity=(file_type.name, identity), records=records, split=source.split)
 
 
-def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
-    """Returns the columns to store: `labels` if the first record or `fields` has them."""
-    record_format = formats.FORMATS[source.format]
-    columns = [record_format.column, *record_format.values]
-    if record_format.is_tokenized:
-        usable = (
-            record
-            for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
-            if problem is None and isinstance(record, dict)
-        )
-        first = SourceRecord(next(usable, {}), source)
-        if "labels" in source.fields or record_checks.list_label_fields(first):
-            columns.append("labels")
-    return columns
-
-
 def _check_records(
-    source: SourceConfig, origin: _RecordSource, columns: list[str], *, data: DataConfig
+    source: Source, origin: _RecordSource, columns: RecordEntry, *, data: DataConfig
 ) -> Iterator[RecordEntry]:
-    """Yields an entry for every record.
+    """Yields an entry for every record. Args: columns: those to store, with empty values.
 
     Raises: UserError for too many bad records, for no usable record, and for `fields` and `roles`
         that no record has.
     """
-    record_format = formats.FORMATS[source.format]
     unseen_fields = {
         name: field
         for field, names in source.fields.items()
-        if field in record_format.optional or not isinstance(names, str)
-        for name in record_fields.list_columns(source, field)
+        if field in source.optional or not isinstance(names, str)
+        for name in source.list_columns(field)
     }
-    unseen_roles = set(source.roles)
-    is_list = {"input_ids", "labels"}
-    empty = {name: np.zeros(0, np.int32) if name in is_list else "" for name in columns}
-    empty |= record_format.values
+    unseen_roles = set(source.role_names)
     limit = max(data.max_bad_records, _MAX_CHECKED_BAD)
     is_usable = False
     num_records = 0
@@ -206,7 +181,7 @@ def _check_records(
     examples: list[RecordEntry] = []
     for place, record, problem in origin.records():
         num_records += 1
-        entry = {"place": errors.escape(place), "problem": None, **empty}
+        entry = {"place": errors.escape(place), "problem": None, **columns}
         try:
             if problem is not None:
                 raise UserError(problem)
@@ -215,24 +190,24 @@ def _check_records(
                     name: field for name, field in unseen_fields.items() if name not in record
                 }
             if unseen_roles:
-                unseen_roles -= formats.find_roles(record, source)
-            content = formats.check_record(record, source, has_labels="labels" in columns)
-            is_usable = is_usable or len(content[columns[0]]) > 0
+                unseen_roles -= source.find_roles(record)
+            content = source.convert(record, has_labels="labels" in columns)
+            is_usable = is_usable or len(content[next(iter(columns))]) > 0
             entry |= content
         except UserError as error:
             num_bad += 1
             entry["problem"] = str(error)
-            examples = [*examples, entry][: record_cache.MAX_NAMED_RECORDS]
+            examples = [*examples, entry][: records.MAX_NAMED_RECORDS]
         if num_bad > limit:
             summary = (
                 f"more than {limit:,} records cannot be used; these are the first. Correct format "
                 "or fields, correct the records, or set data.on_bad_record=skip and raise "
                 "data.max_bad_records."
             )
-            raise UserError([*record_cache.list_examples(examples), summary])
+            raise UserError([*records.list_examples(examples), summary])
         yield entry
     if not num_bad and not is_usable:
-        needed = errors.format_choices(record_format.required)
+        needed = errors.format_choices(source.required)
         raise UserError(f"no record contains {needed}. Give at least one.")
     if not is_usable:
         others = ", and the others are empty" if num_bad < num_records else ""
@@ -240,14 +215,14 @@ def _check_records(
             f"{num_bad:,} of {num_records:,} records cannot be used{others}. Correct format or "
             "fields, or correct the records."
         )
-        raise UserError([*record_cache.list_examples(examples), summary])
+        raise UserError([*records.list_examples(examples), summary])
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
         raise UserError(f"fields: no record has {name}, to read as {field}. Remove or correct it.")
 
 
-def check_no_duplicates(sources: Mapping[str, SourceConfig]) -> None:
+def check_no_duplicates(sources: Mapping[str, Source]) -> None:
     """Checks that no file is read twice in the same way, which would count its documents twice.
 
     Args:   sources: sources that can be read, by field, such as data.train.0.
@@ -274,7 +249,7 @@ def check_no_duplicates(sources: Mapping[str, SourceConfig]) -> None:
                     )
 
 
-def _list_files(source: SourceConfig) -> dict[str, str]:
+def _list_files(source: Source) -> dict[str, str]:
     """Returns the files of a source, each with a name that no other file has.
 
     Returns: nothing for folders and data sets on the hub.

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
+from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS
 from jaxsp.data.ingest import record_cache
-from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS
 from jaxsp.data.ingest.record_cache import RecordEntry
 from jaxsp.data.ingest.token_stats import CheckedIds, TokenStats
 from jaxsp.data.packing import packing
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Chunk:
     """Documents that are stored together; document d begins at tokens[starts[d]].
 
-    Documents 2p and 2p + 1 are a pair, if records have two: see `formats.FIRST_TOKENS`.
+    Documents 2p and 2p + 1 are a pair, if records have two: see `records.FIRST_TOKENS`.
     """
 
     starts: np.ndarray

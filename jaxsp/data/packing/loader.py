@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsp.config.data_schema import BatchConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import batch
 from jaxsp.core.batch import (
@@ -24,6 +23,7 @@ from jaxsp.core.batch import (
     step_row_index,
 )
 from jaxsp.core.layout import Layout
+from jaxsp.data.data_config import BatchConfig
 from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows

@@ -11,7 +11,7 @@ import numpy as np
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.data.ingest.formats import IS_DESIRABLE, REFERENCES
+from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
 from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.packing import document_selection, packing
 from jaxsp.data.packing.document_selection import Chunk, ChunkSegments, SourceCounts
@@ -159,7 +159,11 @@ class Documents:
 
     def _read_references(self) -> np.ndarray | None:
         """Log-probabilities of the reference model that the records have: all, or none."""
-        columns = [values for name in REFERENCES if (values := self._read_column(name)) is not None]
+        columns = [
+            values
+            for name in (FIRST_REFERENCE, SECOND_REFERENCE)
+            if (values := self._read_column(name)) is not None
+        ]
         if not columns:
             return None
         references = np.stack(columns, axis=1).ravel()

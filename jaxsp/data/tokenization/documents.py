@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat, chat_template, template_text
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
-from jaxsp.data.ingest import formats
-from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE, Format
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE
+from jaxsp.data.formats.source import Source
 from jaxsp.data.tokenization.encoding import TextEncoder
 
 if TYPE_CHECKING:
@@ -40,33 +40,32 @@ EncodedRecord = tuple[EncodedDocument, ...] | str
 class TokenizeOptions:
     """Options that determine the tokens of a source's records."""
 
-    format: Format
+    source: Source
     chat: ChatOptions
 
     @property
     def columns(self) -> list[str]:
         """Columns of the tokenized dataset with token ids."""
-        has_full_loss = self.format.is_text or self.chat.has_full_loss
+        has_full_loss = not self.source.is_chat or self.chat.has_full_loss
         return ["tokens"] if has_full_loss else ["tokens", "labels"]
 
     @property
     def count_columns(self) -> list[str]:
         """Columns of the tokenized dataset with a number for each record."""
-        bare_answers = [BARE_ANSWERS] if self.format.is_chat else []
-        return bare_answers + ([FIRST_TOKENS] if self.format.num_documents > 1 else [])
+        bare_answers = [BARE_ANSWERS] if self.source.is_chat else []
+        return bare_answers + ([FIRST_TOKENS] if self.source.num_documents > 1 else [])
 
 
 def resolve_options(
-    source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
+    source: Source, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TokenizeOptions:
     """Returns the options for a source.
 
     Raises: UserError if it needs a chat template, and there is none.
     """
-    record_format = formats.FORMATS[source.format]
     template = None
     is_set = data.chat_template is not None or data.chat_template_date is not None
-    if record_format.needs_template or is_set or data.chat_template_kwargs:
+    if source.needs_template or is_set or data.chat_template_kwargs:
         template = chat_template.load_template(data, tokenizer)
     chat_options = ChatOptions(
         tokenizer=tokenizer,
@@ -75,7 +74,7 @@ def resolve_options(
         earlier_reasoning=data.earlier_reasoning,
         date=data.chat_template_date,
     )
-    return TokenizeOptions(format=record_format, chat=chat_options)
+    return TokenizeOptions(source=source, chat=chat_options)
 
 
 def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
@@ -85,9 +84,9 @@ def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[Enc
     for index, record in enumerate(records):
         try:
             rendered[index] = (
-                (RenderedRecord(text=record, is_plain=True),)
-                if options.format.is_text
-                else chat.render_record(json.loads(record), options.chat)
+                chat.render_record(json.loads(record), options.chat)
+                if options.source.is_chat
+                else (RenderedRecord(text=record, is_plain=True),)
             )
         except UserError as error:
             encoded[index] = str(error)
@@ -96,21 +95,21 @@ def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[Enc
     for index, documents in rendered.items():
         pairs = zip(documents, [*itertools.islice(encodings, len(documents))], strict=True)
         try:
-            encoded[index] = _encode_record(pairs, encoder, options.format)
+            encoded[index] = _encode_record(pairs, encoder, options.source)
         except UserError as error:
             encoded[index] = str(error)
     return encoded
 
 
 def _encode_record(
-    rendered: Iterable[tuple[RenderedRecord, Any]], encoder: TextEncoder, record_format: Format
+    rendered: Iterable[tuple[RenderedRecord, Any]], encoder: TextEncoder, source: Source
 ) -> tuple[EncodedDocument, ...]:
     documents = []
     for document, encoding in rendered:
         with chat.at_document(document.name):
             tokens, labels = encoder.encode(document, encoding)
         documents.append(EncodedDocument(rendered=document, tokens=tokens, labels=labels))
-    if record_format.has_common_loss_start:
+    if source.has_common_loss_start:
         _align_loss_starts(documents)
     return tuple(documents)
 
@@ -153,7 +152,7 @@ class Example(NamedTuple):
 def encode_examples(
     dataset: "datasets.Dataset",
     *,
-    source: SourceConfig,
+    source: Source,
     data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     num_records: int | None = None,
@@ -165,9 +164,8 @@ def encode_examples(
         num_records: None: the first one, and among the next ones one of each kind of chat.
     Raises: UserError if there is none, and for a bad record before one, unless `data` skips them.
     """
-    record_format = formats.FORMATS[source.format]
     options = None
-    if not record_format.is_tokenized:
+    if source.needs_tokenizer:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
         options = resolve_options(source, data=data, tokenizer=tokenizer)
     num_examples = 0
@@ -179,15 +177,15 @@ def encode_examples(
             break
         if entry["problem"] is not None:
             continue
-        kinds = list_kinds(json.loads(entry["record"])) if record_format.is_chat else []
+        kinds = list_kinds(json.loads(entry["record"])) if source.is_chat else []
         kinds = [kind for kind in kinds if kind not in seen]
         if num_examples and num_records is None and not kinds:
-            if record_format.is_chat:
+            if source.is_chat:
                 continue
             break
         encoded: EncodedRecord
         if options is not None:
-            (encoded,) = encode_records([entry[record_format.column]], options)
+            (encoded,) = encode_records([entry[source.column]], options)
         else:
             labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
             tokens = np.asarray(entry["input_ids"], np.int32)

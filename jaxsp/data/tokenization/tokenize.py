@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, formats, record_cache, token_stats
-from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import BARE_ANSWERS, FIRST_TOKENS
+from jaxsp.data.formats.source import Source
+from jaxsp.data.ingest import columnar, record_cache, token_stats
 from jaxsp.data.ingest.token_stats import TokenStats
 from jaxsp.data.tokenization import documents, tokenizers
 from jaxsp.data.tokenization.documents import TokenizeOptions
@@ -38,7 +39,7 @@ class TokenizedSource:
     BARE_ANSWERS. A record with a problem has no tokens.
 
     A record of two documents has their tokens one after the other, and the columns FIRST_TOKENS and
-    Format.values."""
+    Source.values."""
     stats: TokenStats
 
 
@@ -46,7 +47,7 @@ class TokenizedSource:
 def tokenize_dataset(
     dataset: "datasets.Dataset",
     *,
-    source: SourceConfig,
+    source: Source,
     data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
@@ -64,7 +65,7 @@ def tokenize_dataset(
 
     key: tuple[Any, ...] = (_CACHE_VERSION, dataset._fingerprint)
     options = None
-    if not formats.FORMATS[source.format].is_tokenized:
+    if source.needs_tokenizer:
         assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
         options = documents.resolve_options(source, data=data, tokenizer=tokenizer)
         key += (_cache_key(options),)
@@ -98,12 +99,12 @@ def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
     ]
     chat = options.chat
     chat_options: tuple[Any, ...] = ()
-    if not options.format.is_text:
+    if options.source.is_chat:
         # the same for a run that keeps the config's template as its tokenizer's own
         template = chat.template or chat.tokenizer.chat_template
         chat_options = (template, chat.earlier_reasoning, chat.date)
     files = tokenizers.serialize_files(chat.tokenizer)
-    return (options.format.name, chat.has_full_loss, chat_options, versions, files)
+    return (options.source.format, chat.has_full_loss, chat_options, versions, files)
 
 
 def _map_dataset(
@@ -122,7 +123,7 @@ def _map_dataset(
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     num_bytes = dataset.data.nbytes
-    worth = -(-num_bytes // options.format.bytes_per_worker)
+    worth = -(-num_bytes // options.source.bytes_per_worker)
     num_workers = min(max_workers or min(num_cores, worth), len(dataset))
     num_threads = None
     if num_workers > 1:
@@ -133,7 +134,7 @@ def _map_dataset(
     types = {name: datasets.Value("string") for name in ("place", "problem")}
     types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
     types |= {name: datasets.Value("int32") for name in options.count_columns}
-    types |= {name: dataset.features[name] for name in options.format.values}
+    types |= {name: dataset.features[name] for name in options.source.values}
     try:
         tokenized = dataset.with_format("arrow").map(
             functools.partial(_encode_table, options=options, num_threads=num_threads),
@@ -164,7 +165,7 @@ def _encode_table(
         # `datasets` disables threads in workers, in case they fork; cores would be idle
         os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
     problems = records["problem"].to_pylist()
-    contents = records[options.format.column].to_pylist()
+    contents = records[options.source.column].to_pylist()
     usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     arrays = {name: [empty] * len(problems) for name in options.columns}
@@ -182,7 +183,7 @@ def _encode_table(
             arrays["labels"][index] = np.concatenate(labels)
     columns: dict[str, Any] = {name: columnar.make_lists(values) for name, values in arrays.items()}
     columns |= {name: counts[name] for name in options.count_columns}
-    columns |= {name: records[name] for name in options.format.values}
+    columns |= {name: records[name] for name in options.source.values}
     return pa.table(
         {"place": records["place"], "problem": pa.array(problems, pa.string()), **columns}
     )

@@ -8,9 +8,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxsp.config.data_schema import SourceConfig
-from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization.encoding import TextEncoder
+from tests.data.source_configs import make_source
 
 
 def store(record: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +21,8 @@ def store(record: dict[str, Any]) -> dict[str, Any]:
         "prompt": "prompt_completion",
     }
     name = next(name for field, name in formats_by_field.items() if field in record)
-    source = SourceConfig(source="unused", format=name)
-    return json.loads(formats.check_record(record, source, has_labels=False)["record"])
+    source = make_source(source="unused", format=name)
+    return json.loads(source.convert(record, has_labels=False)["record"])
 
 
 _END = """{%- for call in message.tool_calls or [] -%}

@@ -10,7 +10,6 @@ import pytest
 from tokenizers import normalizers, processors
 from transformers.utils import chat_template_utils
 
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import (
@@ -21,6 +20,7 @@ from jaxsp.data.chat import (
     turn_ends,
 )
 from jaxsp.data.chat.chat import ChatOptions
+from jaxsp.data.data_config import DataConfig
 from tests.data.chat import chats
 from tests.messages import assert_names
 

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import formats, sources
+from jaxsp.data.data_config import FORMAT, DataConfig
 from jaxsp.data.ingest import source_files as files
+from jaxsp.data.ingest import sources
+from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
 USER = {"role": "user", "content": "hi"}
@@ -29,8 +30,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def kept(record, format="messages", **fields):
-    source = SourceConfig(source="x", format=format, **fields)
-    return json.loads(formats.check_record(record, source, has_labels=False)["record"])
+    source = make_source(source="x", format=format, **fields)
+    return json.loads(source.convert(record, has_labels=False)["record"])
 
 
 def problem(record, format="messages", **fields):
@@ -109,7 +110,7 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
         },
     ]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"))
+    columns = make_source(source="x", format="messages").select_columns
     table = [record for _, record, _ in files.read_file(str(tmp_path / "a.parquet"), columns)]
     assert [kept(record) for record in table] == [
         {
@@ -134,7 +135,7 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
         "chat_template_kwargs": {"a": None, "b": 1},
     }
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"))
+    columns = make_source(source="x", format="messages").select_columns
     ((_, line, _),) = files.read_file(str(tmp_path / "a.jsonl"), columns)
     assert kept(line) == {
         "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
@@ -228,31 +229,29 @@ def test_an_unused_field_may_have_any_value():
 
 
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
-    source = SourceConfig(source="x", format="tokens")
+    source = make_source(source="x", format="tokens")
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
         record = {"input_ids": ids, "labels": "[-100, 2]"}
-        actual = formats.check_record(record, source, has_labels=True)
+        actual = source.convert(record, has_labels=True)
         assert (actual["input_ids"].tolist(), actual["labels"].tolist()) == ([1, 2], [-100, 2])
         assert actual["input_ids"].dtype == actual["labels"].dtype == np.int32
 
 
 def test_columns_have_the_names_in_fields():
-    source = SourceConfig(
+    source = make_source(
         source="x",
         format="prompt_completion",
         fields={"prompt": "q", "tools": "functions", "role": "who"},
     )
-    actual = formats.resolve_columns(source)
-    known = actual.optional[2:]
-    assert actual.required == ("q", "completion")
-    assert actual.optional[:2] == ("functions", "chat_template_kwargs")
-    assert {"system", "history", "images"} <= set(known)
-    assert "functions" not in known, "the config reads it as tools"
+    names = ["q", "completion", "functions", "chat_template_kwargs", "system", "history", "images"]
+    assert source.known_columns() >= {*names}
+    assert source.select_columns([*names, "url"]) == names
+    assert source.select_columns(["prompt", "completion"]) == []
 
 
 def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
     parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"))
+    columns = make_source(source="x", format="prompt_completion").select_columns
     ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
@@ -352,13 +351,12 @@ RECORDS = {
 
 def checked(record, format, **fields):
     """Returns the content that is stored of a record of any format."""
-    source = SourceConfig(source="x", format=format, **fields)
-    formats.resolve_columns(source)
-    content = formats.check_record(record, source, has_labels=False)
+    source = make_source(source="x", format=format, **fields)
+    content = source.convert(record, has_labels=False)
     return next(iter(content.values()))
 
 
-@pytest.mark.parametrize("format", formats.FORMATS)
+@pytest.mark.parametrize("format", FORMAT.by_name())
 def test_text_that_nothing_reads_is_refused_by_name_in_every_format(format):
     record = RECORDS[format]
     expected = checked(record, format)
@@ -469,7 +467,7 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypat
 
     def read(row, **fields):
         parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-        source = SourceConfig(source="a.parquet", **fields)
+        source = make_source(source="a.parquet", **fields)
         data = DataConfig(train=(source,), row_tokens=8)
         (entry,) = sources.read(source, data=data)
         return json.loads(entry["record"])
@@ -483,17 +481,17 @@ def test_tables_are_read_with_the_columns_that_may_hold_text(tmp_path, monkeypat
     with pytest.raises(UserError) as raised:
         read(ANSWERS | {"a": "x"}, format="preference", fields={"prompt": ["a", "b"]})
     assert_names(raised.value, "b", "prompt", start="fields: ")
-    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"))
+    columns = make_source(source="x", format="prompt_completion").select_columns
     names = ["instruction", "prompt_id", "output", "query"]
-    assert columns.select_from(names) == ["instruction", "output", "query"]
+    assert columns(names) == ["instruction", "output", "query"]
 
 
 IDS = {"input_ids": [10, 11, 12, 13]}
 
 
 def checked_tokens(record, has_labels=True, **fields):
-    source = SourceConfig(source="x", format="tokens", **fields)
-    actual = formats.check_record(IDS | record, source, has_labels=has_labels)
+    source = make_source(source="x", format="tokens", **fields)
+    actual = source.convert(IDS | record, has_labels=has_labels)
     return {name: ids.tolist() for name, ids in actual.items()}
 
 
@@ -514,7 +512,7 @@ def test_the_first_record_decides_whether_a_source_has_labels(tmp_path, monkeypa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     columns = {"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [1, 1]]}
     parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    source = SourceConfig(source=str(tmp_path / "a.parquet"), format="tokens")
+    source = make_source(source=str(tmp_path / "a.parquet"), format="tokens")
     data = DataConfig(train=(source,), row_tokens=8)
     read = sources.read(source, data=data)
     assert read["labels"] == [[-100, 2], [3, 4]]

@@ -7,12 +7,13 @@ import datasets
 import huggingface_hub
 import pytest
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import hub as hub_data
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
+from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -33,7 +34,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def read(source, format="text", **fields):
-    one = SourceConfig(source=source, format=format, **fields)
+    one = make_source(source=source, format=format, **fields)
     with at("data.train.0.source", source):
         return sources.read(one, data=DataConfig(train=[one], row_tokens=8))
 
@@ -151,7 +152,7 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
     )
     results = []
     for split in ("train[:3]", "train[3:]"):
-        source = SourceConfig(source="file.parquet", format="tokens", split=split)
+        source = make_source(source="file.parquet", format="tokens", split=split)
         data = DataConfig(train=[source], row_tokens=8)
         records = sources.read(source, data=data)
         results.append(

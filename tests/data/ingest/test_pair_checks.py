@@ -7,9 +7,11 @@ import random
 import datasets
 import pytest
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.ingest import formats, sources
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import FIRST_REFERENCE, IS_DESIRABLE, SECOND_REFERENCE
+from jaxsp.data.ingest import sources
+from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
 USER = {"role": "user", "content": "hi"}
@@ -29,8 +31,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def checked(record, format="preference", **fields):
     """Returns the content of a record, and its values by column."""
-    source = SourceConfig(source="x", format=format, **fields)
-    entry = formats.check_record(record, source, has_labels=False)
+    source = make_source(source="x", format=format, **fields)
+    entry = source.convert(record, has_labels=False)
     return json.loads(entry.pop("record")), entry
 
 
@@ -45,7 +47,7 @@ def problem(record, format="preference", **fields):
 
 
 def read(path, format="unpaired", **fields):
-    source = SourceConfig(source=path.name, format=format, **fields)
+    source = make_source(source=path.name, format=format, **fields)
     data = DataConfig(train=(source,), row_tokens=8, on_bad_record="skip")
     with at("data.train.0.source", path.name):
         return sources.read(source, data=data)
@@ -102,13 +104,12 @@ def test_an_empty_prompt_is_a_prompt_and_an_ignored_one_is_not():
     for record in (both, twice):
         actual = kept(record, ignore_fields=("prompt",))
         assert actual == {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
-    source = SourceConfig(source="x", format="preference", ignore_fields=("prompt", "margin"))
-    formats.resolve_columns(source)
+    make_source(source="x", format="preference", ignore_fields=("prompt", "margin"))
 
 
 def test_log_probabilities_of_the_reference_are_numbers_or_missing():
     names = ("ref_chosen_logps", "ref_rejected_logps")
-    columns = [formats.FIRST_REFERENCE, formats.SECOND_REFERENCE]
+    columns = [FIRST_REFERENCE, SECOND_REFERENCE]
     for values in ((-1.5, -2), ("-1.5", "-2"), (None, None), ("", "")):
         _, entry = checked(PAIR | dict(zip(names, values, strict=True)))
         assert list(entry) == columns
@@ -129,8 +130,8 @@ def test_one_message_is_a_list_of_one():
     feedback = {"prompt": USER, "completion": BAD, "label": False}
     assert kept(feedback, "unpaired") == {"prompt": [USER], "completion": [BAD]}
     roles = {"bot": "assistant"}
-    source = SourceConfig(source="x", format="preference", roles=roles)
-    assert "bot" in formats.find_roles({"chosen": {"role": "bot", "content": "a"}}, source)
+    source = make_source(source="x", format="preference", roles=roles)
+    assert "bot" in source.find_roles({"chosen": {"role": "bot", "content": "a"}})
 
 
 def test_preferences_of_openai_are_read():
@@ -160,7 +161,7 @@ def test_a_label_is_true_or_false_also_as_number_and_text():
         for value in values:
             content, entry = checked(FEEDBACK | {"label": value}, "unpaired")
             assert content == {"prompt": "q", "completion": "a"}
-            assert entry == {formats.IS_DESIRABLE: expected}
+            assert entry == {IS_DESIRABLE: expected}
     for value in ("good", 2, -1, "", [True], math.nan):
         assert_names(problem(FEEDBACK | {"label": value}, "unpaired"), "label", "true", "false")
 
@@ -212,7 +213,7 @@ def test_csv_has_labels_and_log_probabilities_as_text(tmp_path):
     lines = ["prompt,completion,label", 'q,"a, b",true', "r,c,0"]
     (tmp_path / "a.csv").write_text("\n".join(lines))
     entries = list(read(tmp_path / "a.csv"))
-    assert [entry[formats.IS_DESIRABLE] for entry in entries] == [True, False]
+    assert [entry[IS_DESIRABLE] for entry in entries] == [True, False]
     assert json.loads(entries[1]["record"])["mismatched_completion"] == "a, b"
     header = "prompt,chosen,rejected,ref_chosen_logps,ref_rejected_logps"
     (tmp_path / "b.csv").write_text(f"{header}\nq,a,b,-1,-2.5\nr,c,d,,\n")

@@ -14,10 +14,12 @@ from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar, json_records, source_files
-from jaxsp.data.ingest.columnar import RecordColumns
 from tests.messages import assert_names
 
-TEXT = RecordColumns(required=("text",), optional=("note",))
+
+def select_text(names):
+    return [name for name in names if name in ("text", "note")] if "text" in names else []
+
 
 RECORDS = [
     {
@@ -88,7 +90,7 @@ CONTENT = {
 }
 
 
-def read(path, columns=TEXT):
+def read(path, columns=select_text):
     return list(source_files.read_file(str(path), columns))
 
 
@@ -305,9 +307,10 @@ def test_only_selected_columns_are_read_and_without_them_all_are_named(tmp_path)
     parquet.write_table(
         pa.table({"body": ["x"], "text": ["y"], "number": [1]}), tmp_path / "a.parquet"
     )
-    assert read("a.parquet")[0][1] == {"text": "y"}
-    wanted = RecordColumns(required=("text", "other"))
-    assert read("a.parquet", wanted)[0][1] == dict.fromkeys(["body", "text", "number"], "")
+    assert read("a.parquet", lambda names: ["text"])[0][1] == {"text": "y"}
+    assert read("a.parquet", lambda names: [])[0][1] == dict.fromkeys(
+        ["body", "text", "number"], ""
+    )
 
 
 def test_json_in_tables_is_parsed(tmp_path):
@@ -319,10 +322,7 @@ def test_json_in_tables_is_parsed(tmp_path):
     dataset = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
     dataset.data.validate(full=True)
     parquet.write_table(dataset.data.table, tmp_path / "a.parquet")
-    records = [
-        record["messages"]
-        for _, record, _ in read("a.parquet", RecordColumns(required=("messages",)))
-    ]
+    records = [record["messages"] for _, record, _ in read("a.parquet", lambda names: names)]
     assert records == messages
 
 
@@ -368,7 +368,8 @@ def test_records_of_an_array_are_read_before_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
     assert [
-        record for _, record, _ in itertools.islice(source_files.read_file("a.json", TEXT), 50)
+        record
+        for _, record, _ in itertools.islice(source_files.read_file("a.json", select_text), 50)
     ] == RECORDS[:50]
 
 

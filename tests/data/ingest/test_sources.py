@@ -9,9 +9,10 @@ import time
 import datasets
 import pytest
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import record_cache, source_files, sources
+from tests.data.source_configs import make_source
 from tests.messages import assert_names, numbers
 
 
@@ -22,13 +23,13 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def settings(**fields):
-    return DataConfig(train=[SourceConfig(source="x", format="text")], row_tokens=8, **fields)
+    return DataConfig(train=[make_source(source="x", format="text")], row_tokens=8, **fields)
 
 
 def read(source, format="text", data=None, **fields):
     with at("data.train.0.source", source):
         return sources.read(
-            SourceConfig(source=source, format=format, **fields), data=data or settings()
+            make_source(source=source, format=format, **fields), data=data or settings()
         )
 
 
@@ -309,7 +310,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
 
     def check(*given):
         configs = {
-            f"data.train.{number}": SourceConfig(format="text", **fields)
+            f"data.train.{number}": make_source(format="text", **fields)
             for number, fields in enumerate(given)
         }
         sources.check_no_duplicates(configs)
@@ -344,7 +345,7 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
     def count(*given):
         listed.clear()
         configs = {
-            f"data.train.{number}": SourceConfig(format="text", **fields)
+            f"data.train.{number}": make_source(format="text", **fields)
             for number, fields in enumerate(given)
         }
         sources.check_no_duplicates(configs)

@@ -7,15 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError, at
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import sources
 from jaxsp.storage.object_store import ObjectStore
+from tests.data.source_configs import make_source
 from tests.messages import assert_names
 from tests.storage import store_server
 from tests.storage.store_server import BUCKET
 
-DATA = DataConfig(train=(SourceConfig(source="unused", format="text"),), row_tokens=8)
+DATA = DataConfig(train=(make_source(source="unused", format="text"),), row_tokens=8)
 
 FIELD = "data.train.0.source"
 
@@ -49,7 +50,7 @@ def downloads(monkeypatch):
 
 
 def read(url, **fields):
-    source = SourceConfig(source=url, format="text", **fields)
+    source = make_source(source=url, format="text", **fields)
     with at(FIELD, url):
         return sources.read(source, data=DATA)
 
@@ -138,7 +139,7 @@ def test_two_sources_cannot_read_the_same_object(files):
     files.pipe_file(f"{BUCKET}/same/a.txt", b"x")
     urls = (f"s3://{BUCKET}/same/a.txt", f"s3://{BUCKET}/same/*.txt")
     configs = {
-        f"data.train.{number}": SourceConfig(source=url, format="text", name=str(number))
+        f"data.train.{number}": make_source(source=url, format="text", name=str(number))
         for number, url in enumerate(urls)
     }
     with pytest.raises(UserError, match="count twice"):

@@ -6,7 +6,6 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.core.layout import Layout
 from jaxsp.data.ingest import sources
@@ -14,6 +13,7 @@ from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from tests.data.packing import test_loader
+from tests.data.source_configs import make_source
 from tests.messages import assert_names, numbers
 
 
@@ -404,7 +404,7 @@ def test_skipped_records_are_named(tmp_path):
     lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = test_loader.settings_of(on_bad_record="skip")
-    source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
+    source = make_source(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data)
     new_tokenizer = tokenize.tokenize_dataset(
         read,

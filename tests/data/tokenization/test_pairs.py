@@ -7,13 +7,20 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError, at
-from jaxsp.data.ingest import formats, sources
-from jaxsp.data.ingest.formats import BARE_ANSWERS, FIRST_TOKENS, IS_DESIRABLE
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.records import (
+    BARE_ANSWERS,
+    FIRST_REFERENCE,
+    FIRST_TOKENS,
+    IS_DESIRABLE,
+    SECOND_REFERENCE,
+)
+from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 from tests.data.chat import chats
+from tests.data.source_configs import make_source
 from tests.messages import assert_names
 
 FIELD = "data.train.0.source"
@@ -39,7 +46,7 @@ def tokenizer():
 def tokenized(records, tokenizer, format="preference", **data):
     with open("a.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
-    source = SourceConfig(source="a.jsonl", format=format)
+    source = make_source(source="a.jsonl", format=format)
     config = DataConfig(train=(source,), row_tokens=8, num_workers=1, **data)
     with at(FIELD, "a.jsonl"):
         return tokenize.tokenize_dataset(
@@ -178,7 +185,7 @@ def test_columns_and_statistics_of_records_of_two_documents(tokenizer):
     dataset = result.dataset
     assert dataset.column_names == [
         *("place", "problem", "tokens", "labels", BARE_ANSWERS, FIRST_TOKENS),
-        *(formats.FIRST_REFERENCE, formats.SECOND_REFERENCE),
+        *(FIRST_REFERENCE, SECOND_REFERENCE),
     ]
     assert (dataset["tokens"][4], dataset["labels"][4], dataset[FIRST_TOKENS][4]) == ([], [], 0)
     columns = (dataset[name][:] for name in dataset.column_names[-2:])

@@ -13,10 +13,11 @@ import pytest
 import tokenizers as library
 import transformers
 
-from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat.chat import ChatOptions, RenderedRecord
-from jaxsp.data.ingest import formats, sources, token_stats
+from jaxsp.data.data_config import DataConfig
+from jaxsp.data.formats.plain import Text
+from jaxsp.data.ingest import sources, token_stats
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import documents, tokenizers
@@ -447,13 +448,13 @@ def test_workers_change_no_token(tmp_path):
     program = """
 import datasets
 import jax
-from jaxsp.config import data_schema
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 jax.devices()
 source = {"source": "a.jsonl", "format": "text"}
 data = {"train": [source], "row_tokens": 8, "num_workers": 2}
-data = data_schema.DataConfig.model_validate(data)
+data = DataConfig.model_validate(data)
 dataset_map = datasets.Dataset.map
 workers = []
 def count_workers(dataset, *args, num_proc, **kwargs):
@@ -486,7 +487,7 @@ def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     tokenizer = tokenizers.make_byte_tokenizer()
     options = ChatOptions(tokenizer=tokenizer, template=None, has_full_loss=True)
-    how = TokenizeOptions(format=formats.FORMATS["text"], chat=options)
+    how = TokenizeOptions(source=Text(source="x"), chat=options)
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
         assert text._encode_table(records, options=how, num_threads=threads)[

@@ -8,86 +8,33 @@ import pydantic
 from jaxsp.config import fields
 from jaxsp.config.fields import (
     HERE,
+    Choice,
     ConfigSection,
     Date,
     NonNegativeCount,
     PositiveCount,
-    PositiveFloat,
     for_training,
     with_examples,
 )
+from jaxsp.data.formats.chats import Messages, PromptCompletion
+from jaxsp.data.formats.pairs import Preference, Unpaired
+from jaxsp.data.formats.plain import Text, Tokens
+from jaxsp.data.formats.source import Source
 
-PAIR_FORMATS = ("preference", "unpaired")
-"""Formats of records with two completions, of which only completions have a loss."""
+FORMATS = (Text, Messages, PromptCompletion, Preference, Unpaired, Tokens)
 
-
-class SourceConfig(ConfigSection):
-    """One data source: files, a saved data set, or a data set on the hub."""
-
-    source: Annotated[str, with_examples("notes/*.txt", min_length=1)]
-    """Files, folder or hub data set to read. Files: a path, a glob or a URL (s3:// or gs://, also
-    with a glob) of .jsonl or .json (lines, or one array), .csv, .tsv or plain text (one document
-    per file), also compressed as .gz or .zst; or of .parquet or .arrow. Folder: one saved by
-    `datasets`. Otherwise the name of a data set on the hub. `{stdlib}` stands for the folder of
-    Python's standard library."""
-    format: Annotated[
-        Literal["text", "messages", "prompt_completion", "preference", "unpaired", "tokens"],
-        with_examples("text"),
-    ]
-    """Content of a record, as in TRL. text: `text`. messages: `messages`, each with `role` and
-    `content`, and optionally `tools`. prompt_completion: `prompt` and `completion`, both text or
-    both messages. preference: `chosen` and `rejected`, and `prompt` unless both begin with it.
-    unpaired: `prompt`, `completion` and `label` (true: a desirable completion). tokens: `input_ids`
-    and optionally `labels` (not shifted; -100: no loss) or a mask. An assistant message with
-    `weight: 0`, `train: false` or the like has no loss."""
-    name: Annotated[str | None, with_examples("books", min_length=1)] = None
-    """Name in the metrics and the banner. null: the source as written."""
-    weight: Annotated[PositiveFloat | None, with_examples(0.7)] = None
-    """Fraction of the trained tokens, relative to the weights of the other sources in data.train. A
-    source is repeated as often as its weight requires. Set it for all sources or for none. Without
-    weights, an epoch is all documents once; with weights, set run.steps."""
-    split: Annotated[str | None, with_examples("train", min_length=1)] = None
-    """Split of a hub data set or of a saved folder, or a slice of one in the syntax of `datasets`:
-    train[:95%], train[95%:], train[100:200]. The only split of files is train. null: the only
-    split, or train."""
-    subset: Annotated[str | None, with_examples("en", min_length=1)] = None
-    """Configuration of a hub data set that has several."""
-    revision: Annotated[str | None, with_examples("main", min_length=1)] = None
-    """Branch, tag or commit of a hub data set. null: the latest."""
-    fields: Annotated[
-        dict[str, str | Annotated[tuple[str, ...], pydantic.Field(min_length=1, strict=False)]],
-        with_examples("{messages: conversations, role: from, content: value}"),
-    ] = {}  # noqa: RUF012 - pydantic copies it
-    """Names in the records for fields of the format, where they differ. Fields of a format: text;
-    messages or prompt and completion, tools, chat_template_kwargs; chosen, rejected,
-    ref_chosen_logps, ref_rejected_logps; label; input_ids, labels. Fields of a message: role,
-    content. A list of names, such as {prompt: [instruction, input]}, joins their texts with a line
-    break; missing and empty ones are left out."""
-    ignore_fields: Annotated[tuple[str, ...], with_examples("[history]", strict=False)] = ()
-    """Fields of the records, or of their messages, to ignore. By default, jaxsp refuses a field
-    that it does not read if the field holds text or has a meaning in another system."""
-    # pydantic copies the default
-    roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
-    """Roles of the chat template for roles in the records, where they differ."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Names of `fields` in the records; of a list of them, the name for their joined text."""
-        return {
-            field: name if isinstance(name, str) else " + ".join(name)
-            for field, name in self.fields.items()
-        }
+FORMAT = Choice(selector="format", types=FORMATS)
 
 
 class DataConfig(ConfigSection):
     """Training and eval data, and how they are packed into rows."""
 
-    train: tuple[SourceConfig, ...] = for_training(
+    train: tuple[Annotated[Source, FORMAT], ...] = for_training(
         "[{source: notes/*.txt, format: text}]", default=(), strict=False
     )
     """Sources of the training documents."""
     eval: Annotated[
-        tuple[SourceConfig, ...],
+        tuple[Annotated[Source, FORMAT], ...],
         with_examples("[{source: held-out/*.txt, format: text}]", strict=False),
     ] = ()
     """Data sets to evaluate on, each separately. Their fields are those of data.train, except
@@ -137,13 +84,12 @@ class DataConfig(ConfigSection):
         return names if self.eval_fraction is None else [*names, "held_out"]
 
     def find_problems(self) -> Iterator[str]:
-        for number, source in enumerate(self.eval):
-            if source.weight is not None:
-                yield (
-                    f"{HERE}.eval.{number}.weight: must not be set, because each eval set is "
-                    "evaluated separately, as a whole. Leave it out."
-                )
-                break
+        weighted = [number for number, source in enumerate(self.eval) if source.weight is not None]
+        for number in weighted[:1]:
+            yield (
+                f"{HERE}.eval.{number}.weight: must not be set, because each eval set is "
+                "evaluated separately, as a whole. Leave it out."
+            )
         has_weight = [source.weight is not None for source in self.train]
         if any(has_weight) and not all(has_weight):
             index = has_weight.index(False)
@@ -151,14 +97,14 @@ class DataConfig(ConfigSection):
                 f"{HERE}.train.{index}.weight: missing. Set it for all sources or for none: "
                 f"{HERE}.train.{index}.weight=1."
             )
-        formats = [source.format for source in (*self.train, *self.eval)]
+        sources = (*self.train, *self.eval)
         for name in ("chat_template", "chat_template_kwargs"):
-            if getattr(self, name) and formats and not {*formats} - {"text", "tokens"}:
+            if getattr(self, name) and sources and not any(source.is_chat for source in sources):
                 yield (
                     f"{self.show(name)}: has no effect, because all sources have the format text "
                     "or tokens. Leave it out."
                 )
-        pairs = [name for name in formats if name in PAIR_FORMATS]
+        pairs = [source.format for source in sources if source.num_documents > 1]
         if self.train_on == "all" and pairs:
             yield (
                 f"{HERE}.train_on = all: only completions of records with format: {pairs[0]} have "
@@ -184,7 +130,7 @@ class DataConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Number of rows per step."""
 
-    rows_per_step: PositiveCount = for_training(8)
+    rows_per_step: PositiveCount = for_training(8, default=1)
     """Rows per optimizer update, over the whole mesh; the same for every mesh shape."""
     rows_per_microbatch: Annotated[Literal["auto"] | PositiveCount, with_examples(2)] = 1
     """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
