@@ -1,6 +1,5 @@
 """scripts/bench/first_checks.py checks assumptions on GPUs; its parts that need none."""
 
-import gzip
 import json
 
 import datasets
@@ -83,32 +82,3 @@ def test_idle_time_is_that_without_any_kernel():
 def test_slowdown_compares_kernels_of_one_name_beside_a_collective_and_alone():
     assert kernel_trace.collective_slowdown(KERNELS) == pytest.approx(1.2)
     assert kernel_trace.collective_slowdown(KERNELS[1:]) is None
-
-
-def test_the_last_step_of_a_trace_is_read_from_the_streams_of_one_gpu(tmp_path):
-    def name(pid, text, tid=None):
-        kind = "process_name" if tid is None else "thread_name"
-        thread = {} if tid is None else {"tid": tid}
-        return {"ph": "M", "name": kind, "pid": pid, "args": {"name": text}, **thread}
-
-    def event(pid, tid, text, begin, duration):
-        return {"ph": "X", "pid": pid, "tid": tid, "name": text, "ts": begin, "dur": duration}
-
-    events = [
-        name(1, "/device:GPU:0"),
-        name(1, "Stream #13(Compute)", 7),
-        name(1, "XLA Ops", 8),
-        name(2, "/device:GPU:1"),
-        name(2, "Stream #13(Compute)", 7),
-        event(1, 7, "late", 2e6, 1e5),
-        event(1, 7, "early", 0, 5),
-        event(1, 8, "an operation", 0, 5),
-        event(2, 7, "of another GPU", 0, 5),
-    ]
-    folder = tmp_path / "plugins/profile/2026"
-    folder.mkdir(parents=True)
-    with gzip.open(folder / "host.trace.json.gz", "wt") as file:
-        json.dump({"traceEvents": events}, file)
-    kernels = kernel_trace.read_kernels(tmp_path)
-    assert [kernel.name for kernel in kernels] == ["early", "late"]
-    assert [kernel.name for kernel in kernel_trace.last_kernels(kernels, 1.0)] == ["late"]

@@ -154,9 +154,3 @@ def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_i
 def test_a_pod_ends_with_the_exit_code_of_the_launcher(run_command, codes, code):
     words = (*CONTAINER["command"], *CONTAINER["args"])
     assert run_command(*words, codes=codes, NODE="0")[0] == code
-
-
-def test_a_pod_that_is_evicted_ends_with_the_exit_code_of_an_unfinished_run(run_command):
-    words = (*CONTAINER["command"], *CONTAINER["args"])
-    code, _, _ = run_command(*words, codes="stops0", signal_number=signal.SIGTERM, NODE="0")
-    assert code == exit_codes.HUNG

@@ -99,7 +99,7 @@ class DataConfig(ConfigSection):
             )
         sources = (*self.train, *self.eval)
         for name in ("chat_template", "chat_template_kwargs"):
-            if getattr(self, name) and sources and not any(source.is_chat for source in sources):
+            if getattr(self, name) and self.train and not any(each.is_chat for each in sources):
                 yield (
                     f"{self.show(name)}: has no effect, because all sources have the format text "
                     "or tokens. Leave it out."

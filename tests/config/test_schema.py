@@ -203,12 +203,6 @@ def test_the_values_in_suggestions_are_valid(file):
         config_file.load(file, [example, *owner, *other.get(key, [])])
 
 
-def test_the_saved_config_of_a_run_without_an_adapter_loads_again(file, tmp_path):
-    saved = tmp_path / "saved.yaml"
-    saved.write_text(yaml.safe_dump(config_file.load(file, []).model_dump(mode="json")))
-    assert config_file.load(saved, []).adapter.type == "none"
-
-
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
     """It has the default of max_segments_per_row, which is more than the row has tokens."""
     saved = tmp_path / "saved.yaml"
@@ -280,13 +274,6 @@ def test_a_config_cannot_be_changed(file):
     config = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         config.mesh.seq = 2
-
-
-def test_weights_require_steps(file):
-    words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
-    (message,) = problems(file, *words)
-    assert re.match(r"data\.train\.0\.weight: .*run\.steps", message), message
-    assert [source.weight for source in config_file.load(file, words[2:]).data.train] == [1, 3]
 
 
 def test_an_automatic_number_of_devices_needs_a_mesh_that_follows(file):

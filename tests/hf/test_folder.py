@@ -35,26 +35,19 @@ FIELDS: dict[str, Any] = {
     "intermediate_size": 24,
 }
 
-MODEL = batches.model(
-    vocab_size=60,
-    hidden_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=24,
-    qk_norm="none",
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "intermediate_size": 24,
+    "qk_norm": "none",
     **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False),
-)
+}
 
-TIED = batches.model(
-    vocab_size=60,
-    hidden_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=24,
-    tie_embeddings=True,
-    qk_norm="none",
-    **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False),
-)
+MODEL = batches.model(**SIZES)
+
+TIED = batches.model(**SIZES, tie_embeddings=True)
 
 Named = dict[str, np.ndarray]
 

@@ -65,28 +65,14 @@ def cells(text):
 
 def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     mesh = {"replica": 1, "data": 1, "seq": 8}
+    of_host = example_plans.make_plan(fits=False, memory_bottleneck="host")
     plans = [
-        MeshPlan(
-            mesh=mesh,
-            strategy="ulysses",
-            attention_fields={"strategy": "ulysses"},
-            plan=example_plans.make_plan(),
-            problem="",
-        ),
-        MeshPlan(
-            mesh=mesh,
-            strategy="ring",
-            attention_fields={"strategy": "ring"},
-            plan=example_plans.make_plan(fits=False, memory_bottleneck="host"),
-            problem="",
-        ),
-        MeshPlan(
-            mesh=mesh,
-            strategy="ulysses 4 x ring",
-            attention_fields={"strategy": "ring", "ulysses_degree": 4},
-            plan=None,
-            problem="28 query heads cannot be shared",
-        ),
+        MeshPlan(mesh=mesh, strategy=strategy, attention_fields={}, plan=plan, problem=problem)
+        for strategy, plan, problem in (
+            ("ulysses", example_plans.make_plan(), ""),
+            ("ring", of_host, ""),
+            ("ulysses 4 x ring", None, "28 query heads cannot be shared"),
+        )
     ]
     text = tables.format_ranking(plans)
     rows, note = cells(text)
