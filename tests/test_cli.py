@@ -121,7 +121,9 @@ def test_jaxsp_without_a_command_lists_all_that_exist_without_importing_them():
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("words", ["train --help", "eval --help", "plan a.yaml", "train a.yaml"])
+@pytest.mark.parametrize(
+    "words", ["eval --help", "train --help", "plan configs/quickstart.yaml a=1"]
+)
 def test_help_and_errors_of_a_config_do_not_import_jax(words):
     program = (
         "import sys, atexit; atexit.register(lambda: print('jax' in sys.modules))\n"
