@@ -3,6 +3,7 @@
 import argparse
 
 from jaxsp import cli
+from jaxsp.core import errors
 from jaxsp.processes import cluster
 from jaxsp.setup import config_file
 
@@ -18,8 +19,8 @@ def main(arguments: list[str]) -> None:
     args = _make_parser().parse_intermixed_args(joined)
     config = config_file.load(args.config, args.changes)
     process = cluster.read_arguments(args)
-    if process.index == 0:
-        print(f"run        {config.run.directory}", flush=True)
+    if process.index == 0 and args.preview is None and not args.prepare_data:
+        print(f"run        {errors.escape(config.run.directory)}", flush=True)
     from jaxsp.run import train_command  # imports jax
 
     train_command.run(args, config, process)

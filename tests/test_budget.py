@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 REPO = pathlib.Path(__file__).parent.parent
 
 LIMITS = {
-    "commands": 1724,
+    "commands": 1725,
     "attention": 5797,
     "blocks": 2505,
     "checkpoint": 1403,
