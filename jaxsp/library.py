@@ -36,7 +36,6 @@ import pyarrow as pa
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config, ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -47,10 +46,12 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder, model_config, other_parts, peft, text_part, writer
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.optimizers import param_groups
 from jaxsp.run import jax_limits
-from jaxsp.runtime import compilation_cache, device_mesh
+from jaxsp.runtime import compilation_cache
 from jaxsp.setup import build, config_file, initial_weights, merging
+from jaxsp.setup.config_file import Config
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.specs import StepSpec
@@ -103,7 +104,7 @@ def load_model(
     assert resolved.model_folder is not None, "model.source is set"
     spec = dataclasses.replace(resolved.spec, loss=loss, has_weights=has_weights)
     problems += param_groups.find_problems(spec.config.optimizer, spec.table)
-    problems += device_mesh.find_division_problems(
+    problems += find_division_problems(
         spec.config, dict(spec.mesh.shape), layout=spec.attention.strategy.layout
     )
     problems.raise_if_any()

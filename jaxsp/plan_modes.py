@@ -15,7 +15,6 @@ import rich.console
 from jaxsp import cli
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import Config
 from jaxsp.core import durations, files
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder, peft, published
@@ -28,7 +27,9 @@ from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.runtime import memory_limits
 from jaxsp.setup import data_preparation
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.model_files import ModelFiles
+from jaxsp.training.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,23 +52,23 @@ class PlanRequest:
         name = self.config.model.source or "the config's model"
         return f"{name} (published sizes)" if self.sizes.published else name
 
-    def resolve_config(self, cluster: Cluster) -> Config:
+    def resolve_config(self, cluster: Cluster) -> StepConfig:
         """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by the numbers that training
         chooses on some GPUs.
 
         Raises: UserError if there are none.
         """
-        given = self.config
+        given = self.config.step
         config = planning.resolve_config(given, model=self.sizes.model, cluster=cluster)
         cluster_name = f"{cluster.num_devices} x {cluster.device_type}"
         if given.mesh.seq == "auto":
             self.console.print(f"mesh.seq = auto on {cluster_name}: {config.mesh.seq}")
-        if given.batch.rows_per_microbatch == "auto":
-            rows = config.batch.rows_per_microbatch
+        if given.rows_per_microbatch == "auto":
+            rows = config.rows_per_microbatch
             self.console.print(f"batch.rows_per_microbatch = auto on {cluster_name}: {rows}")
         return config
 
-    def plan(self, config: Config, cluster: Cluster) -> Plan:
+    def plan(self, config: StepConfig, cluster: Cluster) -> Plan:
         """Plans a step. Raises: UserError."""
         return planning.plan_step(
             config,
@@ -120,7 +121,7 @@ def find_longest(request: PlanRequest) -> None:
     began = time.perf_counter()
     console.print(f"the longest row on {cluster.num_devices} x {cluster.device_type}:")
     longest = search.find_longest_row(
-        request.config,
+        request.config.step,
         model=request.sizes.model,
         cluster=cluster,
         on_result=lambda length: console.print(report.format_length(length)),
@@ -143,7 +144,7 @@ def find_longest(request: PlanRequest) -> None:
 
 def plan_meshes(request: PlanRequest) -> None:
     """Plans every mesh."""
-    config = request.config
+    config = request.config.step
     model = request.sizes.model
     cluster = request.cluster
     console = request.console

@@ -22,10 +22,11 @@ from typing import Any
 
 import jax
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import as_kernel
+from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.planner.compile import compiled
 from jaxsp.run import selfcheck
 from scripts.bench import configs, machine
@@ -41,12 +42,12 @@ DEFAULTS = {
     "head_dim": 128,
     "score": ScoreConfig(),
     "settings": KernelSettings(),
-    "strategy": attention.combine(1),
+    "strategy": combine(1),
 }
 
 CHUNKS = KernelSettings(head_chunks=2)
-RING = attention.combine(1, Ring(degree=1))
-ALL_GATHER = attention.combine(1, AllGather(degree=1))
+RING = combine(1, Ring(degree=1))
+ALL_GATHER = combine(1, AllGather(degree=1))
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "packed": {"max_segments": 64, "settings": CHUNKS},
@@ -151,7 +152,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
     """
     (gpu,) = compiled.make_devices("h100-80gb", 1)
     options = DEFAULTS | ATTENTION[name]
-    kernel = attention.as_kernel(options.pop("kernel"))
+    kernel = as_kernel(options.pop("kernel"))
     # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32
     dtype = "bfloat16" if kernel.needs_selfcheck else "float32"
     return selfcheck.check_attention(kernel, dtype=dtype, **options).compile(gpu)

@@ -8,17 +8,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsp import attention
-from jaxsp.attention import Attend, AttentionChoice, KernelSettings, ScoreConfig, Strategy
+from jaxsp.attention.attend import Attend, as_kernel
+from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import EXPERTS, LayerConfig, ModelConfig, Rope
-from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.core.layout import KEPT_ORDER, Layout
 from jaxsp.hf.rope import rope_types
 from jaxsp.runtime import device_mesh
 from jaxsp.setup import config_file
+from jaxsp.setup.config_file import Config
 
 Arrays = dict[str, np.ndarray]
 """Fields of a Batch for all rows of a step, [rows, ...], before they are assigned to devices."""
@@ -143,10 +145,10 @@ def attention_choice(
 ) -> AttentionChoice:
     """The blockwise kernel, by default with Ulysses among `seq` devices."""
     return AttentionChoice(
-        strategy=strategy or attention.combine(seq),
+        strategy=strategy or combine(seq),
         alternatives=(),
         sent_bytes=0,
-        kernel=attention.as_kernel("blockwise"),
+        kernel=as_kernel("blockwise"),
         settings=KernelSettings(),
         fallback_reason="",
         layer_scores=tuple(layer_scores or [ScoreConfig()]),

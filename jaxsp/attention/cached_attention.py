@@ -26,7 +26,7 @@ class CachedKeys(NamedTuple):
     """Position of each key in its document; -1: there is no key."""
 
 
-def attend(
+def attend_to_cache(
     q_BHK: Float[Array, "B H K"],
     keys: Sequence[CachedKeys],
     *,

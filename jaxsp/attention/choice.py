@@ -32,7 +32,7 @@ class AttentionChoice:
     """Scores of each layer, without windows that are at least as long as the rows."""
 
 
-def describe(choice: AttentionChoice, model: HasHeads) -> str:
+def describe_choice(choice: AttentionChoice, model: HasHeads) -> str:
     """Describes a choice in one line."""
     kernel = _describe_kernel(choice)
     reason = ""

@@ -13,7 +13,6 @@ from jaxsp.attention.kernels.kernel import (
     UnsupportedReason,
 )
 from jaxsp.attention.strategies.strategy import Strategy
-from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 
@@ -22,7 +21,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CudnnKernel(), 
 
 
 def choose(
-    config: Config,
+    name: str,
     workloads: Sequence[KernelWorkload],
     devices: Sequence[Device],
     device_bytes: int | None,
@@ -40,7 +39,6 @@ def choose(
         )
         return next(filter(None, reasons), [])
 
-    name = config.attention.kernel
     requested = KERNELS.get(name)
     if requested is not None:
         reasons = find_reasons(requested)
@@ -65,7 +63,7 @@ def choose(
 def configure(
     kernel: Kernel,
     workloads: Sequence[KernelWorkload],
-    config: Config,
+    requested_chunks: int | None,
     fallback_reason: str,
     devices: Sequence[Device],
     device_bytes: int | None,
@@ -81,7 +79,7 @@ def configure(
             for workload in workloads
         ]
 
-    settings = configure_each(config.attention.head_chunks)
+    settings = configure_each(requested_chunks)
     most_chunks = max(x.head_chunks for x in settings)
     if any(x.head_chunks != most_chunks for x in settings):
         legal = set.intersection(*(set(kernel.legal_head_chunks(x)) for x in workloads))

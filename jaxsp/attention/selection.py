@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention import kernel_selection
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.choice import AttentionChoice
 from jaxsp.attention.kernels.kernel import (
     Device,
@@ -15,12 +16,12 @@ from jaxsp.attention.strategies import nodes, registry
 from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.attention.strategies.ulysses import Ulysses
 from jaxsp.attention.strategies.workload import (
+    GroupRows,
     HasHeads,
     LayerWorkload,
     count_workloads,
     drop_long_windows,
 )
-from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import memory_limits
@@ -38,8 +39,9 @@ class StrategyOption(NamedTuple):
     """Changed fields of the config's attention."""
 
 
-def choose(
-    config: Config,
+def choose_attention(
+    requested: AttentionConfig,
+    rows: GroupRows,
     model: HasHeads,
     *,
     devices: Sequence[Device],
@@ -54,17 +56,20 @@ def choose(
     Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
         or calls of the kernel that do not fit an empty device.
     """
-    strategy = choose_strategy(config, model)
+    strategy = choose_strategy(requested, rows, model)
     device_bytes = device_bytes or min_device_bytes(devices)
-    workloads = [strategy.kernel_workload(layer) for layer in count_workloads(config, model)]
-    kernel, fallback_reason = kernel_selection.choose(config, workloads, devices, device_bytes)
+    # As if attention were saved, so that memory options do not change the choice
+    layers = count_workloads(rows, model)
+    workloads = [strategy.kernel_workload(layer) for layer in layers]
+    kernel, fallback_reason = kernel_selection.choose(
+        requested.kernel, workloads, devices, device_bytes
+    )
     kernel_selection.raise_if_whole_rows_only(kernel, strategy)
     settings = kernel_selection.configure(
-        kernel, workloads, config, fallback_reason, devices, device_bytes
+        kernel, workloads, requested.head_chunks, fallback_reason, devices, device_bytes
     )
-    layers = _layers_to_compare(config, model)
     layer = _any_layer(layers)
-    others = _auto_candidates(config.attention, layer, seq=config.mesh.degree)
+    others = _auto_candidates(requested, layer, seq=rows.seq)
     sent_bytes = {
         candidate: _mean_sent_bytes(candidate, layers)
         for candidate in (strategy, *_without_problems(others, layer))
@@ -80,11 +85,11 @@ def choose(
         kernel=kernel,
         settings=settings,
         fallback_reason=fallback_reason,
-        layer_scores=drop_long_windows(model.layer_scores, row_tokens=config.data.row_tokens),
+        layer_scores=drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens),
     )
 
 
-def choose_strategy(config: Config, model: HasHeads) -> Strategy:
+def choose_strategy(requested: AttentionConfig, rows: GroupRows, model: HasHeads) -> Strategy:
     """Chooses the requested strategy; `auto` is whole rows if possible, else what waits least for
     links and network cards.
 
@@ -95,13 +100,11 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
 
     Raises: UserError for heads that cannot be shared as requested.
     """
-    seq = config.mesh.degree
-    if seq == 1:
+    if rows.seq == 1:
         return combine(1)
-    requested = config.attention
-    layers = _layers_to_compare(config, model)
+    layers = count_workloads(rows, model)
     layer = _any_layer(layers)
-    candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
+    candidates = _without_problems(_candidates(requested, layer, seq=rows.seq), layer)
     best = min(candidates, key=lambda c: (_link_time(c, layers), -c.heads.degree))
     _raise_if_options_unused(requested, best)
     problem = best.find_problem(layer)
@@ -110,21 +113,22 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
     return best
 
 
-def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyOption]:
-    """Lists what a sweep tries for groups of `seq` devices: all strategies if the config says
-    `auto`, with the fields that apply to each."""
-    requested = config.attention
-    if seq == 1:
+def list_options(
+    requested: AttentionConfig, rows: GroupRows, model: HasHeads
+) -> list[StrategyOption]:
+    """Lists what a sweep tries: all strategies if the config says `auto`, with the fields that
+    apply to each."""
+    if rows.seq == 1:
         return [StrategyOption("none shared", {})]
     if requested.strategy != "auto":
         return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
-    layer = _any_layer(_layers_to_compare(config, model))
+    layer = _any_layer(count_workloads(rows, model))
     unused = {
         field: AttentionConfig.model_fields[field].default
         for field in ("ulysses_degree", *_list_exchange_options())
     }
     options = []
-    for candidate in _list_all(requested, layer, seq=seq):
+    for candidate in _list_all(requested, layer, seq=rows.seq):
         fields = unused | candidate.config_fields
         if not candidate.layout.keeps_order:
             fields["chunks_per_device"] = requested.chunks_per_device
@@ -160,12 +164,6 @@ def _list_all(
 def _legal_degrees(layer: LayerWorkload, *, seq: int) -> list[int]:
     """Numbers of neighbors that can share the heads, the largest first."""
     return [n for n in reversed(divisors(seq)) if layer.num_heads % n == 0]
-
-
-def _layers_to_compare(config: Config, model: HasHeads) -> dict[LayerWorkload, int]:
-    """Number of layers with each workload, as if their attention were saved, so that memory options
-    do not change the choice."""
-    return count_workloads(config, model, remat="save_attention")
 
 
 def _any_layer(layers: Mapping[LayerWorkload, int]) -> LayerWorkload:

@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxsp import attention
-from jaxsp.attention import CachedKeys
+from jaxsp.attention.cached_attention import CachedKeys, attend_to_cache
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
+from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks import rope
 from jaxsp.blocks.block import (
     LayerCache,
@@ -133,10 +134,10 @@ class AttentionOutput(Linear):
 
 
 class Attention(Mixer):
-    """Causal softmax attention within each segment: see `attention.Attend`."""
+    """Causal softmax attention within each segment: see `Attend`."""
 
     description = "attention"
-    checkpoint_names = attention.CHECKPOINT_NAMES
+    checkpoint_names = ATTENTION_NAMES
 
     def declare_input(self, config: ModelConfig) -> AttentionInput:
         return AttentionInput(config)
@@ -184,7 +185,7 @@ class Attention(Mixer):
             CachedKeys(token.answers["k"], token.answers["v"], token.answer_positions_Bn),
             CachedKeys(k_B1GK, v_B1GK, own_positions_B1),
         ]
-        out_BHK = attention.attend_to_cache(
+        out_BHK = attend_to_cache(
             q_B1HK[:, 0],
             keys,
             positions_B=token.positions_B,
@@ -212,7 +213,7 @@ class Attention(Mixer):
         choice = workload.attention
         return choice.settings.workspace_bytes + max(
             choice.strategy.backward_bytes(layer, choice.settings)
-            for layer in attention.count_workloads(workload.config, config)
+            for layer in count_workloads(workload.rows, config)
         )
 
     def forward_flops(

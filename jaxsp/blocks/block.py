@@ -18,12 +18,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxsp.attention import Attend, AttentionChoice
+from jaxsp.attention.attend import Attend
+from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.strategies.workload import GroupRows
 from jaxsp.blocks.block_config import NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.blocks.dropout import Keys
 from jaxsp.blocks.layers import Parameter, Weights, apply_norm, declare_norm, scale
-from jaxsp.config.schema import Config
 from jaxsp.core.batch import Batch
 
 
@@ -83,15 +84,18 @@ class NextToken(NamedTuple):
 class Workload:
     """Inputs of a block's cost besides the model."""
 
-    config: Config
     attention: AttentionChoice
-    tokens_per_device: int
-    """Tokens of a device in a microbatch."""
+    rows: GroupRows
+
+    @property
+    def tokens_per_device(self) -> int:
+        """Tokens of a device in a microbatch."""
+        return self.rows.num_rows * self.rows.row_tokens // self.rows.seq
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element in the compute dtype."""
-        return np.dtype(self.config.model.compute_dtype).itemsize
+        return np.dtype(self.rows.dtype).itemsize
 
 
 class MixerInput(nnx.Module):

@@ -5,7 +5,7 @@ import functools
 import itertools
 from typing import Literal, NamedTuple
 
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.blocks.block_config import LLAMA_NORMS, DeltaNetConfig, ExpertsConfig, NormNames
 
 

@@ -303,11 +303,11 @@ class DeltaNet(Mixer):
         K = sizes.key_size
         V = sizes.value_size
         choice = workload.attention
-        config_rows = workload.config.batch.microbatch_rows
+        num_rows = workload.rows.num_rows
         spans = RowSpans(
             seq=choice.strategy.seq,
             layout=choice.strategy.layout,
-            tokens_per_device=workload.tokens_per_device // config_rows,
+            tokens_per_device=workload.tokens_per_device // num_rows,
         )
         sections = Sections.divide(spans, num_heads=H)
         chunk_states = 2 * 4 * sections.num_chunks * sections.together * H * K * V
@@ -315,7 +315,7 @@ class DeltaNet(Mixer):
         inverses = sections.padded_tokens * CHUNK_TOKENS * H * workload.itemsize
         tokens = 4 * (sizes.num_channels + H * V) * sections.padded_tokens * workload.itemsize
         filtered = 4 * sizes.num_channels * sections.padded_tokens
-        return config_rows * (chunk_states + section_states + inverses + tokens + filtered)
+        return num_rows * (chunk_states + section_states + inverses + tokens + filtered)
 
     def forward_flops(
         self, config: ModelConfig, layer: LayerConfig, segment_lengths: np.ndarray
@@ -336,7 +336,7 @@ class DeltaNet(Mixer):
         seq = workload.attention.strategy.seq
         if seq == 1:
             return {}
-        rows = workload.config.batch.microbatch_rows
+        rows = workload.rows.num_rows
         state = 4 * sizes.num_heads * sizes.key_size * sizes.value_size
         whole_map = state + 4 * sizes.num_heads * sizes.key_size**2
         halo = (sizes.filter_size - 1) * sizes.num_channels * workload.itemsize

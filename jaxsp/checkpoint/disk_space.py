@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_bytes
 from jaxsp.runtime import run_paths
+from jaxsp.setup.config_file import Config
 
 
 def tree_bytes(state: Any) -> int:

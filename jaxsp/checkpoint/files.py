@@ -10,10 +10,10 @@ import jax
 
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_dir, run_paths
+from jaxsp.setup.run_config import CheckpointConfig
 
 DELETING_SUFFIX = ".deleting"
 

@@ -8,10 +8,10 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.evaluation import evaluator
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.train_state import TrainState
 
 

@@ -18,13 +18,13 @@ from jaxsp.blocks import layers
 from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import files as core_files
 from jaxsp.core import host_memory
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
+from jaxsp.setup.run_config import CheckpointConfig
 from jaxsp.storage.run_storage import Uploads
 from jaxsp.training import trainable
 from jaxsp.training.early_stopping import EarlyStoppingState

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.blocks import layers
-from jaxsp.config.run_schema import RunConfig
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
@@ -29,6 +27,8 @@ from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Sft
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.runtime import device_mesh
+from jaxsp.setup.config_file import Config
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
 from jaxsp.training.specs import StepSpec

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation.token_losses import DocumentLosses
+from jaxsp.setup.config_file import Config
 
 CONTEXT_TOKENS = 4096
 BLOCK_TOKENS = 1024

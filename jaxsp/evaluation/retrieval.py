@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxsp import attention
 from jaxsp.blocks import layers
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.units import format_count
@@ -146,15 +145,11 @@ def lengthen_rows(spec: StepSpec, length: int) -> StepSpec:
 
     Raises: UserError if no attention can take such rows.
     """
-    config = spec.config
-    row_tokens = config.data.row_tokens
+    row_tokens = spec.config.row_tokens
     if length <= row_tokens:
         return spec
-    data = config.data.model_copy(update={"row_tokens": -(-length // row_tokens) * row_tokens})
-    batch = config.batch.model_copy(update={"rows_per_microbatch": 1})
-    config = config.model_copy(update={"data": data, "batch": batch})
-    choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
-    return dataclasses.replace(spec, config=config, attention=choice)
+    longer = -(-length // row_tokens) * row_tokens
+    return spec.respec(row_tokens=longer, rows_per_microbatch=1)
 
 
 def describe(samples: Samples) -> str:

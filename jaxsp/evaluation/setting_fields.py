@@ -21,7 +21,7 @@ class SettingFields:
 def describe(spec: StepSpec) -> SettingFields:
     """Returns the settings of a step that evaluates."""
     return SettingFields(
-        row_tokens=spec.config.data.row_tokens,
-        compute_dtype=spec.config.model.compute_dtype,
+        row_tokens=spec.config.row_tokens,
+        compute_dtype=spec.config.compute_dtype,
         rope=rope.describe(spec.model, is_changed=True) or None,
     )

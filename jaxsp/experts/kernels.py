@@ -29,7 +29,7 @@ def choose(requested: str, *, dims: Sequence[int], dtype: str, devices: Sequence
     """Name of the kernel of a run.
 
     Args:
-        requested: see `config.schema.ModelSourceConfig.experts_kernel`.
+        requested: see `hf.model_source.ModelSourceConfig.experts_kernel`.
         dims: those of experts' matrices.
         dtype: compute dtype.
         devices: present or absent ones.

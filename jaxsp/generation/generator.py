@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
 from jaxsp.blocks.layers import Weights
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import format_count
@@ -145,7 +144,7 @@ class Generator:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Checks the lengths of prompts and answers. Raises: UserError."""
-        limit = self.spec.config.data.row_tokens
+        limit = self.spec.config.row_tokens
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens = {max_new_tokens}: must be at least 1. Use 128.")
         for number, prompt in enumerate(prompts):
@@ -189,8 +188,8 @@ class Generator:
         row_tokens = config.mesh.degree * (2 if chunks == "auto" else chunks) * _CHUNK_MULTIPLE
         while row_tokens < prompt_tokens:
             row_tokens *= 2
-        row_tokens = min(row_tokens, config.data.row_tokens)
-        num_tokens = config.data.row_tokens * config.batch.microbatch_rows
+        row_tokens = min(row_tokens, config.row_tokens)
+        num_tokens = config.row_tokens * config.microbatch_rows
         max_rows = max(1, max(num_tokens, MIN_TOKENS) // (row_tokens + new_tokens))
         num_groups = device_mesh.num_groups(spec.mesh)
         wanted = -(-num_prompts // num_groups)
@@ -199,16 +198,12 @@ class Generator:
             rows *= 2
         key = (row_tokens, rows, gather)
         if key not in self._programs:
-            data = {"row_tokens": row_tokens, "max_segments_per_row": 1}
-            batch = {"rows_per_step": rows * num_groups, "rows_per_microbatch": rows}
-            config = config.model_copy(
-                update={
-                    "data": config.data.model_copy(update=data),
-                    "batch": config.batch.model_copy(update=batch),
-                }
+            changed = spec.respec(
+                row_tokens=row_tokens,
+                max_segments=1,
+                rows_per_step=rows * num_groups,
+                rows_per_microbatch=rows,
             )
-            choice = attention.choose(config, spec.model, devices=list(spec.mesh.devices.flat))
-            changed = dataclasses.replace(spec, config=config, attention=choice)
             self._programs[key] = Programs(changed, gather)
         return self._programs[key]
 

@@ -52,7 +52,7 @@ class Programs:
 
         Rows without a prompt have one token, and answers that have no meaning.
         """
-        row_tokens = self.spec.config.data.row_tokens
+        row_tokens = self.spec.config.row_tokens
         tokens_BL = np.zeros((self.num_rows, row_tokens), np.int32)
         lengths_B1 = np.ones((self.num_rows, 1), np.int32)
         for row, prompt in enumerate(prompts):

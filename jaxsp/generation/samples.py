@@ -62,14 +62,14 @@ class SampleGenerator:
         spec: StepSpec,
         eval_sets: Sequence[PackedDataset],
         *,
+        count: int,
         tokenizer: Any,
         stop_ids: Collection[int],
     ):
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
-        self._max_new_tokens = min(MAX_NEW_TOKENS, spec.config.data.row_tokens // 2)
-        count = spec.config.run.generate_samples
-        limit = spec.config.data.row_tokens - self._max_new_tokens
+        self._max_new_tokens = min(MAX_NEW_TOKENS, spec.config.row_tokens // 2)
+        limit = spec.config.row_tokens - self._max_new_tokens
         self._samples = [
             (data.name, number, sample)
             for data in (eval_sets if count else ())

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ATTENTION, EXPERTS, MLP, LayerConfig, ModelConfig, Rope
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
@@ -18,6 +17,7 @@ from jaxsp.hf.families import (
     MULTIMODAL_FAMILIES,
     Family,
 )
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import rope_forms, rope_override, rope_types
 from jaxsp.hf.rope.rope_types import RopeInputs
 

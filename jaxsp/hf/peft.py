@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import EXPERTS, ModelConfig
 from jaxsp.config import json_values
-from jaxsp.config.adapter_schema import SAVED_MODULES, AdapterConfig
 from jaxsp.config.json_values import POSITIVE, Rule
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import ProblemCollector, UserError, at
@@ -24,6 +23,7 @@ from jaxsp.hf import folder, tensors, weights, writer
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.weights import WeightReader, is_same_tensor
 from jaxsp.model import adapters, decoder
+from jaxsp.model.adapter_config import SAVED_MODULES, AdapterConfig
 
 CONFIG_FILE = "adapter_config.json"
 

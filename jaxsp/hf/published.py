@@ -11,11 +11,11 @@ from typing import Any
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config
 from jaxsp.hf.folder import HubError
+from jaxsp.hf.model_source import ModelSourceConfig
 
 DEADLINE_S = 6.0
 """Longest wait for the hub before published sizes are used."""

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp import attention
-from jaxsp.attention import HasHeads, Strategy
 from jaxsp.attention.strategies import nodes
-from jaxsp.config.schema import Config
+from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.strategies.workload import GroupRows, HasHeads, count_workloads
 from jaxsp.core import axes
 from jaxsp.core.units import GIB
 from jaxsp.memory import memory_formula
@@ -131,17 +130,17 @@ class GroupLayout(NamedTuple):
 
 
 def make_layout(
-    config: Config, model: HasHeads, sizes: Mapping[str, int], strategy: Strategy
+    rows: GroupRows, model: HasHeads, sizes: Mapping[str, int], strategy: Strategy
 ) -> GroupLayout:
-    """Layout for a config of one row length."""
-    workloads = attention.count_workloads(config, model)
+    """Layout for steps of such rows."""
+    workloads = count_workloads(rows, model)
     has_permutes = any(nodes.PERMUTE in strategy.sent_bytes(workload) for workload in workloads)
     return GroupLayout(sizes, strategy, has_permutes)
 
 
 def outside_bytes(spec: StepSpec) -> float:
     """Estimate of a device's memory that a step needs outside of JAX's part, for CUDA and NCCL."""
-    layout = make_layout(spec.config, spec.model, spec.mesh.shape, spec.attention.strategy)
+    layout = make_layout(spec.config.rows, spec.model, spec.mesh.shape, spec.attention.strategy)
     return CUDA_BYTES + nccl_bytes(layout)
 
 

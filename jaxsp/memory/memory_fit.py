@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention import AttentionChoice
+from jaxsp.attention.choice import AttentionChoice
 from jaxsp.core import units
 from jaxsp.memory import memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
@@ -169,7 +169,9 @@ def _keep_mlp_layers(
         number = totals.index(totals[fitting])
         if number - kept < max(1, MIN_MORE_KEPT * len(totals)):
             break
-        spec = replace_memory(step.spec, remat="save_attention_and_mlp", kept_mlp_layers=number)
+        spec = step.spec.respec(
+            memory={"remat": "save_attention_and_mlp", "kept_mlp_layers": number}
+        )
         executable = compile_step(spec)
         memory_use = measure(executable)
         if memory_use.device_total <= limit:
@@ -203,14 +205,14 @@ def list_candidates(spec: StepSpec, *, is_memory_known: bool) -> Iterator[StepSp
             # With all tokens at once, the MLP needs more memory than attention
             tiles = mlp_tiles if during_attention == "never" else mlp_tiles[1:] or mlp_tiles
             for mlp_tile, loss_tile in itertools.product(tiles, loss_tiles):
-                yield replace_memory(
-                    spec,
-                    remat=remat,
-                    kept_mlp_layers=kept_mlp_layers,
-                    mlp_tile_tokens=mlp_tile,
-                    loss_tile_tokens=loss_tile,
-                    offload_during_attention=during_attention,
-                )
+                memory = {
+                    "remat": remat,
+                    "kept_mlp_layers": kept_mlp_layers,
+                    "mlp_tile_tokens": mlp_tile,
+                    "loss_tile_tokens": loss_tile,
+                    "offload_during_attention": during_attention,
+                }
+                yield spec.respec(memory=memory)
 
 
 def list_offloads_during_attention(spec: StepSpec, remat: str) -> list[str]:
@@ -240,11 +242,6 @@ def list_remats(spec: StepSpec, *, is_memory_known: bool) -> list[str]:
     if memory.kept_mlp_layers == 0 or not has_saved_products(spec.model):
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]
-
-
-def replace_memory(spec: StepSpec, **memory: Any) -> StepSpec:
-    """Copy of a step with other values in the config's section `memory`."""
-    return dataclasses.replace(spec, config=spec.config.with_fields(memory=memory))
 
 
 def read_memory_use(executable: jax.stages.Compiled, choice: AttentionChoice) -> MemoryUse:

@@ -8,7 +8,6 @@ import numpy as np
 from jaxsp.blocks import layers, registry
 from jaxsp.blocks.config import LayerKind, ModelConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.schema import Config
 from jaxsp.core.units import GIB
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
@@ -17,6 +16,7 @@ from jaxsp.runtime import device_mesh
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import trainable
 from jaxsp.training.specs import StepSpec
+from jaxsp.training.step_config import StepConfig
 from jaxsp.training.trainable import Predicate
 
 
@@ -287,8 +287,8 @@ class OffloadedBytes(NamedTuple):
         return sum(self)
 
 
-def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> OffloadedBytes:
-    """Arrays in host memory with a config of one row length.
+def offloaded_bytes(model: ModelConfig, config: StepConfig, *, num_shards: int) -> OffloadedBytes:
+    """Arrays in host memory with a config.
 
     Args: num_shards: number of devices that weights are sharded over.
     """
@@ -298,8 +298,8 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         offload_every=memory.offload_every,
         offloads_during_attention=memory.offload_during_attention == "always",
     ).with_whole_periods(model)
-    itemsize = np.dtype(config.model.compute_dtype).itemsize
-    rows_per_microbatch = config.batch.microbatch_rows
+    itemsize = np.dtype(config.compute_dtype).itemsize
+    rows_per_microbatch = config.microbatch_rows
     input_bytes = model.hidden_size * itemsize if policy.is_input_offloaded else 0
     output_bytes = 0
     if policy.is_attention_offloaded:
@@ -309,7 +309,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
     num_inputs = policy.num_offloaded_inputs(model.num_layers)
     if policy.is_input_offloaded and not policy.has_own_backward_pass:
         num_inputs += model.inner_loop  # its arrays are copied into those of all periods
-    tokens = config.data.row_tokens * rows_per_microbatch // config.mesh.degree
+    tokens = config.row_tokens * rows_per_microbatch // config.mesh.degree
     table = trainable.build_table(model, config)
     num_weights = 0
     moments = 0
@@ -325,7 +325,7 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> O
         frozen_bytes = _frozen_bytes(table, num_shards, host_offload.should_offload)
     num_groups = config.mesh.replica * max(1, num_shards // config.mesh.degree)
     global_rows = rows_per_microbatch * num_groups
-    if config.batch.rows_per_step > global_rows:
+    if config.rows_per_step > global_rows:
         num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
         activations=tokens * (num_inputs * input_bytes + output_bytes),

@@ -3,11 +3,12 @@
 import jax
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.memory import memory_formula
 from jaxsp.model.remat import RematPolicy, has_saved_products
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options
+from jaxsp.training.memory_config import MemoryConfig
+from jaxsp.training.step_config import StepConfig
 
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """jax releases that read offloaded activations back in the wrong order (openxla/xla PR 46231)."""
@@ -18,13 +19,13 @@ uses from optimization level O1 on."""
 
 
 def find_problems(
-    config: Config,
+    config: StepConfig,
     *,
     platform: str,
     model: ModelConfig | None = None,
     version: str = jax.__version__,
 ) -> list[str]:
-    """Reasons that the memory options of a config of one row length do not work with this release
+    """Reasons that the memory options of a config do not work with this release
     of JAX on these devices.
 
     Args: model: None if it is not known.
@@ -79,7 +80,7 @@ def find_problems(
             )
     if problem := _find_kept_problem(memory, model):
         problems.append(f"memory.kept_mlp_layers = {memory.kept_mlp_layers}: {problem}")
-    tokens = config.data.row_tokens * config.batch.microbatch_rows
+    tokens = config.row_tokens * config.microbatch_rows
     tokens //= config.mesh.degree
     tile = memory.mlp_tile_tokens
     if RematPolicy(remat=memory.remat).is_mlp_saved and tile != "auto" and tile < tokens:

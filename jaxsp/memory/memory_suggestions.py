@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 from typing import Any, get_args
 
-from jaxsp import attention
-from jaxsp.config.schema import MemoryConfig
+from jaxsp.attention.selection import choose_strategy
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
-from jaxsp.memory import memory_fit, memory_problems
+from jaxsp.memory import memory_problems
 from jaxsp.model.remat import RematPolicy
-from jaxsp.runtime import device_mesh
-from jaxsp.training.specs import StepSpec
+from jaxsp.training.memory_config import MemoryConfig
+from jaxsp.training.specs import StepSpec, find_division_problems
 
 
 def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
@@ -28,7 +27,7 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
         if not policy.is_input_offloaded:
             memory_changes += _adjacent_levels(spec, "offload_activations", offset=1)
         memory_changes += _adjacent_levels(spec, "offload_optimizer", offset=1)
-        automatic = memory_fit.replace_memory(spec, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+        automatic = spec.respec(memory={"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"})
         if min(automatic.mlp_tiles) < min(spec.mlp_tiles):
             memory_changes.append({"mlp_tile_tokens": "auto"})
         if min(automatic.loss_tiles) < min(spec.loss_tiles):
@@ -44,27 +43,28 @@ def suggest_changes(spec: StepSpec, *, is_device_short: bool) -> list[str]:
             ]
     suggestions = []
     for change in memory_changes:
-        config = memory_fit.replace_memory(spec, **change).config
+        config = spec.config.change(memory=change)
         # a limit is known only for GPUs
         if not memory_problems.find_problems(config, platform="gpu", model=spec.model):
             suggestions += [f"memory.{name}={value}" for name, value in change.items()]
     if is_device_short:
         config = spec.config
-        if config.batch.microbatch_rows > 1:
+        if config.microbatch_rows > 1:
             suggestions.append("batch.rows_per_microbatch=1")
         if spec.num_microbatches > 1:  # with one, gradients exist only in the backward pass
-            number = config.batch.rows_per_step // spec.num_microbatches
+            number = config.rows_per_step // spec.num_microbatches
             suggestions.append(f"batch.rows_per_step={number}")
-        if config.data.max_segments_per_row > 1:
-            segments = 1 if config.data.max_segments_per_row <= 8 else 8
+        if config.max_segments > 1:
+            segments = 1 if config.max_segments <= 8 else 8
             suggestions.append(f"data.max_segments_per_row={segments}")
     seq = 2 * spec.mesh.shape[axes.SEQ]
-    split = spec.config.with_degree(seq)
+    split = spec.config.change(mesh={"seq": seq})
     with contextlib.suppress(UserError):
-        if not device_mesh.find_division_problems(
+        strategy = choose_strategy(split.attention, split.rows, spec.model)
+        if not find_division_problems(
             split,
             dict(spec.mesh.shape) | {axes.SEQ: seq},
-            layout=attention.choose_strategy(split, spec.model).layout,
+            layout=strategy.layout,
             with_training=False,
         ):
             suggestions.append(f"mesh.seq={seq} on twice the devices")

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.memory import available_memory, memory_fit, memory_formula, row_meshes
+from jaxsp.memory import available_memory, memory_fit, memory_formula
 from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.runtime import device_mesh
-from jaxsp.training.specs import StepSpec
+from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
+from jaxsp.training.step_config import StepConfig
 
 MIN_PREDICTED_RATIO = 0.93
 """Minimum ratio of predicted to compiled memory (tests/memory/test_memory_fit.py)."""
 
 
 def resolve_rows(
-    config: Config,
+    config: StepConfig,
     model: ModelConfig | None,
     *,
     devices: Sequence[Any],
     limits: MemoryLimit | None = None,
     device_bytes: int | None = None,
-) -> Config:
+) -> StepConfig:
     """Replaces `batch.rows_per_microbatch: auto` by a number that adds no recomputation.
 
     That is the largest number with which a step keeps as much as it can with 1 row. The formula may
@@ -35,42 +35,40 @@ def resolve_rows(
         config: one whose mesh.seq is no longer `auto`.
         model: None if it is not known: 1 row.
         limits: memory of a device and the host; None: what the devices report.
-        device_bytes: see `row_meshes.make_step_spec`.
+        device_bytes: see `specs.make_spec`.
     """
-    if config.batch.rows_per_microbatch != "auto":
+    if config.rows_per_microbatch != "auto":
         return config
-    one_row = config.with_rows_per_microbatch(1)
+    one_row = config.change(rows_per_microbatch=1)
     if limits is None:
         limits = available_memory.find_limits(devices)
     if model is None or math.isinf(limits.device):
         return one_row
     try:
-        spec = _make_spec(one_row, model, devices, device_bytes)
+        _raise_if_undivided(one_row, len(devices))
+        spec = make_spec(one_row, model, devices=devices, device_bytes=device_bytes)
         reference = _find_reference(spec, limits)
     except UserError:  # reported later, with all others
         return one_row
     if reference is None:
         return one_row
-    rows_per_step = config.batch.rows_per_step
+    rows_per_step = config.rows_per_step
     for number in range(rows_per_step, 1, -1):
         if rows_per_step % number:
             continue
-        larger = config.with_rows_per_microbatch(number)
+        larger = config.change(rows_per_microbatch=number)
         with contextlib.suppress(UserError):  # not all numbers divide the rows of a group
-            spec = _make_spec(larger, model, devices, device_bytes)
-            if _keeps_as_much(spec, reference, limits):
+            _raise_if_undivided(larger, len(devices))
+            if _keeps_as_much(spec.respec(rows_per_microbatch=number), reference, limits):
                 return larger
     return one_row
 
 
-def _make_spec(
-    config: Config, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None
-) -> StepSpec:
-    """The step of a config. Raises: UserError if it is not possible."""
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
-    if problems := device_mesh.find_division_problems(config, sizes, layout=None):
+def _raise_if_undivided(config: StepConfig, num_devices: int) -> None:
+    """Raises: UserError if rows cannot be divided among the devices."""
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, num_devices)
+    if problems := find_division_problems(config, sizes, layout=None):
         raise UserError(problems)
-    return row_meshes.make_step_spec(config, model, devices=devices, device_bytes=device_bytes)
 
 
 def _find_reference(spec: StepSpec, limits: MemoryLimit) -> StepSpec | None:

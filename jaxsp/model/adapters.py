@@ -6,9 +6,9 @@ import math
 import jax
 
 from jaxsp.blocks.config import Lora, ModelConfig
-from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder
+from jaxsp.model.adapter_config import AdapterConfig
 
 DEFAULT_RANK = 16
 

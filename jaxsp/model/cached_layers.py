@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import Attend
+from jaxsp.attention.attend import Attend
 from jaxsp.blocks.block import LayerCache, NextToken
 from jaxsp.blocks.config import LayerKind, LayerSegment, ModelConfig
 from jaxsp.blocks.layers import Gather, Weights

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention import Attend
+from jaxsp.attention.attend import Attend
 from jaxsp.blocks import dropout, layers, registry
 from jaxsp.blocks.block import LayerOutput, Mixer, RowInputs, Statistics, TokenInputs
 from jaxsp.blocks.config import ATTENTION, MLP, LayerKind, ModelConfig

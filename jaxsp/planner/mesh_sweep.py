@@ -5,15 +5,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxsp import attention
-from jaxsp.attention import HasHeads, StrategyOption
+from jaxsp.attention.selection import StrategyOption, list_options
+from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.planner import planning
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan
+from jaxsp.training.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def plan_meshes(
-    config: Config,
+    config: StepConfig,
     *,
     model: ModelConfig,
     cluster: Cluster,
@@ -60,7 +60,7 @@ def plan_meshes(
         plan = None
         problem = ""
         try:
-            changed = config.with_fields(mesh=mesh, attention=option.config_fields)
+            changed = config.change(mesh=mesh, attention=option.config_fields)
             plan = planning.plan_step(
                 planning.resolve_config(changed, model=model, cluster=cluster),
                 model=model,
@@ -84,17 +84,17 @@ def plan_meshes(
 
 
 def list_combinations(
-    config: Config, model: HasHeads, *, num_devices: int
+    config: StepConfig, model: HasHeads, *, num_devices: int
 ) -> list[tuple[dict[str, int], StrategyOption]]:
     """Lists every mesh of `num_devices` devices with each of its strategies.
 
     Each mesh replaces the config's mesh.seq.
     """
-    config = config.with_one_row_for_auto().with_degree(1)
+    config = config.with_one_row_for_auto()
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)
-        for option in attention.list_options(config, model, seq=mesh[axes.SEQ])
+        for option in list_options(config.attention, config.change(mesh=mesh).rows, model)
     ]
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxsp import attention
+from jaxsp.attention.selection import choose_strategy
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.core.units import GIB
@@ -33,7 +32,9 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import trainable
+from jaxsp.training import step_descriptions
+from jaxsp.training.specs import find_division_problems, make_spec
+from jaxsp.training.step_config import StepConfig
 
 RESERVED = "reserved"
 """Cause of memory in a plan: CUDA's context, NCCL's buffers and fragmentation."""
@@ -164,12 +165,12 @@ class Plan:
         return self.mlp_tile_tokens * self.mesh[axes.SEQ] < microbatch_tokens
 
 
-def resolve_config(config: Config, *, model: ModelConfig, cluster: Cluster) -> Config:
+def resolve_config(config: StepConfig, *, model: ModelConfig, cluster: Cluster) -> StepConfig:
     """Replaces `auto` in mesh.seq and batch.rows_per_microbatch by what training chooses.
 
     Raises: UserError if rows cannot be divided among any number of devices.
     """
-    if "auto" not in (config.mesh.seq, config.batch.rows_per_microbatch):
+    if "auto" not in (config.mesh.seq, config.rows_per_microbatch):
         return config
     limits = cluster.memory_limit
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
@@ -183,7 +184,7 @@ def resolve_config(config: Config, *, model: ModelConfig, cluster: Cluster) -> C
 
 
 def plan_step(
-    config: Config,
+    config: StepConfig,
     *,
     model: ModelConfig,
     cluster: Cluster,
@@ -201,9 +202,7 @@ def plan_step(
     if problems:
         raise UserError(problems)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
-    spec = row_meshes.make_step_spec(
-        config, model, devices=devices, device_bytes=int(cluster.memory_limit.device)
-    )
+    spec = make_spec(config, model, devices=devices, device_bytes=int(cluster.memory_limit.device))
     spec = dataclasses.replace(spec, has_split_pairs=_has_split_pairs(config, document_tokens))
     limit = available_memory.subtract_reserves(spec, cluster.memory_limit)
     fitted = memory_fit.fit(
@@ -218,17 +217,17 @@ def plan_step(
         is_device_short = fitted.memory_use.device_total > fitted.memory_limit.device
         suggestions = memory_suggestions.suggest_changes(spec, is_device_short=is_device_short)
     elif fits_larger_microbatch(fitted):
-        count = 2 * config.batch.microbatch_rows
+        count = 2 * config.microbatch_rows
         suggestions = [f"batch.rows_per_microbatch={count}, which gathers weights half as often"]
-    document_tokens = min(document_tokens or config.data.row_tokens, config.data.row_tokens)
+    document_tokens = min(document_tokens or config.row_tokens, config.row_tokens)
     return _describe_step(
         fitted, cluster, document_tokens=document_tokens, suggestions=suggestions, began=began
     )
 
 
-def _has_split_pairs(config: Config, document_tokens: int | None) -> bool:
+def _has_split_pairs(config: StepConfig, document_tokens: int | None) -> bool:
     """True if the objective needs pairs, and a row does not hold two of the documents."""
-    row_tokens = config.data.row_tokens
+    row_tokens = config.row_tokens
     return config.objective.format is not None and 2 * (document_tokens or row_tokens) > row_tokens
 
 
@@ -239,9 +238,10 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
     is_all_kept = spec.remat_policy.remat == "save_attention_and_mlp"
     if spec.num_microbatches % 2 or not (has_gathers and is_all_kept):
         return False
-    config = spec.config.with_rows_per_microbatch(2 * spec.config.batch.microbatch_rows)
-    larger = dataclasses.replace(spec, config=config)
-    larger = memory_fit.replace_memory(larger, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+    larger = spec.respec(
+        rows_per_microbatch=2 * spec.config.microbatch_rows,
+        memory={"mlp_tile_tokens": "auto", "loss_tile_tokens": "auto"},
+    )
     first, *_ = memory_fit.list_candidates(larger, is_memory_known=True)
     error = fitted.memory_use.device_total / memory_formula.predict_bytes(spec)
     needed = max(1.0, error) * memory_formula.predict_bytes(first)
@@ -249,7 +249,7 @@ def fits_larger_microbatch(fitted: CompiledStep) -> bool:
 
 
 def _find_problems(
-    config: Config, model: ModelConfig, cluster: Cluster, document_tokens: int | None
+    config: StepConfig, model: ModelConfig, cluster: Cluster, document_tokens: int | None
 ) -> list[str]:
     """Finds the problems of a config and a document length before anything is compiled."""
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
@@ -257,19 +257,19 @@ def _find_problems(
     problems += param_groups.find_problems(config.optimizer, decoder.param_table(model))
     layout = None
     try:
-        layout = attention.choose_strategy(config, model).layout
+        layout = choose_strategy(config.attention, config.rows, model).layout
     except UserError as error:
         problems.extend(error.problems)
-    problems.extend(device_mesh.find_division_problems(config, sizes, layout=layout))
-    row_tokens = config.data.row_tokens
-    max_segments = config.data.max_segments_per_row
+    problems.extend(find_division_problems(config, sizes, layout=layout))
+    row_tokens = config.row_tokens
+    max_segments = config.max_segments
     if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
         problems.append(
             f"--document-tokens = {document_tokens}: rows of {row_tokens:,} tokens hold at most "
             f"{max_segments} documents (data.max_segments_per_row). "
             f"Use {-(-row_tokens // max_segments)} or more."
         )
-    rows_per_step = config.batch.rows_per_step
+    rows_per_step = config.rows_per_step
     if rows_per_step % 2 and _has_split_pairs(config, document_tokens):
         problems.append(
             f"batch.rows_per_step = {rows_per_step}: must be even, because pairs of documents as "
@@ -289,15 +289,15 @@ def _describe_step(
 ) -> Plan:
     """Makes the plan of a compiled step. Args: began: time when planning began."""
     spec = fitted.spec
-    batch = spec.config.batch
-    row_tokens = spec.config.data.row_tokens
+    config = spec.config
+    row_tokens = config.row_tokens
     causes = memory_causes.find_causes(fitted)
     device_memory = {name: size / GIB for name, size in causes.device.items()}
     device_memory[RESERVED] = (cluster.gpu.memory_bytes - fitted.memory_limit.device) / GIB
     node_gib = cluster.node_devices / GIB
     phases = memory_formula.find_phases(spec)
     segment_lengths = roofline.make_segment_lengths(
-        rows=batch.rows_per_step, row_tokens=row_tokens, document_tokens=document_tokens
+        rows=config.rows_per_step, row_tokens=row_tokens, document_tokens=document_tokens
     )
     collectives = comms.parse_collectives(fitted.executable.dump.hlo_text)
     formula = comms.compute_formula_bytes(spec)
@@ -321,7 +321,7 @@ def _describe_step(
     choice = spec.attention
     descriptions = (
         memory_descriptions.describe(spec),
-        trainable.describe_products(spec.table, spec.model, spec.config),
+        step_descriptions.describe_products(spec),
     )
     plan = Plan(
         device_type=cluster.device_type,
@@ -329,12 +329,12 @@ def _describe_step(
         node_devices=cluster.node_devices,
         mesh={axis: spec.mesh.shape[axis] for axis in axes.ALL},
         row_tokens=row_tokens,
-        rows_per_step=batch.rows_per_step,
-        rows_per_microbatch=batch.microbatch_rows,
-        max_segments_per_row=spec.config.data.max_segments_per_row,
+        rows_per_step=config.rows_per_step,
+        rows_per_microbatch=config.microbatch_rows,
+        max_segments_per_row=spec.config.max_segments,
         document_tokens=document_tokens,
-        objective=spec.describe_objective(),
-        layers=spec.describe_layers(),
+        objective=step_descriptions.describe_objective(spec),
+        layers=step_descriptions.describe_layers(spec),
         strategy=choice.strategy.description,
         attention_bytes=choice.sent_bytes,
         alternative_bytes=dict(choice.alternatives),

@@ -3,15 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxsp import attention
+from jaxsp.attention.selection import choose_attention
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_causes
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan
+from jaxsp.training.step_config import StepConfig
 
 PRECISION = 0.01
 """Largest relative distance between the longest row that fits and the shortest that does not."""
@@ -64,7 +64,7 @@ class LongestRow:
 
 
 def find_longest_row(
-    config: Config,
+    config: StepConfig,
     *,
     model: ModelConfig,
     cluster: Cluster,
@@ -81,16 +81,16 @@ def find_longest_row(
     config = config.with_one_row_for_auto()
     if config.memory.remat == config.memory.kept_mlp_layers == "auto":
         # They would fill the memory of shorter rows, which tells how much longer ones need
-        config = config.with_fields(memory={"kept_mlp_layers": 0})
+        config = config.change(memory={"kept_mlp_layers": 0})
     cluster = dataclasses.replace(cluster, headroom=HEADROOM)
     unit = LENGTH_UNIT * config.mesh.degree
     tried: dict[int, TriedLength] = {}
-    row_tokens = max(unit, config.data.row_tokens // unit * unit)
+    row_tokens = max(unit, config.row_tokens // unit * unit)
     while True:
         first_plan = next((length.plan for length in tried.values() if length.plan), None)
         plan = None
         try:
-            changed = config.with_fields(data={"row_tokens": row_tokens})
+            changed = config.change(row_tokens=row_tokens)
             plan = planning.plan_step(changed, model=model, cluster=cluster)
         except UserError as error:
             if not all(problem.startswith(_LENGTH_ERROR_PREFIXES) for problem in error.problems):
@@ -128,7 +128,7 @@ def find_longest_row(
 
 
 def _find_next_split(
-    config: Config, model: ModelConfig, cluster: Cluster, *, beyond: int, unit: int
+    config: StepConfig, model: ModelConfig, cluster: Cluster, *, beyond: int, unit: int
 ) -> int | None:
     """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
     calls; None if there is none.
@@ -139,8 +139,8 @@ def _find_next_split(
 
     def split(row_tokens: int) -> tuple[int, int] | None:
         try:
-            changed = config.with_fields(data={"row_tokens": row_tokens})
-            choice = attention.choose(changed, model, devices=devices)
+            changed = config.change(row_tokens=row_tokens)
+            choice = choose_attention(changed.attention, changed.rows, model, devices=devices)
         except UserError:
             return None
         # more chunks, or slots with less room

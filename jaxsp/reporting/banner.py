@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxsp import attention
+from jaxsp.attention.choice import describe_choice
 from jaxsp.blocks import rope
 from jaxsp.data.packing import summary
 from jaxsp.evaluation import evaluator, retrieval
@@ -16,7 +16,7 @@ from jaxsp.memory import memory_descriptions
 from jaxsp.optimizers import optimizer
 from jaxsp.runtime import device_mesh, run_dir, run_paths
 from jaxsp.sharding import sharding
-from jaxsp.training import trainable
+from jaxsp.training import step_descriptions
 from jaxsp.training.inputs import RunInputs
 from jaxsp.training.specs import StepSpec
 
@@ -33,13 +33,13 @@ class BannerEntry(NamedTuple):
 
 def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
     """Returns the banner, first the lines that users check before they wait for a run."""
-    config = spec.config
+    config = inputs.config
     run = config.run
     num_shards = device_mesh.num_shards(spec.mesh)
     has_xla_options = run.deterministic or bool(run.xla_options)
     xla = spec.compile_options.description
     choice = spec.attention
-    attention_text = attention.describe(choice, spec.model)
+    attention_text = describe_choice(choice, spec.model)
     attention_short, _, rest = attention_text.partition("; ")
     if rest and choice.fallback_reason:
         attention_short += f" ({choice.kernel.name} because {choice.fallback_reason})"
@@ -47,7 +47,8 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
         BannerEntry("training", inputs.describe_steps(spec)),
         BannerEntry(
             "batch",
-            spec.describe_batch() + _describe_origin("batch.rows_per_microbatch", inputs),
+            step_descriptions.describe_batch(spec)
+            + _describe_origin("batch.rows_per_microbatch", inputs),
         ),
         BannerEntry(
             "optimizer",
@@ -57,11 +58,10 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
         ),
         BannerEntry(
             "model",
-            f"{inputs.hf_config['model_type']}, "
-            f"{trainable.describe(spec.table, spec.model, config)}",
+            f"{inputs.hf_config['model_type']}, {step_descriptions.describe_weights(spec)}",
         ),
-        BannerEntry("objective", spec.describe_objective()),
-        BannerEntry("layers", spec.describe_layers()),
+        BannerEntry("objective", step_descriptions.describe_objective(spec)),
+        BannerEntry("layers", step_descriptions.describe_layers(spec)),
         BannerEntry("rope", rope.describe(spec.model, is_changed=config.model.rope is not None)),
         BannerEntry("start", inputs.weights_origin),
         BannerEntry("changed", ", ".join(inputs.start.config_changes)),

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.train_step import StepResults
 
 

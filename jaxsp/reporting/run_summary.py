@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from jaxsp.core import durations, urls
 from jaxsp.core.units import format_count
 from jaxsp.training.metric_table import Line
-from jaxsp.training.specs import StepSpec
 
 
 def summarize_run(
-    spec: StepSpec,
+    directory: str,
     first: Line,
     last: Line,
     *,
@@ -21,9 +20,10 @@ def summarize_run(
 ) -> list[tuple[str, str]]:
     """Returns the summary of a finished run, with the commands to run next.
 
-    Args: steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
+    Args:
+        directory: run.directory.
+        steps_s: seconds of the steps, without evaluations, checkpoints and compilations.
     """
-    directory = spec.config.run.directory
     out = "hf" if urls.is_url(directory) else f"{directory}/hf"
     num_steps = format_count(last["step"] - first["step"] + 1, "step")
     num_tokens = last["num_tokens_total"] - first["num_tokens_total"] + first["num_tokens"]

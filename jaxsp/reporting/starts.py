@@ -82,7 +82,7 @@ def describe_start(
         time=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         host=platform.node(),
         from_step=inputs.start.step,
-        previous_step=_read_last_step(run_paths.local_dir(spec.config.run) / METRICS_FILE),
+        previous_step=_read_last_step(run_paths.local_dir(inputs.config.run) / METRICS_FILE),
         checkpoint=None if checkpoint is None else str(checkpoint),
         config_changes=list(inputs.start.config_changes),
         num_steps=spec.num_steps,

@@ -116,7 +116,7 @@ class StepLog:
         self.steps_s = 0.0
         """Seconds of the recorded steps, without evaluations, checkpoints and compilations."""
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.nonfinite = NonfiniteTracker(spec.config.run, writer)
+        self.nonfinite = NonfiniteTracker(inputs.config.run, writer)
         self.first_line: Line = {}
         """Line of the first recorded step; empty before it."""
         self.last_line: Line = {}
@@ -192,7 +192,7 @@ class StepLog:
         self.first_line = self.first_line or self.last_line
         if self.last_line["loss"] is not None:
             self.recent_losses.append(self.last_line["loss"])
-        is_due = evaluator.is_due(self._spec.config.run.log_every, self._num_finished)
+        is_due = evaluator.is_due(self._inputs.config.run.log_every, self._num_finished)
         if is_due or not results["is_finite"] or self._num_finished == self._spec.num_steps:
             self._writer.write_step(self.last_line)
             self._checkpoint_wait_s = 0.0
@@ -245,7 +245,7 @@ class StepLog:
         num_tokens = int(results["num_tokens"])
         tokens_per_s = num_tokens / step_s
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
-        num_slots = config.batch.rows_per_step * config.data.row_tokens
+        num_slots = config.rows_per_step * config.row_tokens
         tflops = self._count_flops(counts) / step_s / num_devices / 1e12
         peak = self._peak_tflops
         fields = StepFields(

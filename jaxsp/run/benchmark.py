@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.attention import HasHeads
-from jaxsp.config.schema import Config
+from jaxsp.attention.strategies.workload import HasHeads
 from jaxsp.core import durations, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_compile
@@ -28,6 +27,7 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.processes import hardware
 from jaxsp.reporting import metrics
 from jaxsp.setup import build, config_file
+from jaxsp.setup.config_file import Config
 from jaxsp.training import train_state
 
 
@@ -125,7 +125,7 @@ def benchmark_meshes(
     config = config_file.load(path, list(overrides))
     num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
     results: dict[str, BenchmarkResult | str] = {}
-    for mesh, option in mesh_sweep.list_combinations(config, model, num_devices=num_devices):
+    for mesh, option in mesh_sweep.list_combinations(config.step, model, num_devices=num_devices):
         label = f"{report.format_mesh(mesh)}, {option.label}"
         changes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
         changes += [f"attention.{x}={json.dumps(y)}" for x, y in option.config_fields.items()]

@@ -11,7 +11,6 @@ import rich.console
 
 from jaxsp.blocks import rope
 from jaxsp.blocks.layers import Weights
-from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import summary
@@ -25,6 +24,7 @@ from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits, references
 from jaxsp.runtime import compilation_cache, run_paths
 from jaxsp.setup import build, config_file, given_model, initial_weights, model_files, stop_tokens
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.given_model import GivenModel
 from jaxsp.training.metric_table import Line
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
                 "the model before training. Evaluate the run, or data with ref_chosen_logps and "
                 "ref_rejected_logps."
             )
-        reference = initial_weights.Reference(spec, config.adapter.source)
+        reference = initial_weights.Reference(spec, config.model.source, config.adapter.source)
         folders = [] if run is None else [run / references.FOLDER]
         known = references.read_identity(folders[0]) if folders else None
         references.prepare(
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     print_line(f"{given.description}; {config.model.compute_dtype} compute on {mesh}")
     if text := rope.describe(spec.model, is_changed=config.model.rope is not None):
         print_line(f"rope: {text}")
-    row_tokens = resolved.spec.config.data.row_tokens
+    row_tokens = spec.config.row_tokens
     documents = [int(data.documents.lengths.max()) for data in resolved.evals]
     samples = [sample.length for of_task in resolved.task_samples.values() for sample in of_task]
     excesses = [
@@ -122,8 +122,8 @@ def _evaluate(
     if harness_tasks is not None:
         from jaxsp.run import harness
 
-        own_dir = given.find_model_dir(spec.config)
-        tokenizer = model_files.load_tokenizer(spec.config, resolved.model_folder, own_dir)
+        own_dir = given.find_model_dir(resolved.config)
+        tokenizer = model_files.load_tokenizer(resolved.config, resolved.model_folder, own_dir)
         if own_dir is None and resolved.model_folder is not None:
             own_dir = resolved.model_folder.path
         stop_ids = stop_tokens.list_stop_ids(resolved.hf_config, own_dir, tokenizer)

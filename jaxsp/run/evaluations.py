@@ -32,7 +32,7 @@ class Evaluations:
         status: RunStatus,
         print_line: Callable[[str], None],
     ):
-        config = spec.config
+        config = inputs.config
         self._eval_every = config.run.eval_every
         self._directory = run_paths.local_dir(config.run)
         self._eval_sets = Evaluator(spec, inputs.eval_sets)
@@ -40,6 +40,7 @@ class Evaluations:
         self._samples = SampleGenerator(
             spec,
             inputs.eval_sets,
+            count=config.run.generate_samples,
             tokenizer=inputs.tokenizer,
             stop_ids=inputs.stop_ids,
         )

@@ -9,7 +9,6 @@ import rich.console
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.schema import Config
 from jaxsp.core import urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
@@ -19,6 +18,7 @@ from jaxsp.model import adapters
 from jaxsp.reporting import console as output
 from jaxsp.runtime import jax_platform, run_paths
 from jaxsp.setup import config_file, merging, resume, stop_tokens
+from jaxsp.setup.config_file import Config
 from jaxsp.storage import run_storage
 from jaxsp.training import trainable
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         reason = ""
         if not has_other_parts and is_random:
             reason = "started from random weights (model.config), not from a checkpoint"
-        elif not has_other_parts and not config.has_frozen_weights:
+        elif not has_other_parts and not config.step.has_frozen_weights:
             reason = "has all weights of the export in its checkpoint"
         if reason:
             raise UserError(f"--source = {args.source}: {args.run} {reason}. Leave it out.")
@@ -78,7 +78,7 @@ def _export_adapter(
     """Exports the adapters in PEFT's format, and returns the lines to print."""
     if args.dtype == "bfloat16":
         raise UserError("--dtype = bfloat16: adapters are float32. Use --merge, or leave it out.")
-    table = trainable.build_table(model, config)
+    table = trainable.build_table(model, config.step)
     model_dir = resume.find_model_dir(checkpoint)
     peft.save_adapter(
         reader.read_weights(checkpoint, table),
@@ -143,9 +143,9 @@ def _export_model(
         except UserError as error:
             raise UserError([f"{problem} {suggestion}" for problem in error.problems]) from None
         parts = other_parts.open_folder(source, model)
-    table = trainable.build_table(model, config)
+    table = trainable.build_table(model, config.step)
     weights = reader.read_weights(checkpoint, table)
-    if config.has_frozen_weights:
+    if config.step.has_frozen_weights:
         table, weights = merging.merge_base(checkpoint, weights, config=config, model=model)
     model_dir = resume.find_model_dir(checkpoint)
     tokenizer = None

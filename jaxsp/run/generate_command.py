@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import rich.console
 
-from jaxsp.config.schema import Config
 from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
@@ -23,6 +22,7 @@ from jaxsp.reporting import console as output
 from jaxsp.run import jax_limits
 from jaxsp.runtime import compilation_cache
 from jaxsp.setup import config_file, given_model, model_files, stop_tokens
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.given_model import GivenModel
 
 _MIN_ROW_TOKENS = 512

@@ -84,7 +84,7 @@ class HarnessModel(TemplateLM):
     @property
     def max_length(self) -> int:
         """Tokens that the model sees before the last one that it predicts."""
-        return self._spec.config.data.row_tokens - 1
+        return self._spec.config.row_tokens - 1
 
     @property
     def tokenizer_name(self) -> str:

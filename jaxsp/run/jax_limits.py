@@ -6,9 +6,9 @@ They are formulas, because no step is compiled yet.
 import contextlib
 import os
 
-from jaxsp import attention
+from jaxsp.attention.selection import choose_strategy
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft
 from jaxsp.memory import available_memory, memory_formula, row_meshes
@@ -16,6 +16,7 @@ from jaxsp.memory.available_memory import GroupLayout
 from jaxsp.processes import cluster, distributed, hardware
 from jaxsp.processes.cluster import Process
 from jaxsp.runtime import device_mesh, jax_platform, memory_limits
+from jaxsp.setup.config_file import Config
 
 ONE_PROCESS = Process()
 
@@ -70,7 +71,7 @@ def estimate_pool_bytes(config: Config, model: ModelConfig | None, num_devices: 
         return None
     num_shards = max(1, num_devices // config.mesh.replica)
     return memory_formula.pool_bytes(
-        memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
+        memory_formula.offloaded_bytes(model, config.step, num_shards=num_shards)
     )
 
 
@@ -79,20 +80,20 @@ def estimate_outside_bytes(config: Config, model: ModelConfig | None, num_device
 
     The maximum of all meshes that `auto` may choose. Without a model, that of Ulysses.
     """
-    config = config.with_one_row_for_auto()
-    configs = [config]
-    if config.mesh.seq == "auto":
-        degrees = row_meshes.list_degrees(config, num_devices)
-        configs = [config.with_degree(seq) for seq in degrees]
+    step = config.step.with_one_row_for_auto()
+    candidates = [step]
+    if step.mesh.seq == "auto":
+        degrees = row_meshes.list_degrees(step, num_devices)
+        candidates = [step.change(mesh={"seq": seq}) for seq in degrees]
     nccl_bytes = [0.0]
-    for candidate in configs:
+    for candidate in candidates:
         with contextlib.suppress(UserError):  # reported later, with all others
             sizes = device_mesh.resolve_axis_sizes(candidate.mesh, num_devices)
             if model is None:
-                ulysses = attention.combine(candidate.mesh.degree)
+                ulysses = combine(candidate.mesh.degree)
                 layout = GroupLayout(sizes, ulysses, has_permutes=False)
             else:
-                strategy = attention.choose_strategy(candidate, model)
-                layout = available_memory.make_layout(candidate, model, sizes, strategy)
+                strategy = choose_strategy(candidate.attention, candidate.rows, model)
+                layout = available_memory.make_layout(candidate.rows, model, sizes, strategy)
             nccl_bytes.append(available_memory.nccl_bytes(layout))
     return available_memory.CUDA_BYTES + max(nccl_bytes)

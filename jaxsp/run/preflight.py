@@ -13,7 +13,6 @@ import rich.status
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import disk_space, files, reader
-from jaxsp.config.schema import Config
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
@@ -25,6 +24,7 @@ from jaxsp.reporting import console as output
 from jaxsp.run import selfcheck
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import resume
+from jaxsp.setup.config_file import Config
 from jaxsp.training import train_state
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs, StartPoint
@@ -59,7 +59,7 @@ def check_agreement(spec: StepSpec, inputs: RunInputs) -> None:
         for source, digest in data.digested_sources
     ]
     compared += [
-        ("the config", repr(spec.config)),
+        ("the config", repr(inputs.config)),
         ("the checkpoint to resume from", repr(start.rows_consumed)),
         ("XLA_FLAGS", repr(spec.compile_options)),
         ("attention (the devices' memory or versions)", repr(spec.attention)),
@@ -68,7 +68,7 @@ def check_agreement(spec: StepSpec, inputs: RunInputs) -> None:
     hashes = [np.frombuffer(digest, np.int32) for digest in digests]
     local = np.stack([np.array([start.step, 0], np.int32), *hashes])
     all_processes = multihost_utils.process_allgather(local)
-    resume.check_same_step(spec.config.run, all_processes[:, 0, 0])
+    resume.check_same_step(inputs.config.run, all_processes[:, 0, 0])
     is_different = (all_processes[:, 1:] != all_processes[0, 1:]).any((0, 2))
     for (name, _), differs in zip(compared, is_different, strict=True):
         if differs:
@@ -80,7 +80,7 @@ def check_agreement(spec: StepSpec, inputs: RunInputs) -> None:
 
 def ranking_eval_set(spec: StepSpec, inputs: RunInputs) -> dict[str, str] | None:
     """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
-    best_eval = spec.config.checkpoint.best_eval
+    best_eval = inputs.config.checkpoint.best_eval
     for data in inputs.eval_sets:
         if best_eval in (None, data.name):
             return evaluator.identify_eval_set(data, spec.config)
@@ -89,7 +89,7 @@ def ranking_eval_set(spec: StepSpec, inputs: RunInputs) -> dict[str, str] | None
 
 def make_early_stopping(spec: StepSpec, inputs: RunInputs) -> EarlyStopping:
     """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
-    config = spec.config
+    config = inputs.config
     is_resume = inputs.start.is_resume_in(run_paths.local_dir(config.run))
     return EarlyStopping(
         config.run,
@@ -102,7 +102,7 @@ def describe_completion(
     spec: StepSpec, inputs: RunInputs, early_stopping: EarlyStopping
 ) -> str | None:
     """Message for a run that has nothing left to do; None if it has steps to run."""
-    directory = spec.config.run.directory
+    directory = inputs.config.run.directory
     if inputs.start.step >= spec.num_steps:
         return (
             f"{directory}: has all its {spec.num_steps} steps. "
@@ -142,9 +142,9 @@ def report_checks(spec: StepSpec, inputs: RunInputs, console: rich.console.Conso
     lines: list[str | None] = [*selfcheck.check_device(spec)]
     if jax.process_index() == 0:
         state = train_state.abstract_inputs(spec)[0]
-        checkpoints = run_paths.local_dir(spec.config.run) / run_paths.CHECKPOINTS_DIR
+        checkpoints = run_paths.local_dir(inputs.config.run) / run_paths.CHECKPOINTS_DIR
         warning = disk_space.check(
-            spec.config,
+            inputs.config,
             checkpoint_bytes=disk_space.tree_bytes(reader.list_items(state, spec.table)),
             num_steps=spec.num_steps - inputs.start.step,
             leftover_bytes=files.leftover_bytes(checkpoints),

@@ -146,7 +146,7 @@ def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> st
         evaluator.identify_eval_set(data, config)["digest"],
         weights_identity,
         repr(spec.model),
-        config.model.compute_dtype,
+        config.compute_dtype,
         config.adapter.quantization,
     )
     return f"{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.npy"

@@ -16,10 +16,11 @@ import jaxlib
 import numpy as np
 from jaxtyping import Array
 
-from jaxsp import attention
-from jaxsp.attention import Kernel, KernelSettings, ScoreConfig, Strategy
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
+from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.blocks import float8
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
@@ -128,7 +129,7 @@ def list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
     and one over chunks of rows if the strategy computes those."""
     model = spec.model
     dtype = str(spec.dtype)
-    max_segments = spec.config.data.max_segments_per_row
+    max_segments = spec.config.max_segments
     choice = spec.attention
     cases = {
         (tokens, score): None
@@ -146,7 +147,7 @@ def list_checks(spec: StepSpec) -> Iterator[KernelCheck]:
             dtype,
             score,
             choice.settings,
-            attention.combine(1, tokens),
+            combine(1, tokens),
         )
     if model.delta_net is not None:
         yield check_delta_rule(model.delta_net, dtype)
@@ -186,7 +187,7 @@ def check_attention(
     settings = KernelSettings(head_chunks=max(chunks), copies_segments=settings.copies_segments)
     starts, lengths = map(jnp.asarray, constants)
     segment_BL = np.asarray(segments.segment_ids(starts, lengths, row_tokens))
-    make = functools.partial(attention.make_attend, layer_scores=[score])
+    make = functools.partial(make_attend, layer_scores=[score])
     queries, keys = ((2, row_tokens, n, head_dim) for n in (H, G))
     return KernelCheck(
         field=f"attention.kernel = {kernel.name}",

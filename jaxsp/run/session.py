@@ -79,7 +79,7 @@ class Session:
         # Ask process 0 only: other nodes may have an old copy of the checkpoint's metadata cached
         is_pending = is_resume and self.inputs.start.has_pending_evaluation
         is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
-        is_first = self.spec.config.run.eval_at_start and not is_resume
+        is_first = self.inputs.config.run.eval_at_start and not is_resume
         if is_first:
             self.early_stopping.expect_evaluation()
         if self.evaluations and (is_pending or is_first):
@@ -138,7 +138,7 @@ class Session:
         would be lost if the run were killed between the checkpoint and the evaluation.
         """
         is_last = step == self.spec.num_steps
-        run = self.spec.config.run
+        run = self.inputs.config.run
         # All processes must do this once per step: the schedule communicates
         is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
             self.inputs.train_set.is_epoch_end(self.inputs.schedule, step - self.inputs.start.step)
@@ -147,7 +147,7 @@ class Session:
         should_save = self.checkpoints.is_due(step) or is_last or is_save_epoch
         is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
         should_evaluate = self.evaluations.is_due(step) or is_last or is_eval_epoch
-        should_rank = should_save and self.spec.config.checkpoint.keep_best > 0
+        should_rank = should_save and self.inputs.config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
             self.early_stopping.expect_evaluation()
         should_evaluate |= should_rank
@@ -193,7 +193,7 @@ class Session:
             "the last checkpoint", expected_s=self.preemption.status.step_s, is_writing=True
         )
         # With keep_best, each checkpoint needs a loss: the resumed run evaluates this one
-        self.has_pending_evaluation |= self.spec.config.checkpoint.keep_best > 0
+        self.has_pending_evaluation |= self.inputs.config.checkpoint.keep_best > 0
         self.checkpoints.finish(state, self._build_meta())
 
     @property
@@ -226,7 +226,7 @@ class Session:
             )
             return
         summary_pairs = run_summary.summarize_run(
-            self.spec,
+            self.inputs.config.run.directory,
             self.log.first_line,
             self.log.last_line,
             recent_losses=self.log.recent_losses,
@@ -247,7 +247,7 @@ class Session:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
         inputs = self.inputs
         return CheckpointMeta(
-            config=self.spec.config.model_dump(mode="json"),
+            config=self.inputs.config.model_dump(mode="json"),
             model=inputs.hf_config,
             data=inputs.train_set.fingerprint(self.spec.config),
             step=self.log.num_steps,
@@ -278,7 +278,7 @@ def open_session(
 
     Raises: NeedsAttentionError at the end, after steps that were not finite.
     """
-    config = spec.config
+    config = inputs.config
     first_step = inputs.start.step
     status = preemption.status
     loader = inputs.train_set.make_loader(config, inputs.schedule, spec.placement)

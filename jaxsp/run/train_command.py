@@ -8,7 +8,6 @@ import jax
 import rich.console
 
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.processes import distributed, hardware
 from jaxsp.processes.cluster import Process
@@ -18,6 +17,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.setup import build, data_preparation, preview, resume
+from jaxsp.setup.config_file import Config
 from jaxsp.storage import run_storage
 
 

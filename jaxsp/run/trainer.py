@@ -42,12 +42,12 @@ def train(
         NeedsAttentionError: a step was not finite (unless run.on_nonfinite allows it), or the last
             checkpoint could not be written.
     """
-    preemption = preemption or Preemption(spec.config.run, RunStatus())
+    preemption = preemption or Preemption(inputs.config.run, RunStatus())
     preflight.check_agreement(spec, inputs)
     early_stopping = preflight.make_early_stopping(spec, inputs)
     if message := preflight.describe_completion(spec, inputs, early_stopping):
         eval_set = preflight.ranking_eval_set(spec, inputs)
-        preflight.finish_run(spec.config, inputs.start, eval_set=eval_set)
+        preflight.finish_run(inputs.config, inputs.start, eval_set=eval_set)
         output.print_line(console, message)
         return
     entries = banner.describe_run(spec, inputs)
@@ -104,7 +104,7 @@ def _prepare_references(
     if not references.list_missing(spec, data_sets):
         return
     preemption.status.begin("the reference pass")
-    directory = run_paths.local_dir(spec.config.run)
+    directory = run_paths.local_dir(inputs.config.run)
     folder = directory / references.FOLDER
     references.prepare(
         spec,

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
-from jaxsp.core.layout import Layout
 from jaxsp.core.units import format_count
+from jaxsp.runtime.mesh_config import MeshConfig
 
 
 def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -34,57 +33,6 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
             f"JAX_PLATFORMS=cpu), mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
         )
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.degree}
-
-
-def find_division_problems(
-    config: Config, sizes: dict[str, int], *, layout: Layout | None, with_training: bool = True
-) -> list[str]:
-    """Problems with dividing rows and their tokens among the devices.
-
-    Args:
-        sizes: axis sizes of the mesh.
-        layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
-            chunks per device.
-        with_training: False: leaves out batch.rows_per_step.
-    Returns: one text per problem; empty if there is none.
-    """
-    problems = []
-    seq = sizes[axes.SEQ]
-    chunks_per_device = 1 if layout is None or layout.keeps_order else layout.chunks_per_device
-    divisor = chunks_per_device * seq
-    reason = "1 shard per device (mesh.seq)"
-    if chunks_per_device > 1:
-        reason = f"{chunks_per_device} chunks per device (mesh.seq)"
-    row_tokens = config.data.row_tokens
-    if row_tokens % divisor:
-        multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
-        suggestion = f"Use {errors.format_choices(multiples)}."
-        fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
-        if fewer:
-            numbers = errors.format_choices(fewer)
-            suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
-        problems.append(
-            f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
-            f"{suggestion}"
-        )
-    per_microbatch = config.batch.microbatch_rows
-    groups = sizes[axes.REPLICA] * sizes[axes.DATA]
-    divisor = groups * per_microbatch
-    rows_per_step = config.batch.rows_per_step
-    if with_training and rows_per_step % divisor:
-        counts = f"{groups} sequence-parallel group{'s' if groups > 1 else ''} x {per_microbatch} "
-        counts += f"row{'s' if per_microbatch > 1 else ''} per microbatch"
-        problems.append(
-            f"batch.rows_per_step = {rows_per_step}: must be a multiple of {divisor} ({counts}). "
-            f"Use {errors.format_choices(_nearest_multiples(rows_per_step, divisor))}."
-        )
-    return problems
-
-
-def _nearest_multiples(number: int, divisor: int) -> list[int]:
-    """Positive multiples of a divisor just below and above a number that is not a multiple."""
-    below = number // divisor * divisor
-    return [below, below + divisor] if below else [divisor]
 
 
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:

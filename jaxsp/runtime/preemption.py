@@ -16,11 +16,11 @@ from typing import NoReturn
 
 import jax
 
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.processes import distributed, stop_signals
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.run_status import RunStatus
+from jaxsp.setup.run_config import RunConfig
 
 _STOP_AFTER = "run.stop_after"
 

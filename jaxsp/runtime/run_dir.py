@@ -16,12 +16,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxsp.config import config_file
-from jaxsp.config.run_schema import RunConfig
-from jaxsp.config.schema import Config
 from jaxsp.core import durations, files, paths, urls
 from jaxsp.core.errors import UserError, at
 from jaxsp.core.units import format_count
 from jaxsp.runtime.run_paths import CONFIG_FILE
+from jaxsp.setup.config_file import Config
+from jaxsp.setup.run_config import RunConfig
 
 LOCK_FILE = "lock"
 

@@ -5,9 +5,9 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import urls
 from jaxsp.processes import distributed
+from jaxsp.setup.run_config import RunConfig
 
 CHECKPOINTS_DIR = "checkpoints"
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.core.units import format_count
 from jaxsp.data.packing.dataset import PackedDataset
@@ -36,10 +35,12 @@ from jaxsp.setup import (
     stop_tokens,
     task_samples,
 )
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.initial_weights import InitialWeights
 from jaxsp.setup.stop_tokens import StopTokens
 from jaxsp.training.inputs import RunInputs, StartPoint
-from jaxsp.training.specs import StepSpec
+from jaxsp.training.specs import StepSpec, find_division_problems, make_spec
+from jaxsp.training.step_config import StepConfig
 
 if TYPE_CHECKING:
     import transformers
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 class ResolvedConfig:
     """Model, mesh and data of a config."""
 
+    config: Config
+    """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
     spec: StepSpec
     hf_config: dict[str, Any]
     model_folder: ModelFolder | None
@@ -95,7 +98,7 @@ def build_training(
     rows = config.batch.rows_per_microbatch
     choices = {"mesh.seq": config.mesh.seq, "batch.rows_per_microbatch": rows}
     automatic_fields = frozenset(field for field, value in choices.items() if value == "auto")
-    config = resolved.spec.config
+    config = resolved.config
     model = resolved.spec.model
     train_set = resolved.train
     assert train_set is not None, "resolved for training"
@@ -106,11 +109,11 @@ def build_training(
         )
     schedule = _make_schedule(config, train_set, start)
     spec = dataclasses.replace(resolved.spec, num_steps=start.step + len(schedule))
-    start = _with_rate_change(start, checkpoint, spec, train_set)
-    reference = initial_weights.Reference(spec, config.adapter.source)
+    start = _with_rate_change(start, checkpoint, config, spec.num_steps, train_set)
+    reference = initial_weights.Reference(spec, config.model.source, config.adapter.source)
     is_resume = checkpoint is not None
     # A checkpoint has all weights except the frozen ones, which come from the model
-    needs_model = not is_resume or config.has_frozen_weights
+    needs_model = not is_resume or config.step.has_frozen_weights
     weights = initial_weights.open_sources(
         resolved.spec,
         resolved.model_folder if needs_model else None,
@@ -123,6 +126,7 @@ def build_training(
     if stop_text:
         stop_text += f"; the export has eos_token_id {resolved.hf_config['eos_token_id']}"
     inputs = RunInputs(
+        config=config,
         train_set=train_set,
         eval_sets=resolved.evals,
         task_samples=resolved.task_samples,
@@ -190,24 +194,27 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
 
 
 def _with_rate_change(
-    start: StartPoint, checkpoint: RunCheckpoint | None, spec: StepSpec, train_set: PackedDataset
+    start: StartPoint,
+    checkpoint: RunCheckpoint | None,
+    config: Config,
+    num_steps: int,
+    train_set: PackedDataset,
 ) -> StartPoint:
     """The start, whose changes name the next step's learning rate if it differs from the
     checkpoint's schedule."""
     if checkpoint is None:
         return start
-    config = spec.config
     saved = config_file.parse(checkpoint.meta.config)
-    num_steps = saved.run.steps
-    if num_steps is None:
+    saved_steps = saved.run.steps
+    if saved_steps is None:
         with_batch = config.model_copy(update={"batch": saved.batch})
         rows = train_set.make_schedule(
             with_batch, consumed=start.rows_consumed, epochs=saved.run.epochs
         )
-        num_steps = start.step + len(rows)
+        saved_steps = start.step + len(rows)
     before, now = (
         f"{float(optimizer.make_rate(steps)(jnp.int32(start.step))):.3g}"
-        for optimizer, steps in ((saved.optimizer, num_steps), (config.optimizer, spec.num_steps))
+        for optimizer, steps in ((saved.optimizer, saved_steps), (config.optimizer, num_steps))
     )
     if before == now:
         return start
@@ -260,13 +267,16 @@ def resolve_config(
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
-    spec = _resolve_mesh(config, files.config, devices, problems, for_training=for_training)
+    spec = _resolve_mesh(config.step, files.config, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
     assert files.config is not None
     assert files.adapter is not None
     assert spec is not None
-    config = spec.config.model_copy(update={"adapter": files.adapter.config})
+    config = config.with_fields(
+        mesh={"seq": spec.config.mesh.seq},
+        batch={"rows_per_microbatch": spec.config.rows_per_microbatch},
+    ).model_copy(update={"adapter": files.adapter.config})
     assert files.hf_config is not None
     train, evals = data_sets.make_data_sets(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=for_training
@@ -282,9 +292,10 @@ def resolve_config(
         )
     stops = stop_tokens.find(opened, config, tokenizer)
     return ResolvedConfig(
+        config=config,
         spec=dataclasses.replace(
             spec,
-            config=config,
+            config=config.step,
             num_steps=config.run.steps or 1,
             has_split_pairs=num_split_pairs > 0,
         ),
@@ -300,7 +311,7 @@ def resolve_config(
 
 
 def _resolve_mesh(
-    config: Config,
+    config: StepConfig,
     model: ModelConfig | None,
     devices: list[jax.Device],
     problems: ProblemCollector,
@@ -321,10 +332,10 @@ def _resolve_mesh(
         config = microbatch_rows.resolve_rows(config, model, devices=devices)
         if model is not None:
             with problems.collect():
-                spec = row_meshes.make_step_spec(config, model, devices=devices)
+                spec = make_spec(config, model, devices=devices)
         problems += memory_problems.find_problems(config, platform=devices[0].platform, model=model)
         with problems.collect():
-            problems += device_mesh.find_division_problems(
+            problems += find_division_problems(
                 config,
                 device_mesh.resolve_axis_sizes(config.mesh, len(devices)),
                 layout=None if spec is None else spec.attention.strategy.layout,
@@ -343,7 +354,7 @@ def _save_model_files(
     They are copies of those of the run that is resumed, else of the model's source; without both,
     only the tokenizer is written.
     """
-    has_own_tokenizer = resolved.spec.config.model.tokenizer is None
+    has_own_tokenizer = resolved.config.model.tokenizer is None
     directory.mkdir(exist_ok=True)
     if model_dir is not None:
         if not model_dir.samefile(directory):

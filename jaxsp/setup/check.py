@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from jaxsp.config import yaml_io
-from jaxsp.config.adapter_schema import AdapterConfig
-from jaxsp.config.run_schema import CheckpointConfig, RunConfig
 from jaxsp.core import errors
 from jaxsp.data.data_config import DataConfig
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.objectives.objective import Objective, Sft
 from jaxsp.objectives.registry import OBJECTIVES
+from jaxsp.setup.run_config import CheckpointConfig, RunConfig
 from jaxsp.tasks.eval_config import EvalConfig
 
 _EVAL_SUGGESTION = (

@@ -1,7 +1,7 @@
 """Differences between the config of a checkpoint and that of the run that resumes from it."""
 
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import Config
+from jaxsp.setup.config_file import Config
 
 TOKEN_FIELDS = tuple(
     "data.train data.eval_fraction data.chat_template model.tokenizer model.source".split()

@@ -5,14 +5,14 @@ Printed by `jaxsp train CONFIG.yaml --prepare-data`, and by `jaxsp plan --data`.
 
 import rich.console
 
-from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.core.units import format_count
 from jaxsp.data.packing import summary
-from jaxsp.runtime import device_mesh
 from jaxsp.setup import data_sets, model_files
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.model_files import ModelFiles
+from jaxsp.training.specs import find_division_problems
 
 
 def prepare_data(config: Config, console: rich.console.Console) -> None:
@@ -21,8 +21,8 @@ def prepare_data(config: Config, console: rich.console.Console) -> None:
     mesh = config.mesh
     if mesh.seq != "auto":  # the number of devices is unknown
         sizes = {axes.REPLICA: mesh.replica, axes.DATA: max(mesh.data, 1), axes.SEQ: mesh.degree}
-        with_rows = config.with_one_row_for_auto()
-        problems += device_mesh.find_division_problems(with_rows, sizes, layout=None)
+        with_rows = config.step.with_one_row_for_auto()
+        problems += find_division_problems(with_rows, sizes, layout=None)
     files = model_files.read_model(config, None, problems)
     print_data(config, files, console, problems)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.chat import chat_template
 from jaxsp.data.formats.source import Source
@@ -19,6 +18,7 @@ from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from jaxsp.data.tokenization.tokenize import TokenizedSource
 from jaxsp.processes import distributed
+from jaxsp.setup.config_file import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

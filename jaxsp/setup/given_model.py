@@ -9,12 +9,12 @@ import jax
 from jaxsp.blocks import layers
 from jaxsp.checkpoint import base, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, config_file, initial_weights, resume
+from jaxsp.setup.config_file import Config
 from jaxsp.storage import run_storage
 from jaxsp.training import train_state, trainable
 
@@ -118,8 +118,7 @@ class GivenModel:
             return opened.make()
         assert self.meta is not None, "every checkpoint has metadata"
         dtype = self.meta.config["model"]["compute_dtype"]
-        config = spec.config.with_fields(model={"compute_dtype": dtype})
-        trained = dataclasses.replace(spec, config=config)
+        trained = dataclasses.replace(spec, config=spec.config.change(compute_dtype=dtype))
         frozen = initial_weights.open_sources(trained, resolved.model_folder, None).make_frozen()
         table = trainable.select_frozen(trained.table, trained.table)
         base.check(self.checkpoint, base.compute_checksums(table, frozen))

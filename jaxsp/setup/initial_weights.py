@@ -51,7 +51,7 @@ class InitialWeights:
 
         def load(table: layers.Weights, reader: WeightReader | None) -> layers.Weights:
             if reader is None:
-                return weight_init.random_weights(table, seed=spec.config.run.seed, **place)
+                return weight_init.random_weights(table, seed=spec.config.seed, **place)
             return weight_init.load_weights(table, read_slice=reader.read, **place)
 
         def is_new(param: Parameter) -> bool:
@@ -77,14 +77,15 @@ class Reference:
     """
 
     spec: StepSpec
+    source: str | None
+    """The run's model.source."""
     adapter_source: str | None
     """The run's adapter.source; evaluations of a checkpoint have none in their config."""
 
     def _open(self) -> InitialWeights:
-        source = self.spec.config.model.source
         return open_sources(
             self.spec,
-            None if source is None else folder.find(source),
+            None if self.source is None else folder.find(self.source),
             None if self.adapter_source is None else peft.find(self.adapter_source),
         )
 
@@ -98,7 +99,7 @@ class Reference:
         readers = filter(None, (opened.reader, opened.adapter_reader))
         parts = [repr(source_files.file_identities(reader.list_files())) for reader in readers]
         if opened.reader is None:
-            parts.insert(0, f"random weights, seed {self.spec.config.run.seed}")
+            parts.insert(0, f"random weights, seed {self.spec.config.seed}")
         return ", ".join(parts)
 
 

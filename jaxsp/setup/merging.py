@@ -13,11 +13,11 @@ from jaxsp.blocks import layers
 from jaxsp.blocks.config import Lora, ModelConfig
 from jaxsp.blocks.layers import Parameter, RowGroups
 from jaxsp.checkpoint import base
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, weights
 from jaxsp.hf.weights import WeightReader
 from jaxsp.model import decoder
+from jaxsp.setup.config_file import Config
 from jaxsp.sharding import quantization, sharding
 from jaxsp.training import trainable
 
@@ -49,7 +49,7 @@ def merge_base(
     source = folder.find(config.model.source)
     plain_table = decoder.plain_table(model)
     reader = weights.open_folder(source, plain_table)
-    table = trainable.build_table(model, config)
+    table = trainable.build_table(model, config.step)
 
     def open_weight(path: tuple[Any, ...], param: Parameter) -> ReadLayer:
         array: Any = trained

@@ -5,13 +5,13 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError, at
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import folder, model_config, peft, weights
 from jaxsp.hf.folder import ModelFolder
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.data_sets import OpenedSources
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def read_model(
     files = ModelFiles()
     with problems.collect():
         source = None
-        needs_folder = hf_config is None or config.has_frozen_weights
+        needs_folder = hf_config is None or config.step.has_frozen_weights
         if needs_folder and config.model.source is not None:
             source = folder.find(config.model.source)
             hf_config = source.config_fields if hf_config is None else hf_config

@@ -10,7 +10,6 @@ import numpy as np
 import rich.console
 import rich.text
 
-from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector, at
@@ -19,6 +18,7 @@ from jaxsp.data.tokenization import documents
 from jaxsp.data.tokenization.documents import Example
 from jaxsp.hf import folder
 from jaxsp.setup import model_files
+from jaxsp.setup.config_file import Config
 
 _MAX_TOKENS = 400
 _MAX_CHAT_TOKENS = 4000

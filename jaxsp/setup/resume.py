@@ -13,8 +13,6 @@ from jaxsp.blocks.config import LayerConfig, ModelConfig
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import yaml_io
-from jaxsp.config.run_schema import RunConfig
-from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths, urls
 from jaxsp.core import files as core_files
 from jaxsp.core.errors import UserError, at
@@ -25,6 +23,8 @@ from jaxsp.model import decoder
 from jaxsp.optimizers import param_groups
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.setup import config_changes, config_file
+from jaxsp.setup.config_file import Config
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.storage import run_storage
 from jaxsp.training.inputs import StartPoint
 

@@ -10,13 +10,13 @@ import pathlib
 from typing import Any
 
 from jaxsp.config import json_values
-from jaxsp.config.schema import Config
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import turn_ends
 from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.tokenization import documents
 from jaxsp.hf import folder, writer
+from jaxsp.setup.config_file import Config
 from jaxsp.setup.data_sets import OpenedSources
 
 GENERATION_CONFIG = "generation_config.json"

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.tokenization import encoding
 from jaxsp.evaluation.retrieval import Samples
+from jaxsp.setup.config_file import Config
 from jaxsp.tasks.task import Sample
 
 

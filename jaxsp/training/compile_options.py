@@ -26,10 +26,10 @@ from jaxlib.mlir import ir
 
 from jaxsp.attention.kernels.cudnn import cudnn_calls
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import jax_platform
+from jaxsp.training.step_config import StepConfig
 
 XlaOptions = dict[str, bool | int | float | str]
 
@@ -131,7 +131,7 @@ class CompileOptions:
 
 
 def choose_options(
-    config: Config,
+    config: StepConfig,
     *,
     mesh: Mesh,
     is_tiled: bool,
@@ -151,9 +151,9 @@ def choose_options(
 
     Raises: UserError if run.xla_options and run.deterministic contradict each other.
     """
-    requested = config.run.xla_options
+    requested = dict(config.xla_options)
     flags = [name for name in _flag_names(environ.get("XLA_FLAGS", "")) if name not in requested]
-    is_deterministic = config.run.deterministic
+    is_deterministic = config.is_deterministic
     options: XlaOptions = {}
     parts = []
     on_gpu = mesh.devices.flat[0].platform == "gpu"
@@ -192,7 +192,7 @@ def choose_options(
 
 
 def _own_options(
-    config: Config, release: tuple[int, ...], *, overlaps_tiles: bool, sums_replicas_early: bool
+    config: StepConfig, release: tuple[int, ...], *, overlaps_tiles: bool, sums_replicas_early: bool
 ) -> XlaOptions:
     """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
@@ -204,7 +204,7 @@ def _own_options(
         options |= SCATTER_IN_LAYER_0_10
     if overlaps_tiles:
         options |= OVERLAP_IN_LOOPS
-    if config.model.linear_dtype is not None:
+    if config.linear_dtype is not None:
         options |= NO_TRITON
     if RematPolicy(remat=config.memory.remat).is_attention_saved:
         options |= MEMORY_FOR_OVERLAP
@@ -214,7 +214,7 @@ def _own_options(
 
 
 def _describe_prefetch(
-    config: Config, release: tuple[int, ...], *, is_prefetched: bool
+    config: StepConfig, release: tuple[int, ...], *, is_prefetched: bool
 ) -> list[str]:
     """Descriptions for the banner, if there are any."""
     if is_prefetched:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.config.run_schema import RunConfig
+from jaxsp.setup.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

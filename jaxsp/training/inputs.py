@@ -46,6 +46,8 @@ class StartPoint:
 class RunInputs:
     """Data, weights, and the point to start from."""
 
+    config: Config
+    """The whole config; mesh.seq and batch.rows_per_microbatch are numbers."""
     train_set: PackedDataset
     eval_sets: tuple[PackedDataset, ...]
     task_samples: Mapping[str, Sequence[Sample]]
@@ -80,7 +82,7 @@ class RunInputs:
 
     def describe_steps(self, spec: StepSpec) -> str:
         """Describes the length of the run, with the learning rate: what a user checks first."""
-        config = spec.config
+        config = self.config
         num_tokens = config.batch.rows_per_step * config.data.row_tokens
         text = format_count(spec.num_steps, "step")
         if self.start.step:

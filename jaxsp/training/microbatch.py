@@ -179,7 +179,7 @@ def make_token_keys(
     slots_B = jax.lax.axis_index(axes.GROUPS) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     places_l = jax.lax.axis_index(axes.SEQ) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
     return dropout.make_token_keys(
-        seed=spec.config.run.seed,
+        seed=spec.config.seed,
         step=step,
         rows_B=step_row_index(
             microbatch, slots_B, num_groups=num_groups, rows_per_microbatch=num_rows

@@ -2,22 +2,25 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxsp import attention
-from jaxsp.attention import Attend, AttentionChoice
-from jaxsp.blocks import layers, registry
+from jaxsp.attention.attend import Attend, make_chosen_attend
+from jaxsp.attention.choice import AttentionChoice
+from jaxsp.attention.selection import choose_attention
+from jaxsp.blocks import float8, layers, registry
 from jaxsp.blocks.block import Workload
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.schema import Config
-from jaxsp.core import axes, batch
-from jaxsp.core.units import format_count
+from jaxsp.core import axes, batch, errors
+from jaxsp.core.errors import UserError
+from jaxsp.core.layout import Layout
 from jaxsp.data.packing.loader import RowPlacement
-from jaxsp.model import decoder, layer_stack, tiling
+from jaxsp.experts import kernels
+from jaxsp.model import layer_stack, tiling
 from jaxsp.model.remat import RematPolicy
 from jaxsp.objectives.objective import PairObjective
 from jaxsp.runtime import device_mesh
@@ -26,18 +29,21 @@ from jaxsp.sharding.sharding import Gather
 from jaxsp.training import compile_options, loss, trainable
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
+from jaxsp.training.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """Everything that determines a compiled step: config, model, mesh and attention."""
 
-    config: Config
+    config: StepConfig
     model: ModelConfig
     mesh: Mesh
     attention: AttentionChoice
     num_steps: int
     """Number of steps of the run."""
+    device_bytes: int | None = None
+    """Memory of a device that `attention` was chosen for; None: what the devices report."""
     loss: TokenLoss | None = None
     """Loss of each token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
 
@@ -55,30 +61,6 @@ class StepSpec:
         objective = self.config.objective
         return objective if isinstance(objective, PairObjective) else None
 
-    def describe_objective(self) -> str:
-        """Describes the objective of preference training; empty for sft.
-
-        Example: `dpo: beta 0.1, label_smoothing 0, sft_weight 0; the reference is Qwen/Qwen3-8B`.
-        """
-        if self.objective is None:
-            return ""
-        values = [f"{name} {value:g}" for name, value in self.objective if name != "type"]
-        text = f"{self.objective.type}: {', '.join(values)}"
-        if self.objective.needs_reference:
-            source = self.config.model.source
-            text += f"; the reference is {source or 'the random model of step 0'}"
-            if self.config.adapter.source is not None:
-                text += f" with the adapter {self.config.adapter.source}"
-            elif self.config.adapter.type != "none":
-                text += ", without the adapter"
-        if self.scores_pairs_first:
-            reason = "its losses depend on the whole step"
-            if not self.objective.needs_step:
-                reason = "pairs have rows in two microbatches; an even number of rows per "
-                reason += "microbatch avoids it"
-            text += f"; a step has one forward pass more, because {reason}"
-        return text
-
     @property
     def scores_pairs_first(self) -> bool:
         """True if a step computes all log-probabilities of documents before the first gradient.
@@ -95,15 +77,14 @@ class StepSpec:
     @functools.cached_property
     def attend(self) -> Attend:
         """Attention as the model calls it."""
-        return attention.make_chosen_attend(self.attention)
+        return make_chosen_attend(self.attention)
 
     @property
     def workload(self) -> Workload:
         """Inputs of the cost of a layer's blocks."""
         return Workload(
-            config=self.config,
             attention=self.attention,
-            tokens_per_device=self.tokens_per_device,
+            rows=self.config.rows,
         )
 
     @property
@@ -122,7 +103,7 @@ class StepSpec:
     @property
     def dtype(self) -> jnp.dtype:
         """Compute dtype."""
-        return jnp.dtype(self.config.model.compute_dtype)
+        return jnp.dtype(self.config.compute_dtype)
 
     @property
     def gather(self) -> Gather:
@@ -148,7 +129,7 @@ class StepSpec:
         With several microbatches they would be summed once for each, and with several loops XLA
         does not move a sum into the next iteration.
         """
-        has_one_microbatch = self.config.batch.rows_per_step == self.global_microbatch_rows
+        has_one_microbatch = self.config.rows_per_step == self.global_microbatch_rows
         return has_one_microbatch and self.has_one_loop and self.mesh.shape[axes.REPLICA] > 1
 
     @property
@@ -183,20 +164,19 @@ class StepSpec:
     @property
     def tokens_per_device(self) -> int:
         """Tokens of a device in a microbatch."""
-        config = self.config
-        tokens = config.data.row_tokens * config.batch.microbatch_rows
+        tokens = self.config.row_tokens * self.config.microbatch_rows
         return tokens // self.mesh.shape[axes.SEQ]
 
     @property
     def global_microbatch_rows(self) -> int:
         """Rows of a microbatch over the mesh."""
-        return device_mesh.num_groups(self.mesh) * self.config.batch.microbatch_rows
+        return device_mesh.num_groups(self.mesh) * self.config.microbatch_rows
 
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
         return batch.num_microbatches(
-            rows_per_step=self.config.batch.rows_per_step,
+            rows_per_step=self.config.rows_per_step,
             global_microbatch_rows=self.global_microbatch_rows,
         )
 
@@ -266,24 +246,113 @@ class StepSpec:
             remat = memory.remat
         return dataclasses.replace(policy, remat=remat).with_whole_periods(self.model)
 
-    def describe_layers(self) -> str:
-        """Describes the blocks of the layers; empty if all have attention and an MLP."""
-        is_quantized = self.config.adapter.quantization != "none"
-        is_gathered = device_mesh.num_shards(self.mesh) > 1 and not is_quantized
-        tokens = self.tokens_per_device if is_gathered else None
-        return decoder.describe_layers(self.model, tokens_per_device=tokens)
+    def respec(self, **changes: Any) -> "StepSpec":
+        """Returns the step with other values of its config: `respec(mesh={"seq": 4})`.
 
-    def describe_batch(self) -> str:
-        """Describes the rows of a step and its microbatches.
-
-        Example: `8 rows of 512 tokens per step, in 2 microbatches of 1 row per group`.
+        Raises: UserError: see `make_spec`.
         """
-        rows = format_count(self.config.batch.rows_per_step, "row")
-        count = self.num_microbatches
-        microbatches = "1 microbatch" if count == 1 else f"{count:,} microbatches"
-        per_group = format_count(self.config.batch.microbatch_rows, "row")
-        owner = "device" if self.mesh.shape[axes.SEQ] == 1 else "group"
-        return (
-            f"{rows} of {self.config.data.row_tokens:,} tokens per step, in {microbatches} of "
-            f"{per_group} per {owner}"
+        config = self.config.change(**changes)
+        if changes.keys() <= {"memory"}:  # attention does not depend on it
+            return dataclasses.replace(self, config=config)
+        devices = list(self.mesh.devices.flat)
+        made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)
+        return dataclasses.replace(
+            self, config=config, model=made.model, mesh=made.mesh, attention=made.attention
         )
+
+
+def make_spec(
+    config: StepConfig,
+    model: ModelConfig,
+    *,
+    devices: Sequence[Any],
+    device_bytes: int | None = None,
+) -> StepSpec:
+    """Makes the step of a config whose mesh.seq and rows_per_microbatch are no longer `auto`.
+
+    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
+    Raises: UserError for attention, a mesh, or kernels that are not possible.
+    """
+    choice = choose_attention(
+        config.attention, config.rows, model, devices=devices, device_bytes=device_bytes
+    )
+    requested = config.experts_kernel
+    if model.experts is None:
+        if requested != "auto":
+            raise UserError(
+                f"model.experts_kernel = {requested}: the model has no experts. Remove the field."
+            )
+    else:
+        kernel = kernels.choose(
+            requested,
+            dims=(model.hidden_size, model.experts.size),
+            dtype=config.compute_dtype,
+            devices=devices,
+        )
+        model = dataclasses.replace(
+            model, experts=dataclasses.replace(model.experts, kernel=kernel)
+        )
+    if (linear_dtype := config.linear_dtype) is not None:
+        float8.check_devices(devices)
+        float8.check_model(model.hidden_size)
+        model = dataclasses.replace(model, linear_dtype=linear_dtype)
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
+    return StepSpec(
+        config=config,
+        model=model,
+        mesh=device_mesh.make_mesh(sizes, list(devices)),
+        attention=choice,
+        num_steps=1,
+        device_bytes=device_bytes,
+    )
+
+
+def find_division_problems(
+    config: StepConfig, sizes: dict[str, int], *, layout: Layout | None, with_training: bool = True
+) -> list[str]:
+    """Problems with dividing rows and their tokens among the devices.
+
+    Args:
+        sizes: axis sizes of the mesh.
+        layout: order of the rows' tokens; None: unknown, so that suggested row lengths must suit 2
+            chunks per device.
+        with_training: False: leaves out batch.rows_per_step.
+    Returns: one text per problem; empty if there is none.
+    """
+    problems = []
+    seq = sizes[axes.SEQ]
+    chunks_per_device = 1 if layout is None or layout.keeps_order else layout.chunks_per_device
+    divisor = chunks_per_device * seq
+    reason = "1 shard per device (mesh.seq)"
+    if chunks_per_device > 1:
+        reason = f"{chunks_per_device} chunks per device (mesh.seq)"
+    row_tokens = config.row_tokens
+    if row_tokens % divisor:
+        multiples = _nearest_multiples(row_tokens, 2 * seq if layout is None else divisor)
+        suggestion = f"Use {errors.format_choices(multiples)}."
+        fewer = [n for n in (2, 4, 8) if n < chunks_per_device and row_tokens % (n * seq) == 0]
+        if fewer:
+            numbers = errors.format_choices(fewer)
+            suggestion = f"{suggestion[:-1]}, or attention.chunks_per_device={numbers}."
+        problems.append(
+            f"data.row_tokens = {row_tokens}: must be a multiple of {divisor}, {reason}. "
+            f"{suggestion}"
+        )
+    per_microbatch = config.microbatch_rows
+    groups = sizes[axes.REPLICA] * sizes[axes.DATA]
+    divisor = groups * per_microbatch
+    rows_per_step = config.rows_per_step
+    if with_training and rows_per_step % divisor:
+        counts = f"{groups} sequence-parallel group{'s' if groups > 1 else ''} x {per_microbatch} "
+        counts += f"row{'s' if per_microbatch > 1 else ''} per microbatch"
+        problems.append(
+            f"batch.rows_per_step = {rows_per_step}: must be a multiple of {divisor} ({counts}). "
+            f"Use {errors.format_choices(_nearest_multiples(rows_per_step, divisor))}."
+        )
+    return problems
+
+
+def _nearest_multiples(number: int, divisor: int) -> list[int]:
+    """Positive multiples of a divisor just below and above a number that is not a multiple."""
+    below = number // divisor * divisor
+    return [below, below + divisor] if below else [divisor]

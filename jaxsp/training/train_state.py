@@ -95,8 +95,8 @@ def abstract_inputs(spec: StepSpec) -> tuple[TrainState, Batch]:
 def _abstract_batch(spec: StepSpec) -> Batch:
     """Batch of a step, [microbatches, rows, ...], as jax.ShapeDtypeStructs."""
     config = spec.config
-    num_rows = device_mesh.num_groups(spec.mesh) * config.batch.microbatch_rows
-    widths = {PER_TOKEN: config.data.row_tokens, PER_ROW: config.data.max_segments_per_row}
+    num_rows = device_mesh.num_groups(spec.mesh) * config.microbatch_rows
+    widths = {PER_TOKEN: config.row_tokens, PER_ROW: config.max_segments}
     arrays: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
             (spec.num_microbatches, num_rows, widths[partition]),
@@ -113,8 +113,8 @@ def _abstract_batch(spec: StepSpec) -> Batch:
     if spec.objective is not None:
         arrays["documents_BM"] = arrays["starts_BM"]
         num_pairs = max_pairs(
-            rows_per_step=config.batch.rows_per_step,
-            max_segments=config.data.max_segments_per_row,
+            rows_per_step=config.rows_per_step,
+            max_segments=config.max_segments,
         )
         whole = NamedSharding(spec.mesh, PartitionSpec())
         arrays["pairs"] = Pairs(

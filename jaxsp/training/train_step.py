@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxsp import attention
+from jaxsp.attention.attend import find_collectives
+from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks.layers import Parameter, Weights
 from jaxsp.core import axes, host_memory
 from jaxsp.core.batch import Batch
@@ -128,9 +129,9 @@ def check_collectives(spec: StepSpec, compiled: jax.stages.Compiled) -> jax.stag
     """
     seq = spec.mesh.shape[axes.SEQ]
     strategy = spec.attend.strategy
-    workloads = attention.count_workloads(spec.config, spec.model)
+    workloads = count_workloads(spec.config.rows, spec.model)
     must_send = strategy.seq != seq or any(map(strategy.sent_bytes, workloads))
-    if must_send and not attention.find_collectives(compiled.as_text() or ""):
+    if must_send and not find_collectives(compiled.as_text() or ""):
         raise RuntimeError(
             f"mesh.seq = {seq}, but the compiled step has no attention collective: rows would be "
             f"cut into {seq} unrelated parts. This is a bug in attention. As a workaround, use "

@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 
-from jaxsp.blocks import float8, layers
+from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.adapter_schema import SAVED_MODULES
-from jaxsp.config.schema import Config
-from jaxsp.model import adapters, decoder, flops
+from jaxsp.model import decoder
+from jaxsp.model.adapter_config import SAVED_MODULES
 from jaxsp.optimizers import param_groups
 from jaxsp.sharding import quantization
+from jaxsp.training.step_config import StepConfig
 
 Predicate = Callable[[Parameter], bool]
 
 
-def build_table(model: ModelConfig, config: Config) -> layers.Weights:
+def build_table(model: ModelConfig, config: StepConfig) -> layers.Weights:
     """Parameter table of a model, in which frozen weights have their format."""
     adapter = config.adapter
     has_adapter = adapter.type != "none"
@@ -37,7 +37,7 @@ def build_table(model: ModelConfig, config: Config) -> layers.Weights:
         )
         if is_quantized:
             return dataclasses.replace(param, frozen_as=adapter.quantization)
-        frozen_as = param.compute_dtype or config.model.compute_dtype
+        frozen_as = param.compute_dtype or config.compute_dtype
         return dataclasses.replace(param, frozen_as=frozen_as)
 
     return jax.tree.map(freeze, decoder.param_table(model))
@@ -74,42 +74,3 @@ def merge(part: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     for name in part.keys() & other.keys():
         merged[name] = merge(part[name], other[name])
     return merged
-
-
-def describe_products(table: layers.Weights, model: ModelConfig, config: Config) -> str:
-    """Describes which matrices are multiplied in 8 bits; empty if none are requested.
-
-    Example: `224 matrices multiplied in float8`.
-    """
-    if model.linear_dtype is None:
-        return ""
-    counts = {True: 0, False: 0}
-    for param in jax.tree.leaves(table):
-        if param.is_projection:
-            counts[float8.can_multiply(*param.shape)] += param.num_layers or 1
-    others = []
-    if counts[False]:
-        others.append(f"{counts[False]:,} whose dims are not multiples of {float8.DIM_MULTIPLE}")
-    if model.experts is not None:
-        others.append("experts")
-    text = f"{counts[True]:,} matrices multiplied in {model.linear_dtype}"
-    if others:
-        text += f", {' and '.join(others)} in {config.model.compute_dtype}"
-    return text
-
-
-def describe(table: layers.Weights, model: ModelConfig, config: Config) -> str:
-    """Describes the number of weights, their dtypes, and which of them are trained."""
-    params = jax.tree.leaves(table)
-    num_own = flops.num_parameters([param for param in params if not param.is_adapter])
-    text = f"{num_own:,} parameters, {config.model.compute_dtype} compute"
-    if products := describe_products(table, model, config):
-        text += f" ({products})"
-    if not config.has_frozen_weights:
-        return f"{text}, float32 master weights"
-    num_trained = flops.num_parameters([param for param in params if param.is_trainable])
-    formats = dict.fromkeys(param.frozen_as for param in params if param.frozen_as is not None)
-    text += f"; {num_trained:,} are trained in float32 ({100 * num_trained / num_own:.2f} %)"
-    if model.lora is not None:
-        text += f": {adapters.describe(model, model.lora, config.adapter)}"
-    return f"{text}; the model's others are frozen in {' and '.join(formats)}"

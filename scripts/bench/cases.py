@@ -21,8 +21,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxsp.config.schema import Config
 from jaxsp.hf import published
+from jaxsp.setup.config_file import Config
 from scripts.bench import configs, report, results
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -24,11 +24,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload
 from jaxsp.checkpoint import array_writer, reader
 from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.core import host_memory
@@ -173,7 +172,7 @@ def make_workload(
 def compile_attention(work: KernelWorkload, split: CallSplit, device: Any) -> jax.stages.Compiled:
     """Compiles cuDNN's attention, forward and backward, for a device."""
     settings = KernelSettings(**split._asdict(), copies_segments=work.copies_segments)
-    attend = attention.make_attend(kernel="cudnn", settings=settings)
+    attend = make_attend(kernel="cudnn", settings=settings)
 
     def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)

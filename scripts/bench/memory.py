@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.memory import memory_causes
 from jaxsp.planner.compile import gpus
+from jaxsp.setup.config_file import Config
 from scripts.bench import configs, machine, report, results
 
 MODULE = "scripts.bench.memory"

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention import ScoreConfig
 from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import ScoreConfig
 
 _PLAIN = ScoreConfig()
 

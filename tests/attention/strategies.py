@@ -1,8 +1,7 @@
 """Strategies by their degrees, for tests of all of them."""
 
-from jaxsp import attention
-from jaxsp.attention import Strategy
 from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies.strategy import Strategy, combine
 
 
 def make_strategy(
@@ -14,7 +13,7 @@ def make_strategy(
     """
     ulysses_degree = ulysses_degree or seq
     if ulysses_degree == seq:
-        return attention.combine(seq)
+        return combine(seq)
     degree = seq // ulysses_degree
     exchange = registry.TOKEN_EXCHANGES[tokens](degree=degree, **options)
-    return attention.combine(ulysses_degree, exchange)
+    return combine(ulysses_degree, exchange)

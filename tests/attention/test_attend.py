@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.attend import find_collectives, make_attend
 from jaxsp.attention.kernels import blockwise_rows, segments
-from jaxsp.attention.strategies.strategy import Strategy
+from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.strategies.strategy import Strategy, combine
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import oracle
@@ -34,12 +34,12 @@ ULYSSES_RING = make_strategy(seq=4, ulysses_degree=2)
 ULYSSES_GATHER = make_strategy(seq=4, ulysses_degree=2, tokens="all_gather")
 
 
-def make_attend(devices, kernel="blockwise", window=None):
+def attend_over_rows(devices, kernel="blockwise", window=None):
     """Attention over whole rows. Args: devices: a strategy, or the number of Ulysses' devices."""
-    strategy = devices if isinstance(devices, Strategy) else attention.combine(devices)
+    strategy = devices if isinstance(devices, Strategy) else combine(devices)
     if kernel is oracle.attention:
         kernel = functools.partial(kernel, score=ScoreConfig(window=window))
-    attend = attention.make_attend(
+    attend = make_attend(
         strategy=strategy, kernel=kernel, layer_scores=[ScoreConfig(window=window)]
     )
     return batches.attend_on_shards(attend) if strategy.seq > 1 else attend
@@ -55,7 +55,7 @@ def arrays(B, H=8, G=4):
 @functools.cache
 def compiled(devices, kernel="blockwise", window=None):
     """The output, dq, dk and dv."""
-    attend = make_attend(devices, kernel, window)
+    attend = attend_over_rows(devices, kernel, window)
 
     @jax.jit
     def results(q, k, v, dout, starts, lengths):
@@ -90,12 +90,15 @@ def test_many_devices_equal_one(seq, H, G, window):
 def test_ulysses_is_two_all_to_alls_and_no_gather():
     q, k, v, _ = arrays(1)
     text = (
-        jax.jit(make_attend(4)).lower(q, k, v, np.int32([[0]]), np.int32([[L]])).compile().as_text()
+        jax.jit(attend_over_rows(4))
+        .lower(q, k, v, np.int32([[0]]), np.int32([[L]]))
+        .compile()
+        .as_text()
     )
     assert text.count(" all-to-all(") == 2
     for other in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
         assert f" {other}" not in text
-    assert len(attention.find_collectives(text)) == 2
+    assert len(find_collectives(text)) == 2
 
 
 def test_only_collectives_of_attention_count():
@@ -110,7 +113,7 @@ def test_only_collectives_of_attention_count():
     )
     text = jax.jit(gathered).lower(arrays(1)[0]).compile().as_text()
     assert " all-gather" in text
-    assert attention.find_collectives(text) == []
+    assert find_collectives(text) == []
 
 
 PADDED = (

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import Attend, ScoreConfig
+from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.kernels import blockwise_rows, segments
+from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -49,7 +50,7 @@ def results(attend, q, k, v, dout, starts, lengths):
 
 
 def blockwise_attend(window: int | None = None) -> Attend:
-    return attention.make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)])
+    return make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)])
 
 
 def run(attend, *inputs):
@@ -74,7 +75,7 @@ def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
-        attention.make_attend(kernel=kernel, layer_scores=[ScoreConfig(window=window)])
+        make_attend(kernel=kernel, layer_scores=[ScoreConfig(window=window)])
         for kernel in (
             "blockwise",
             functools.partial(oracle.attention, score=ScoreConfig(window=window)),
@@ -223,7 +224,7 @@ def num_forward_passes(*names):
 
 
 def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
-    out, lse = attention.CHECKPOINT_NAMES
+    out, lse = ATTENTION_NAMES
     assert num_forward_passes(out, lse) == 1
     assert num_forward_passes(out) == 2
     assert num_forward_passes(lse) == 2

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.attend import make_attend
+from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.strategies.strategy import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
@@ -25,7 +26,7 @@ NUM_LAYERS = 3
 
 POLICIES = {
     "none": None,
-    "save_attention": jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES),
+    "save_attention": jax.checkpoint_policies.save_only_these_names(*ATTENTION_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """Policy of what the backward pass of a layer keeps; None: everything."""
@@ -38,7 +39,7 @@ def compiled(strategy, H, G, remat, windows):
 
     Args: windows: window of each layer.
     """
-    attend = attention.make_attend(
+    attend = make_attend(
         strategy=strategy,
         kernel="blockwise",
         layer_scores=[ScoreConfig(window=window) for window in windows],

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_kernel
 from jaxsp.attention.kernels.cudnn.cudnn_bins import CallBins, PackedCall
+from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
@@ -63,7 +64,7 @@ def arrays(B, h, g, K=K):
 
 def run(kernel, *inputs):
     """Output, dq, dk and dv of a kernel."""
-    return results(attention.make_attend(seq=1, kernel=kernel), *inputs)
+    return results(make_attend(seq=1, kernel=kernel), *inputs)
 
 
 def results(attend, *inputs):
@@ -111,7 +112,7 @@ COPIED_CASES = [CASES[index] for index in (3, 5)]
 def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window, copies_segments):
     inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
     actual = run(
-        attention.make_attend(
+        make_attend(
             kernel="cudnn",
             settings=KernelSettings(head_chunks=head_chunks, copies_segments=copies_segments),
             layer_scores=[ScoreConfig(window=window)],
@@ -135,7 +136,7 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     shard = PartitionSpec(None, axes.SEQ)
     whole = PartitionSpec()
     specs = {"in_specs": (shard, shard, shard, whole, whole), "out_specs": shard}
-    attend = attention.make_attend(
+    attend = make_attend(
         seq=4,
         kernel="cudnn",
         settings=KernelSettings(head_chunks=2),
@@ -182,7 +183,7 @@ def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
     """All that cuDNN leaves undefined is NaN here, and no result has NaN."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
     attend = batches.attend_on_shards(
-        attention.make_attend(
+        make_attend(
             strategy=strategy, kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks)
         )
     )
@@ -202,7 +203,7 @@ def num_calls(head_chunks, policy):
     """Number of forward and backward calls of cuDNN in a checkpointed layer and its gradient."""
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     starts, lengths = map(jnp.asarray, rows("many", [0]))
-    attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks))
+    attend = make_attend(kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks))
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(q):
@@ -215,10 +216,10 @@ def num_calls(head_chunks, policy):
 
 def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
     policies = jax.checkpoint_policies
-    assert num_calls(1, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
+    assert num_calls(1, policies.save_only_these_names(*ATTENTION_NAMES)) == (2, 2)
     # In a loop over head chunks:
-    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
-    assert num_calls(1, policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == (4, 2)
+    assert num_calls(2, policies.save_only_these_names(*ATTENTION_NAMES)) == (2, 2)
+    assert num_calls(1, policies.save_only_these_names(ATTENTION_NAMES[0])) == (4, 2)
     assert num_calls(1, policies.nothing_saveable) == (4, 2)
 
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_calls, cudnn_limits, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
 from jaxsp.planner.compile import compiled
 
 pytestmark = pytest.mark.e2e
@@ -36,7 +35,7 @@ def program(device, *, slots, K, window, settings=None):
     )
     slot_shape = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=sharding)
 
-    attend = attention.make_attend(
+    attend = make_attend(
         kernel="cudnn", settings=settings, layer_scores=[ScoreConfig(window=window)]
     )
 

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.chunks.halo_exchange import Halo
 from jaxsp.attention.kernels import blockwise_rows
+from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_cudnn, test_strategies
 from tests.attention.strategies import make_strategy
@@ -19,10 +20,10 @@ from tests.attention.strategies import make_strategy
 L = test_strategies.L
 
 STRATEGIES = [
-    *(attention.combine(1, Ring(degree=seq)) for seq in (1, 2, 3, 4, 6, 8)),
-    *(attention.combine(1, Ring(degree=seq, chunks_per_device=4)) for seq in (1, 2, 4)),
-    *(attention.combine(1, AllGather(degree=seq)) for seq in (1, 4)),
-    attention.combine(1, AllGather(degree=3, chunks_per_device=8)),
+    *(combine(1, Ring(degree=seq)) for seq in (1, 2, 3, 4, 6, 8)),
+    *(combine(1, Ring(degree=seq, chunks_per_device=4)) for seq in (1, 2, 4)),
+    *(combine(1, AllGather(degree=seq)) for seq in (1, 4)),
+    combine(1, AllGather(degree=3, chunks_per_device=8)),
     *(
         make_strategy(seq=seq, ulysses_degree=degree, tokens=tokens)
         for seq, degree in ((8, 2), (4, 2), (6, 3))
@@ -56,8 +57,8 @@ def small_blocks():
         yield
 
 
-def make_attend(strategy, kernel, window):
-    attend = attention.make_attend(
+def attend_with_window(strategy, kernel, window):
+    attend = make_attend(
         strategy=strategy, kernel=kernel, layer_scores=[ScoreConfig(window=window)]
     )
     return attend if strategy.seq == 1 else batches.attend_on_shards(attend)
@@ -66,9 +67,7 @@ def make_attend(strategy, kernel, window):
 @functools.cache
 def expected(window):
     attend = functools.partial(oracle.attention, score=ScoreConfig(window=window))
-    return test_strategies.results(
-        attention.make_attend(kernel=attend), test_strategies.inputs(6, 2)
-    )
+    return test_strategies.results(make_attend(kernel=attend), test_strategies.inputs(6, 2))
 
 
 CASES = [
@@ -87,7 +86,7 @@ CASES = [
 def test_windows_equal_one_device(strategy, name, record_property):
     window = WINDOWS[name](strategy.layout.chunk_tokens(L))
     actual = test_strategies.results(
-        make_attend(strategy, "blockwise", window), test_strategies.inputs(6, 2)
+        attend_with_window(strategy, "blockwise", window), test_strategies.inputs(6, 2)
     )
     right = dict(expected(window))
     if window == 1:  # the only weight of a softmax is 1: scores have no gradient
@@ -103,7 +102,7 @@ def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
     """Gradients of single tokens, at edges of chunks of 12 tokens, of segments and of the row."""
     window = 17
     q, k, v, dout, starts, lengths = test_strategies.inputs(2, 1)
-    attend = make_attend(attention.combine(1, Ring(degree=4)), "blockwise", window)
+    attend = attend_with_window(combine(1, Ring(degree=4)), "blockwise", window)
     segment = np.full((len(q), L), -1)
     for row, places in enumerate(test_strategies.ROWS):
         for number, (start, length) in enumerate(places):
@@ -129,12 +128,12 @@ def test_tokens_depend_exactly_on_the_tokens_of_their_segment_in_the_window():
 
 
 CUDNN_CASES = [
-    ("many", attention.combine(1, Ring(degree=2)), 100),
+    ("many", combine(1, Ring(degree=2)), 100),
     # a halo of more tokens than are before the second chunk
-    ("one", attention.combine(1, Ring(degree=2)), 200),
-    ("two", attention.combine(1, Ring(degree=1)), 300),
+    ("one", combine(1, Ring(degree=2)), 200),
+    ("two", combine(1, Ring(degree=1)), 300),
     ("many", make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"), 129),
-    ("one", attention.combine(1, AllGather(degree=1)), 511),
+    ("one", combine(1, AllGather(degree=1)), 511),
 ]
 
 
@@ -150,7 +149,7 @@ def test_windows_go_through_cudnn(kind, strategy, window):
     """All that cuDNN leaves undefined is NaN here, and no result has NaN."""
     cudnn_contract.on_cpu()
     inputs = [*test_cudnn.arrays(4, 4, 2), *test_cudnn.rows(kind, [0, 1, 2, 3])]
-    actual = test_cudnn.results(make_attend(strategy, "cudnn", window), *inputs)
+    actual = test_cudnn.results(attend_with_window(strategy, "cudnn", window), *inputs)
     score = ScoreConfig(window=window)
     right = test_cudnn.run(functools.partial(oracle.attention, score=score), *inputs)
     for name in right:

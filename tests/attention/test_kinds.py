@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels import blockwise_rows, segments
-from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, ScoreConfig
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES as ATTENTION_NAMES
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle, test_strategies
 from tests.attention.strategies import make_strategy
@@ -91,7 +92,7 @@ def test_kinds_softcap_scale_and_sinks_equal_one_device(name, record_property):
     strategy, H, G = test_strategies.CASES[name]
     kinds = (CAPPED, NEAR)
     attend = batches.attend_on_shards(
-        attention.make_attend(strategy=strategy, kernel="blockwise", layer_scores=kinds)
+        make_attend(strategy=strategy, kernel="blockwise", layer_scores=kinds)
     )
     run = compile_results(attend)
     for kind, score in enumerate(kinds):
@@ -111,9 +112,9 @@ CUDNN_L = 256
 @pytest.mark.parametrize(
     ("strategy", "max_segments"),
     [
-        (attention.combine(2), 9),
-        (attention.combine(1), 1),
-        pytest.param(attention.combine(1, Ring(degree=2)), 9, marks=pytest.mark.slow),
+        (combine(2), 9),
+        (combine(1), 1),
+        pytest.param(combine(1, Ring(degree=2)), 9, marks=pytest.mark.slow),
         pytest.param(
             make_strategy(seq=4, ulysses_degree=2, tokens="all_gather"),
             1,
@@ -135,7 +136,7 @@ def test_cudnn_scales_scores_and_has_kinds_and_sinks(strategy, max_segments):
     inputs = [*arrays, starts, lengths]
     far = ScoreConfig(scale=0.1)
     near = ScoreConfig(scale=0.4, window=31)
-    attend = attention.make_attend(
+    attend = make_attend(
         strategy=strategy,
         kernel="cudnn",
         settings=KernelSettings(head_chunks=2),
@@ -183,9 +184,7 @@ def test_results_at_padding_are_zero_with_sinks(kernel):
     lengths = np.int32([[20, 30], [0, 0]])
     inside = np.zeros((2, 128), bool)
     inside[0, 10:30] = inside[0, 40:70] = True
-    actual = compile_results(attention.make_attend(kernel=kernel))(
-        [*arrays, starts, lengths], make_sinks(2)
-    )
+    actual = compile_results(make_attend(kernel=kernel))([*arrays, starts, lengths], make_sinks(2))
     assert np.isfinite(actual["dsinks"]).all()
     assert (actual["dsinks"] != 0).all()
     for name in ("out", "dq", "dk", "dv"):
@@ -206,7 +205,7 @@ def test_sinks_are_those_of_gpt_oss():
     out, _ = modeling_gpt_oss.eager_attention_forward(module, *heads_first, mask, scaling=0.3)
     out.backward(dout)
     right = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad, "dsinks": sinks.grad}
-    attend = attention.make_attend(kernel="blockwise", layer_scores=[ScoreConfig(scale=0.3)])
+    attend = make_attend(kernel="blockwise", layer_scores=[ScoreConfig(scale=0.3)])
     rows = [x[:1] for x in inputs[:4]]
     actual = compile_results(attend)(
         [*rows, np.zeros((1, 1), np.int32), np.full((1, 1), L, np.int32)], make_sinks(6)
@@ -221,7 +220,7 @@ NUM_LAYERS = 6
 
 def layer_gradient(policy_names, layer_scores):
     """Jaxpr of the gradient of a scan over checkpointed layers with sinks, and its arguments."""
-    attend = attention.make_attend(kernel="blockwise", layer_scores=layer_scores)
+    attend = make_attend(kernel="blockwise", layer_scores=layer_scores)
     policy = jax.checkpoint_policies.save_only_these_names(*policy_names)
 
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
@@ -259,7 +258,7 @@ def saved_shapes(jaxpr):
 
 def test_the_forward_pass_of_two_kinds_is_not_repeated_if_the_named_residuals_are_kept():
     """Each kind is a branch, so each forward pass has two."""
-    out, lse = attention.CHECKPOINT_NAMES
+    out, lse = ATTENTION_NAMES
     two_kinds = [PLAIN, NEAR] * (NUM_LAYERS // 2)
     assert num_forward_passes(layer_gradient([out, lse], two_kinds)) == 2
     assert num_forward_passes(layer_gradient([out], two_kinds)) == 4
@@ -268,7 +267,7 @@ def test_the_forward_pass_of_two_kinds_is_not_repeated_if_the_named_residuals_ar
 
 def test_residuals_of_two_kinds_are_saved_once():
     """The input, the output and the log-sum-exp of each layer, as with one kind."""
-    names = attention.CHECKPOINT_NAMES
+    names = ATTENTION_NAMES
     two_kinds = [PLAIN, NEAR] * (NUM_LAYERS // 2)
     saved = saved_shapes(layer_gradient(names, two_kinds))
     assert saved == saved_shapes(layer_gradient(names, [PLAIN] * NUM_LAYERS))
@@ -279,20 +278,20 @@ def test_residuals_of_two_kinds_are_saved_once():
 def test_one_kind_has_no_switch():
     """Besides those between platforms, which are resolved when the program is lowered."""
     for scores, num_switches in (([NEAR] * NUM_LAYERS, 0), ([NEAR, PLAIN] * 3, 2)):
-        jaxpr = layer_gradient(attention.CHECKPOINT_NAMES, scores)
+        jaxpr = layer_gradient(ATTENTION_NAMES, scores)
         names = [equation.primitive.name for equation in batches.equations(jaxpr)]
         assert names.count("cond") - names.count("platform_index") == num_switches
 
 
 def test_kinds_are_numbered_in_the_order_of_their_first_layers():
-    attend = attention.make_attend(kernel="blockwise", layer_scores=[NEAR, NEAR, PLAIN, NEAR])
+    attend = make_attend(kernel="blockwise", layer_scores=[NEAR, NEAR, PLAIN, NEAR])
     assert attend.kinds == (NEAR, PLAIN)
     assert attend.layer_kinds == (0, 0, 1, 0)
 
 
 def test_a_function_as_a_kernel_has_one_kind_and_no_sinks():
     with pytest.raises(AssertionError, match="one kind of layer, and there are 2"):
-        attention.make_attend(kernel=oracle.attention, layer_scores=[NEAR, PLAIN])
-    attend = attention.make_attend(kernel=oracle.attention)
+        make_attend(kernel=oracle.attention, layer_scores=[NEAR, PLAIN])
+    attend = make_attend(kernel=oracle.attention)
     with pytest.raises(AssertionError, match="sinks"):
         compile_results(attend)(test_strategies.inputs(2, 1), make_sinks(2))

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.attention import kernel_selection
+from jaxsp.attention.attend import make_attend, make_chosen_attend
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.kernels.residuals import AttentionFunctions
+from jaxsp.attention.selection import choose_attention
 from jaxsp.attention.strategies import registry
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.token_exchange import TokenExchange
-from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import oracle
@@ -94,12 +96,12 @@ def settings(**attention_fields):
 
 def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
     config = settings(strategy="gather_all", kernel="whole_matrix")
-    choice = attention.choose(config, runs.MODEL, devices=jax.devices()[:SEQ])
+    choice = choose_attention(config, runs.MODEL, devices=jax.devices()[:SEQ])
     assert (choice.strategy, choice.kernel) == (
-        attention.combine(1, GatherAll(degree=SEQ)),
+        combine(1, GatherAll(degree=SEQ)),
         WholeMatrix(),
     )
-    attend = attention.make_chosen_attend(choice)
+    attend = make_chosen_attend(choice)
     starts = jnp.int32([[0, 9], [4, 0]])
     lengths = jnp.int32([[9, 20], [20, 0]])
     rng = np.random.default_rng(0)
@@ -110,14 +112,14 @@ def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv)
 
     actual = gradients(batches.attend_on_shards(attend))
-    expected = gradients(attention.make_attend(kernel="blockwise"))
+    expected = gradients(make_attend(kernel="blockwise"))
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for value, right in pairs:
         assert batches.relative_error(np.asarray(value), np.asarray(right)) < tolerances.STRATEGIES
 
 
 def test_auto_considers_a_toy_strategy_and_a_toy_kernel(toys):
-    choice = attention.choose(settings(), runs.MODEL, devices=jax.devices()[:SEQ])
+    choice = choose_attention(settings(), runs.MODEL, devices=jax.devices()[:SEQ])
     considered = [choice.strategy.description, *(name for name, _ in choice.alternatives)]
     assert "gather_all of 2" in considered
     assert choice.kernel == WholeMatrix()

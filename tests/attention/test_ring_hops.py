@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
+from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.chunks import ring_hops
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core import axes
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import balance
@@ -89,8 +90,8 @@ def mark(name):
 def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
     """Transfers are NaN if none is needed."""
     (data, seq), chunks, places, extent = EXTENTS[name]
-    strategy = attention.combine(1, Ring(degree=seq, chunks_per_device=chunks))
-    attend = attention.make_attend(strategy=strategy, kernel="blockwise")
+    strategy = combine(1, Ring(degree=seq, chunks_per_device=chunks))
+    attend = make_attend(strategy=strategy, kernel="blockwise")
     if extent == ring_hops.NO_HOPS:
         monkeypatch.setattr(
             Ring, "shift", lambda self, arrays, distance=1: [x * jnp.nan for x in arrays]
@@ -104,7 +105,7 @@ def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
             lengths[row, slot] = length
     attend_rows = AttendGroups(attend, data)
     actual = test_strategies.results(attend_rows, [*inputs, starts, lengths])
-    right = attention.make_attend(kernel=oracle.attention)
+    right = make_attend(kernel=oracle.attention)
     expected = test_strategies.results(right, [*inputs, starts, lengths])
     for key in expected:
         assert batches.relative_error(actual[key], expected[key]) < tolerances.STRATEGIES, key
@@ -116,7 +117,7 @@ def test_groups_that_need_different_hops_equal_one_device(name, monkeypatch):
 class AttendGroups:
     """Attention on whole rows, of which each group has its own."""
 
-    attend: attention.Attend
+    attend: Attend
     data: int
 
     def on_mesh(self, function, in_specs, out_specs):

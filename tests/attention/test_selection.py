@@ -5,12 +5,14 @@ import types
 import jax
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import LayerWorkload, ScoreConfig
+from jaxsp.attention.choice import describe_choice
 from jaxsp.attention.kernels.cudnn import cudnn_calls, cudnn_memory
 from jaxsp.attention.kernels.cudnn.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelWorkload, ScoreConfig
+from jaxsp.attention.selection import choose_attention
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.attention.strategies.ulysses import Ulysses
+from jaxsp.attention.strategies.workload import LayerWorkload, count_workloads
 from jaxsp.core import units
 from jaxsp.core.errors import UserError
 from jaxsp.setup import config_file
@@ -71,7 +73,7 @@ def choose(
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    return attention.choose(
+    return choose_attention(
         config,
         make_model(heads, window=window, layer_scores=layer_scores),
         devices=[device],
@@ -135,7 +137,7 @@ def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(
     assert choice.kernel.name == "blockwise"
     assert choice.fallback_reason
     assert choice.fallback_reason in problem
-    line = attention.describe(choice, make_model((32, 8, 128)))
+    line = describe_choice(choice, make_model((32, 8, 128)))
     assert_names(line, "8 of 32", "2 of 8", "blockwise")
     assert choice.fallback_reason in line
 
@@ -252,7 +254,7 @@ def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
     assert (on_a100.copies_segments, choose(seq=8).settings.copies_segments) == (True, False)
     tokens = 131072
     split = CallSplit(head_chunks=1, capacity_factor=4)
-    workload = attention.combine(8).kernel_workload(
+    workload = combine(8).kernel_workload(
         LayerWorkload(
             num_rows=1,
             tokens_per_device=tokens // 8,
@@ -270,7 +272,7 @@ def test_copies_of_segments_before_hopper_count_where_heads_are_divided():
     assert cudnn_memory.copied_bytes(cudnn_memory.adapt_to_devices(workload, [H100]), split) == 0
     longest = choose(A100, seq=8, row_tokens=8 * tokens).settings
     assert longest.head_chunks > choose(seq=8, row_tokens=8 * tokens).settings.head_chunks
-    line = attention.describe(choose(A100, seq=8), make_model((32, 8, 128)))
+    line = describe_choice(choose(A100, seq=8), make_model((32, 8, 128)))
     assert_names(line, "segments copied", "4 times")
 
 
@@ -346,7 +348,7 @@ def test_cudnn_is_refused_for_softcaps_and_auto_takes_blockwise():
     assert_names(problem, *parts, start="attention.kernel = cudnn: ")
     choice = choose(layer_scores=layer_scores)
     assert choice.kernel.name == "blockwise"
-    line = attention.describe(choice, make_model((32, 8, 128)))
+    line = describe_choice(choice, make_model((32, 8, 128)))
     assert_names(line, "softcap", "1 of 2 layers: each token sees the last 4,096")
     assert "scores are capped at 50" in line
     assert choose(layer_scores=layer_scores, kernel="blockwise").fallback_reason == ""
@@ -360,7 +362,7 @@ def test_layers_are_counted_by_workload():
         config = batches.make_config()
         data = config.data.model_copy(update={"row_tokens": row_tokens})
         config = config.model_copy(update={"data": data})
-        counts = attention.count_workloads(config, model)
+        counts = count_workloads(config, model)
         return {layer.window: number for layer, number in counts.items()}
 
     assert count(2048) == {1024: 5, None: 2}
@@ -384,7 +386,7 @@ def test_the_banner_shows_what_each_strategy_sends():
     # k and v forward and backward, their gradients in float32, and the last hop in bfloat16
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
     assert choice.sent_bytes == exchanged + around
-    line = attention.describe(choice, make_model((28, 4, 128)))
+    line = describe_choice(choice, make_model((28, 4, 128)))
     assert_names(
         line,
         "cuDNN 9.28.0",

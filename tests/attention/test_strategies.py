@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import LayerWorkload, ScoreConfig
+from jaxsp.attention.attend import make_attend
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.kernels import blockwise_rows
+from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.selection import choose_strategy
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.config.schema import AttentionConfig
+from jaxsp.attention.strategies.strategy import combine
+from jaxsp.attention.strategies.workload import LayerWorkload
 from jaxsp.core.layout import Layout
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
@@ -68,7 +71,7 @@ def chosen(seq, H, G, *, window=None, **attention_fields):
         "attention": AttentionConfig(**attention_fields),
         "data": config.data.model_copy(update={"row_tokens": 1000 * seq}),
     }
-    return attention.choose_strategy(config.model_copy(update=update), model)
+    return choose_strategy(config.model_copy(update=update), model)
 
 
 def cases():
@@ -77,20 +80,18 @@ def cases():
     products = {(2, 4), (4, 2), (2, 2), (3, 2)}
     by_name = {}
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
-        strategies = [attention.combine(1, Ring(degree=seq)), chosen(seq, H, G)]
+        strategies = [combine(1, Ring(degree=seq)), chosen(seq, H, G)]
         for chunks in (4, 8, 16):
             if L % (chunks * seq) == 0 and (H, G) in ((6, 2), (5, 1)):
-                strategies.append(attention.combine(1, Ring(degree=seq, chunks_per_device=chunks)))
-                strategies.append(
-                    attention.combine(1, AllGather(degree=seq, chunks_per_device=chunks))
-                )
+                strategies.append(combine(1, Ring(degree=seq, chunks_per_device=chunks)))
+                strategies.append(combine(1, AllGather(degree=seq, chunks_per_device=chunks)))
         strategies += [
-            attention.combine(1, AllGather(degree=seq, kv_heads_per_gather=number))
+            combine(1, AllGather(degree=seq, kv_heads_per_gather=number))
             for number in sorted({1, 2, G})
             if G % number == 0
         ]
         if H % seq == 0:
-            strategies.append(attention.combine(seq))
+            strategies.append(combine(seq))
         for inner, degree in products:
             if inner * degree == seq and H % inner == 0:
                 outers = [
@@ -99,7 +100,7 @@ def cases():
                     for chunks in (2, 8)
                     if chunks == 2 or (H, G) == (6, 2)
                 ]
-                strategies += [attention.combine(inner, outer) for outer in outers]
+                strategies += [combine(inner, outer) for outer in outers]
         for strategy in strategies:
             by_name[f"{H} and {G} heads: {strategy.description}"] = (strategy, H, G)
     return by_name
@@ -151,13 +152,13 @@ def results(attend, inputs):
 
 @functools.cache
 def expected(H, G):
-    return results(attention.make_attend(kernel=oracle.attention), inputs(H, G))
+    return results(make_attend(kernel=oracle.attention), inputs(H, G))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CASES])
 def test_every_strategy_equals_one_device(name, record_property):
     strategy, H, G = CASES[name]
-    attend = attention.make_attend(strategy=strategy, kernel="blockwise")
+    attend = make_attend(strategy=strategy, kernel="blockwise")
     actual = results(batches.attend_on_shards(attend), inputs(H, G))
     differences = {
         key: batches.relative_error(value, expected(H, G)[key]) for key, value in actual.items()
@@ -184,12 +185,12 @@ def test_auto_is_ulysses_if_possible_else_what_sends_least(seq, H, G, inner):
     if inner is not None:
         assert strategy.heads.degree == inner
     if H % seq == 0:
-        assert strategy == attention.combine(seq)
+        assert strategy == combine(seq)
         return
     degrees = [n for n in range(2, seq) if seq % n == 0 and H % n == 0]
     others = [
-        attention.combine(1, Ring(degree=seq)),
-        *(attention.combine(n, Ring(degree=seq // n)) for n in degrees),
+        combine(1, Ring(degree=seq)),
+        *(combine(n, Ring(degree=seq // n)) for n in degrees),
     ]
     assert strategy in others
     assert send_bytes(strategy, H, G) == min(send_bytes(other, H, G) for other in others)
@@ -199,27 +200,27 @@ def test_the_degree_fits_the_heads_per_gather():
     gather = {"strategy": "all_gather"}
     assert chosen(8, 28, 4, **gather).heads.degree == 4
     two = chosen(8, 28, 4, kv_heads_per_gather=2, **gather)
-    assert two == attention.combine(2, AllGather(degree=4, kv_heads_per_gather=2))
+    assert two == combine(2, AllGather(degree=4, kv_heads_per_gather=2))
     four = chosen(8, 28, 4, kv_heads_per_gather=4, **gather)
-    assert four == attention.combine(1, AllGather(degree=8, kv_heads_per_gather=4))
+    assert four == combine(1, AllGather(degree=8, kv_heads_per_gather=4))
 
 
 def test_a_requested_degree_is_that_of_ulysses_in_every_strategy():
     gather = chosen(8, 28, 4, strategy="all_gather", ulysses_degree=2, kv_heads_per_gather=2)
-    assert gather == attention.combine(2, AllGather(degree=4, kv_heads_per_gather=2))
+    assert gather == combine(2, AllGather(degree=4, kv_heads_per_gather=2))
     assert (gather.seq, gather.layout.degree, gather.label) == (8, 4, "ulysses 2 x all_gather")
     for strategy in ("ring", "auto"):
         options = {"strategy": strategy}
-        assert chosen(8, 28, 4, ulysses_degree=1, **options) == attention.combine(1, Ring(degree=8))
-        assert chosen(8, 28, 4, ulysses_degree=2, **options) == attention.combine(2, Ring(degree=4))
-        assert chosen(4, 28, 4, ulysses_degree=4, **options) == attention.combine(4)
-    assert chosen(4, 28, 4, strategy="ulysses", ulysses_degree=4) == attention.combine(4)
-    assert chosen(1, 7, 7, strategy="ring", ulysses_degree=2) == attention.combine(1)
+        assert chosen(8, 28, 4, ulysses_degree=1, **options) == combine(1, Ring(degree=8))
+        assert chosen(8, 28, 4, ulysses_degree=2, **options) == combine(2, Ring(degree=4))
+        assert chosen(4, 28, 4, ulysses_degree=4, **options) == combine(4)
+    assert chosen(4, 28, 4, strategy="ulysses", ulysses_degree=4) == combine(4)
+    assert chosen(1, 7, 7, strategy="ring", ulysses_degree=2) == combine(1)
 
 
 def test_windows_do_not_limit_the_strategies():
-    assert chosen(4, 28, 4, window=100) == attention.combine(4)
-    assert chosen(8, 28, 4, ulysses_degree=1, window=100) == attention.combine(1, Ring(degree=8))
+    assert chosen(4, 28, 4, window=100) == combine(4)
+    assert chosen(8, 28, 4, ulysses_degree=1, window=100) == combine(1, Ring(degree=8))
     # 1,023 of 32,768 tokens: halos are less than what Ulysses sends; each neighbor sends those of a
     # quarter of the heads between nodes
     best = chosen(32, 28, 4, window=1024)
@@ -229,7 +230,7 @@ def test_windows_do_not_limit_the_strategies():
 def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
     """JAX would compute what depends only on the segments in a loop of 6 ring steps before it."""
     attend = batches.attend_on_shards(
-        attention.make_attend(strategy=attention.combine(1, Ring(degree=8)), kernel="blockwise")
+        make_attend(strategy=combine(1, Ring(degree=8)), kernel="blockwise")
     )
     starts = jnp.zeros((1, 1), jnp.int32)
     lengths = jnp.full((1, 1), 160, jnp.int32)
@@ -256,10 +257,10 @@ def merge_errors(kernel, degree=8, tokens=512):
     starts = np.int32([[0, 0], [0, 100]])
     lengths = np.int32([[tokens, 0], [100, tokens - 100]])
     ring = batches.attend_on_shards(
-        attention.make_attend(strategy=attention.combine(1, Ring(degree=degree)), kernel=kernel)
+        make_attend(strategy=combine(1, Ring(degree=degree)), kernel=kernel)
     )
-    single = attention.make_attend(kernel=kernel)
-    exact = attention.make_attend(kernel=oracle.attention)
+    single = make_attend(kernel=kernel)
+    exact = make_attend(kernel=oracle.attention)
     right = results(exact, [*(np.asarray(x, np.float32) for x in inputs), starts, lengths])
     errors = []
     for attend in (ring, single):

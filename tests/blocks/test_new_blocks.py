@@ -17,10 +17,10 @@ from jaxsp.blocks.block import FeedForward, Mixer, MixerInput
 from jaxsp.blocks.config import LayerConfig
 from jaxsp.blocks.layers import Parameter, declare_param
 from jaxsp.blocks.linear import Linear
-from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.delta_rule.spans import RowSpans, find_segments
 from jaxsp.hf import weights
 from jaxsp.model import adapters, decoder
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.planner.cost import comms
 from jaxsp.sharding import host_offload
 from tests import batches

@@ -7,10 +7,10 @@ import pytest
 
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 from jaxsp.setup import resume
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.early_stopping import EarlyStoppingState
 from tests import messages
 

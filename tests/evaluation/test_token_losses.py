@@ -6,7 +6,6 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.config.schema import MeshConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
@@ -14,6 +13,7 @@ from jaxsp.evaluation import position_losses
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.evaluation.position_losses import PositionSums
 from jaxsp.evaluation.token_losses import TokenLosses
+from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.training.specs import StepSpec
 from tests import batches
 from tests.attention.strategies import make_strategy

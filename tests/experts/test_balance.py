@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.experts import balance, routing
 from jaxsp.hf import model_config
+from jaxsp.hf.model_source import ModelSourceConfig
 from tests import batches
 from tests.training import runs
 

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp import attention
+from jaxsp.attention.attention_config import AttentionConfig
+from jaxsp.attention.selection import choose_attention
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Weights
-from jaxsp.config.schema import AttentionConfig, MeshConfig
 from jaxsp.generation.generator import Generator
 from jaxsp.generation.programs import PER_ROW
 from jaxsp.model.cached_layers import Answers
+from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.sharding.sharding import Gather
 from jaxsp.training.specs import StepSpec
 from tests import batches
@@ -38,7 +39,7 @@ def make_spec(
     }
     config = config.model_copy(update=update)
     mesh = batches.mesh(*sizes)
-    choice = attention.choose(config, model, devices=list(mesh.devices.flat))
+    choice = choose_attention(config, model, devices=list(mesh.devices.flat))
     return StepSpec(config=config, model=model, mesh=mesh, attention=choice, num_steps=1)
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import Attend, KernelSettings, ScoreConfig
+from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.cudnn import cudnn_bins, cudnn_kernel, cudnn_limits
-from jaxsp.attention.kernels.kernel import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelSettings, KernelWorkload, ScoreConfig
 from jaxsp.attention.strategies.registry import TOKEN_EXCHANGES
+from jaxsp.attention.strategies.strategy import combine
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -77,7 +77,7 @@ def arrays(B, tokens, h, g, K):
 def results(kernel, dtype, q, k, v, dout, starts, lengths):
     """Output, dq, dk and dv, in float32."""
     is_attend = isinstance(kernel, Attend)
-    attend = kernel if is_attend else attention.make_attend(seq=1, kernel=kernel)
+    attend = kernel if is_attend else make_attend(seq=1, kernel=kernel)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
     return {
@@ -92,7 +92,7 @@ def run(kernel, dtype, *inputs):
 
 kernels = functools.cache(
     # By name, as in training: padding in q, k and v is not set to 0.
-    lambda head_chunks, window=None: attention.make_attend(
+    lambda head_chunks, window=None: make_attend(
         kernel="cudnn",
         settings=KernelSettings(head_chunks=head_chunks),
         layer_scores=[ScoreConfig(window=window)],
@@ -143,9 +143,9 @@ def test_cudnn_differs_from_the_oracle_by_bfloat16_rounding_only(
 
 
 in_two_chunks = functools.cache(
-    lambda head_chunks, tokens: attention.make_attend(
+    lambda head_chunks, tokens: make_attend(
         kernel="cudnn",
-        strategy=attention.combine(1, TOKEN_EXCHANGES[tokens](degree=1)),
+        strategy=combine(1, TOKEN_EXCHANGES[tokens](degree=1)),
         settings=KernelSettings(head_chunks=head_chunks),
     )
 )
@@ -182,7 +182,7 @@ def test_the_blockwise_kernel_differs_by_bfloat16_rounding_only(K, window, requi
             *inputs,
         )
     actual = run(
-        attention.make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)]),
+        make_attend(kernel="blockwise", layer_scores=[ScoreConfig(window=window)]),
         jnp.bfloat16,
         *inputs,
     )

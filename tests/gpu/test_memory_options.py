@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import as_kernel, make_attend
+from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
+from jaxsp.attention.selection import choose_attention
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.memory import memory_compile, memory_problems
 from jaxsp.memory.memory_fit import MemoryUse
@@ -23,6 +24,7 @@ from jaxsp.model import decoder
 from jaxsp.run import selfcheck
 from jaxsp.runtime import device_mesh
 from jaxsp.setup import config_file
+from jaxsp.setup.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload
 from jaxsp.training import compile_options, train_state, train_step, weight_init
 from jaxsp.training.specs import StepSpec
@@ -107,7 +109,7 @@ def make_program(gpu, memory, dtype="bfloat16", xla_options=None):
     )
     if problems := memory_problems.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
-    choice = attention.choose(config, MODEL, devices=[gpu])
+    choice = choose_attention(config, MODEL, devices=[gpu])
     mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
     return StepSpec(config=config, model=MODEL, mesh=mesh, attention=choice, num_steps=3)
 
@@ -245,20 +247,20 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, record_
 
 
 def test_the_check_detects_attention_that_ignores_segments(gpu):
-    attend = attention.make_attend(kernel="blockwise")
+    attend = make_attend(kernel="blockwise")
 
     def ignore_segments(q, k, v, starts, lengths):
         one = jnp.zeros((len(starts), 1), jnp.int32)
         return attend(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     check = selfcheck.check_attention(
-        attention.as_kernel(ignore_segments),
+        as_kernel(ignore_segments),
         heads=(8, 2),
         head_dim=64,
         max_segments=64,
         dtype="bfloat16",
         score=ScoreConfig(),
         settings=KernelSettings(),
-        strategy=attention.combine(1),
+        strategy=combine(1),
     )
     assert min(check.measure_errors(gpu).values()) > check.tolerance

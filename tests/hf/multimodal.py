@@ -10,10 +10,10 @@ import transformers
 
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Weights
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.batch import Batch
 from jaxsp.hf import folder, model_config, weights
 from jaxsp.hf.folder import ModelFolder
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from jaxsp.training import weight_init
 from tests import batches, tolerances

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import transformers
 
-from jaxsp import attention
+from jaxsp.attention.attend import make_attend
 from jaxsp.blocks import layers
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter
@@ -547,7 +547,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
     table = decoder.param_table(config)
     dtype = jnp.dtype("float32")
     gather = unsharded.UnshardedGather()
-    attend = attention.make_attend(seq=1, kernel="blockwise", layer_scores=config.layer_scores)
+    attend = make_attend(seq=1, kernel="blockwise", layer_scores=config.layer_scores)
 
     @jax.jit
     def run(weights: layers.Weights, batch: Batch) -> Result:

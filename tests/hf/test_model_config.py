@@ -8,9 +8,9 @@ import transformers
 
 from jaxsp.blocks.block_config import DeltaNetConfig, NormNames
 from jaxsp.blocks.config import LayerConfig, ModelConfig, QueryScale, Rope
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families, model_config, published
+from jaxsp.hf.model_source import ModelSourceConfig
 from scripts.bench import configs
 from tests import batches
 from tests.hf import multimodal

@@ -9,9 +9,9 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import library
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, other_parts, writer
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
 from tests.hf import multimodal, oracle

@@ -16,12 +16,12 @@ import safetensors.numpy
 
 from jaxsp.blocks import layers
 from jaxsp.blocks.layers import Parameter
-from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, peft, text_part, weights, writer
 from jaxsp.hf.peft import ResolvedAdapter
 from jaxsp.model import decoder
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.setup import merging
 from jaxsp.training import trainable
 from tests import batches, tolerances

@@ -7,10 +7,10 @@ import time
 import pytest
 import yaml
 
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, model_config, published
 from jaxsp.hf.folder import HubError
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import context_range
 from jaxsp.model import decoder, flops
 from jaxsp.setup import config_file

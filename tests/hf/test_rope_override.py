@@ -4,7 +4,7 @@ from typing import Any
 
 import transformers
 
-from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import rope_override
 from jaxsp.hf.rope.rope_forms import RopeSupport
 

@@ -11,9 +11,9 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.blocks.config import ModelConfig
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config, published, weights, writer
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.model import decoder
 from tests import batches
 from tests.hf import multimodal, oracle

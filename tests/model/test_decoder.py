@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsp import attention
+from jaxsp.attention.attend import make_attend
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, SPECS, Batch
@@ -38,7 +38,7 @@ def small_blocks():
 
 
 def hidden_states(weights, batch, seq):
-    attend = attention.make_attend(seq=seq, kernel="blockwise")
+    attend = make_attend(seq=seq, kernel="blockwise")
     hidden, _ = decoder.hidden_states(
         weights,
         batch,

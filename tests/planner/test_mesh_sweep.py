@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.kernels.kernel import ScoreConfig
+from jaxsp.attention.selection import choose_strategy, list_options
 from jaxsp.core.errors import UserError
 from jaxsp.hf import model_config
 from jaxsp.planner import mesh_sweep, planning
@@ -125,7 +125,7 @@ def list_options(config, *, seq, num_heads):
     model = types.SimpleNamespace(
         num_heads=num_heads, num_kv_heads=4, head_dim=64, layer_scores=[ScoreConfig()]
     )
-    return attention.list_options(config, model, seq=seq)
+    return list_options(config, model, seq=seq)
 
 
 def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
@@ -137,7 +137,7 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
     model = types.SimpleNamespace(
         num_heads=32, num_kv_heads=8, head_dim=64, layer_scores=[ScoreConfig()]
     )
-    options = attention.list_options(config, model, seq=8)
+    options = list_options(config, model, seq=8)
     assert [option.label for option in options] == [
         "ulysses",
         "ulysses 4 x ring",
@@ -148,7 +148,7 @@ def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
         "all_gather",
     ]
     changed = [config.with_fields(mesh=MESH, attention=option.config_fields) for option in options]
-    chosen = [attention.choose_strategy(each, model) for each in changed]
+    chosen = [choose_strategy(each, model) for each in changed]
     assert [strategy.description for strategy in chosen] == [
         "Ulysses of 8",
         "Ulysses of 4 x ring of 2 (4 chunks each)",

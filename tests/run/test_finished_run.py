@@ -5,11 +5,11 @@ import shutil
 import pytest
 
 from jaxsp.checkpoint import files
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.run import preflight
 from jaxsp.runtime import run_paths
 from jaxsp.setup import resume
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.inputs import StartPoint
 from tests import messages
 from tests.checkpoint.test_writer import make_meta

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxsp.attention import ScoreConfig
+from jaxsp.attention.kernels.kernel import ScoreConfig
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run.benchmark import BenchmarkResult
 from jaxsp.setup import config_file

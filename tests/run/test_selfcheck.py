@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp import attention
-from jaxsp.attention import KernelSettings, ScoreConfig
+from jaxsp.attention.attend import as_kernel, make_attend
 from jaxsp.attention.chunks import halo_exchange
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.cudnn import cudnn_calls
+from jaxsp.attention.kernels.kernel import KernelSettings, ScoreConfig
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.blocks.block_config import DeltaNetConfig
 from jaxsp.core.errors import UserError
 from jaxsp.delta_rule import chunk, delta_rule, stitching
@@ -36,9 +37,9 @@ def make_check(kernel, **changes):
         "dtype": "bfloat16",
         "score": ScoreConfig(),
         "settings": KernelSettings(),
-        "strategy": attention.combine(1),
+        "strategy": combine(1),
     }
-    return selfcheck.check_attention(attention.as_kernel(kernel), **arguments | changes)
+    return selfcheck.check_attention(as_kernel(kernel), **arguments | changes)
 
 
 def differences(kernel, **changes):
@@ -124,7 +125,7 @@ def test_a_correct_kernel_has_at_most_half_the_tolerated_error(max_segments, win
 
 
 def test_a_kernel_without_the_window_is_refused():
-    actual = differences(attention.make_attend(kernel="blockwise"), score=ScoreConfig(window=4096))
+    actual = differences(make_attend(kernel="blockwise"), score=ScoreConfig(window=4096))
     assert min(actual.values()) > TOLERANCE
 
 
@@ -132,7 +133,7 @@ def test_a_kernel_without_the_window_is_refused():
 def test_windows_over_chunks_are_checked(monkeypatch):
     changes = {
         "score": ScoreConfig(window=4096),
-        "strategy": attention.combine(1, AllGather(degree=1)),
+        "strategy": combine(1, AllGather(degree=1)),
     }
     actual = differences("blockwise", **changes)
     assert max(actual.values()) < TOLERANCE / 2
@@ -181,9 +182,7 @@ def test_at_most_half_of_the_free_memory_is_filled_with_nan_and_freed(monkeypatc
 
 
 @pytest.mark.slow  # attention/test_cudnn.py tests each strategy
-@pytest.mark.parametrize(
-    "strategy", [attention.combine(1, Ring(degree=1)), attention.combine(1, AllGather(degree=1))]
-)
+@pytest.mark.parametrize("strategy", [combine(1, Ring(degree=1)), combine(1, AllGather(degree=1))])
 def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatch, strategy):
     cudnn_contract.on_cpu()
     chunks = KernelSettings(head_chunks=2)

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config.schema import MeshConfig
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
+from jaxsp.runtime.mesh_config import MeshConfig
 from tests.messages import numbers
 
 

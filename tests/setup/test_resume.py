@@ -21,13 +21,13 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import model_config, writer
 from jaxsp.run import trainer
 from jaxsp.runtime import run_paths
 from jaxsp.setup import build, config_file, resume
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.inputs import StartPoint
 from tests import batches, commands, messages, tolerances
 from tests.data.packing import test_dataset

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.runtime import run_dir, run_paths
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.storage import object_store, run_storage
 from jaxsp.storage.object_store import ObjectStore
 from jaxsp.storage.run_storage import Uploads

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp import attention
-from jaxsp.attention import Attend
+from jaxsp.attention.attend import Attend, make_attend
 from jaxsp.attention.strategies.strategy import Strategy
 from jaxsp.blocks.block_config import ExpertsConfig
 from jaxsp.blocks.config import ModelConfig
 from jaxsp.blocks.layers import Parameter, Weights
-from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
+from jaxsp.runtime.mesh_config import MeshConfig
+from jaxsp.setup.config_file import Config
 from jaxsp.sharding import quantization, sharding
 from jaxsp.training import step_gradients, train_state, train_step, trainable
 from jaxsp.training.specs import StepSpec
@@ -106,7 +106,7 @@ class OracleAttend(Attend):
 
 def make_oracle_attend(model: ModelConfig) -> Attend:
     """Attention of a model's layers on one device, by the slow oracle."""
-    attend = attention.make_attend(seq=1, kernel="blockwise", layer_scores=model.layer_scores)
+    attend = make_attend(seq=1, kernel="blockwise", layer_scores=model.layer_scores)
     return OracleAttend(**vars(attend))
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from jaxsp.blocks import dropout
 from jaxsp.blocks.config import Lora
-from jaxsp.config.adapter_schema import AdapterConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import adapters
+from jaxsp.model.adapter_config import AdapterConfig
 from jaxsp.sharding import host_offload, quantization
 from jaxsp.training import trainable
 from tests import batches, tolerances

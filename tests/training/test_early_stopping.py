@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxsp.config.run_schema import RunConfig
+from jaxsp.setup.run_config import RunConfig
 from jaxsp.training.early_stopping import EarlyStopping
 from tests import messages
 

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.attention import KernelSettings
+from jaxsp.attention.kernels.kernel import KernelSettings
 from jaxsp.blocks.config import MLP
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import host_memory, units
 from jaxsp.core.errors import UserError
 from jaxsp.memory import (
@@ -29,6 +28,7 @@ from jaxsp.memory.available_memory import MemoryLimit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.model import decoder
 from jaxsp.runtime import run_paths
+from jaxsp.setup.run_config import CheckpointConfig
 from jaxsp.sharding import host_offload, sharding
 from jaxsp.training import step_gradients, train_state, train_step
 from jaxsp.training.specs import StepSpec

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp import attention
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
-from jaxsp.config.schema import MeshConfig
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.evaluation.evaluator import Evaluator
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.pair_sums import PairSums
 from jaxsp.objectives.pairs import Dpo, Hinge, Ipo, Orpo, Robust, Simpo
 from jaxsp.objectives.unpaired import Kto
+from jaxsp.runtime.mesh_config import MeshConfig
 from jaxsp.training import step_gradients
 from jaxsp.training.specs import StepSpec
 from tests import batches, tolerances
@@ -124,7 +124,7 @@ def test_losses_and_their_derivatives_equal_the_papers_formulas(name):
 
 
 def strategy(exchange, degree):
-    return attention.combine(1, exchange(degree=degree, chunks_per_device=2))
+    return combine(1, exchange(degree=degree, chunks_per_device=2))
 
 
 def make_pairs(logps, counts=1.0):

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxsp import attention
 from jaxsp.attention.strategies.all_gather import AllGather
 from jaxsp.attention.strategies.ring import Ring
+from jaxsp.attention.strategies.strategy import combine
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.optimizers import optimizer
@@ -176,10 +176,10 @@ def without_collectives():
 @pytest.mark.parametrize(
     ("strategy", "window"),
     [
-        (attention.combine(1), None),
-        (attention.combine(4), 1),
-        (attention.combine(1, Ring(degree=4)), 2),
-        (attention.combine(1, Ring(degree=4)), None),
+        (combine(1), None),
+        (combine(4), 1),
+        (combine(1, Ring(degree=4)), 2),
+        (combine(1, Ring(degree=4)), None),
     ],
 )
 def test_a_step_whose_attention_must_communicate_but_does_not_is_refused(
@@ -191,9 +191,9 @@ def test_a_step_whose_attention_must_communicate_but_does_not_is_refused(
 
 def test_tokens_that_see_only_themselves_need_no_communication(without_collectives):
     for strategy in (
-        attention.combine(1, Ring(degree=4)),
-        attention.combine(1, AllGather(degree=4)),
-        attention.combine(1, AllGather(degree=4, chunks_per_device=4)),
+        combine(1, Ring(degree=4)),
+        combine(1, AllGather(degree=4)),
+        combine(1, AllGather(degree=4, chunks_per_device=4)),
     ):
         spec = make_windowed(strategy, 1)
         assert train_step.check_collectives(spec, without_collectives) is without_collectives

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Bool, Int32
 
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.chunks.chunk_group import DeviceGroup
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import (
@@ -20,7 +21,6 @@ from jaxsp.attention.kernels.kernel import (
 )
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategies.workload import LayerWorkload
-from jaxsp.config.schema import AttentionConfig
 from jaxsp.core.layout import KEPT_ORDER, Layout
 
 

@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxsp.attention.kernels.kernel import KernelWorkload, ScoreConfig
-from jaxsp.config.schema import Config
 
 
 @runtime_checkable
@@ -27,6 +26,22 @@ class HasHeads(Protocol):
     @property
     def layer_scores(self) -> Sequence[ScoreConfig]:
         """Scores of each layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRows:
+    """Rows that a sequence-parallel group works on together, all of one length."""
+
+    num_rows: int
+    row_tokens: int
+    max_segments: int
+    """Maximum number of segments of a row."""
+    seq: int
+    """Number of devices of the group."""
+    dtype: str
+    """dtype of q, k, v, the output and their gradients."""
+    is_deterministic: bool = False
+    """True if sums must have a fixed order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,30 +74,26 @@ class LayerWorkload:
     forward pass with those of the backward pass, because each is in a branch of its own."""
 
     @classmethod
-    def from_config(
-        cls, config: Config, model: HasHeads, score: ScoreConfig, *, remat: str | None = None
+    def from_rows(
+        cls, rows: GroupRows, model: HasHeads, score: ScoreConfig, *, remat: str
     ) -> "LayerWorkload":
-        """The workload of a config's rows, all of one length, in layers with these scores.
-
-        Args: remat: replaces memory.remat of the config.
-        """
-        row_tokens = config.data.row_tokens
-        kinds = drop_long_windows(model.layer_scores, row_tokens=row_tokens)
-        (score,) = drop_long_windows([score], row_tokens=row_tokens)
+        """The workload of layers with these scores. Args: remat: value of memory.remat."""
+        kinds = drop_long_windows(model.layer_scores, row_tokens=rows.row_tokens)
+        (score,) = drop_long_windows([score], row_tokens=rows.row_tokens)
         return cls(
-            num_rows=config.batch.microbatch_rows,
+            num_rows=rows.num_rows,
             # 0 would not reach the check that rows can be divided
-            tokens_per_device=max(1, config.data.row_tokens // config.mesh.degree),
-            row_tokens=config.data.row_tokens,
-            max_segments=config.data.max_segments_per_row,
+            tokens_per_device=max(1, rows.row_tokens // rows.seq),
+            row_tokens=rows.row_tokens,
+            max_segments=rows.max_segments,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=config.model.compute_dtype,
+            dtype=rows.dtype,
             window=score.window,
             softcap=score.softcap,
-            remat=config.memory.remat if remat is None else remat,
-            is_deterministic=config.run.deterministic,
+            remat=remat,
+            is_deterministic=rows.is_deterministic,
             has_windowed_kinds=any(kind.window is not None for kind in kinds),
             has_other_kinds=len(set(kinds)) > 1,
         )
@@ -130,15 +141,15 @@ class LayerWorkload:
 
 
 def count_workloads(
-    config: Config, model: HasHeads, *, remat: str | None = None
+    rows: GroupRows, model: HasHeads, *, remat: str = "save_attention"
 ) -> dict[LayerWorkload, int]:
     """Number of a model's layers with each workload, in the order in which they first occur.
 
-    Args: remat: replaces memory.remat of the config.
+    Args: remat: value of memory.remat.
     """
     counts: collections.Counter[LayerWorkload] = collections.Counter()
     for score, num_layers in collections.Counter(model.layer_scores).items():
-        counts[LayerWorkload.from_config(config, model, score, remat=remat)] += num_layers
+        counts[LayerWorkload.from_rows(rows, model, score, remat=remat)] += num_layers
     return dict(counts)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxsp.attention.attention_config import AttentionConfig
 from jaxsp.attention.chunks import halo
 from jaxsp.attention.chunks.chunk_group import ChunkGroup
 from jaxsp.attention.chunks.halo_exchange import Halo
@@ -27,7 +28,6 @@ from jaxsp.attention.kernels.kernel import (
 from jaxsp.attention.kernels.residuals import AttentionFunctions
 from jaxsp.attention.strategies.token_exchange import TokenExchange
 from jaxsp.attention.strategies.workload import LayerWorkload
-from jaxsp.config.schema import AttentionConfig
 
 MIN_CHUNK_TOKENS = 1024
 """Divisor of the tokens of a chunk if `auto` chooses more than 2 per device. Each chunk adds calls

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.ingest import columnar
 from jaxsp.data.packing import mixing
@@ -17,6 +16,7 @@ from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
+from jaxsp.setup.config_file import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

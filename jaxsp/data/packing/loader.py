@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsp.config.schema import Config
 from jaxsp.core import batch
 from jaxsp.core.batch import (
     PER_ROW,
@@ -29,6 +28,7 @@ from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice
 from jaxsp.runtime import device_mesh
+from jaxsp.setup.config_file import Config
 
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxsp.config.schema import Config
 from jaxsp.core.units import format_count
 from jaxsp.data.data_config import DataConfig
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows
+from jaxsp.setup.config_file import Config
 
 
 def describe_data(

@@ -6,8 +6,8 @@ transformers and vLLM read. Changing them again gives the same fields.
 
 from typing import Any
 
-from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core.errors import UserError
+from jaxsp.hf.model_source import ModelSourceConfig
 from jaxsp.hf.rope import rope_checks, rope_forms
 from jaxsp.hf.rope.rope_fields import ORIGINAL
 from jaxsp.hf.rope.rope_forms import FULL_ATTENTION, RopeSupport

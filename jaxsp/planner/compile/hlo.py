@@ -5,7 +5,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxsp.attention import KINDS_SCOPE, RING_HOPS_SCOPE
+from jaxsp.attention.attend import KINDS_SCOPE
+from jaxsp.attention.chunks.ring_hops import SCOPE as RING_HOPS_SCOPE
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")

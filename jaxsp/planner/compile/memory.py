@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from jaxsp.attention import Kernel
+from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.memory import memory_fit
 from jaxsp.memory.memory_fit import MemoryUse
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep

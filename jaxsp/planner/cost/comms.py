@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxsp import attention
 from jaxsp.attention.strategies import nodes
 from jaxsp.attention.strategies.nodes import Groups, Load
+from jaxsp.attention.strategies.workload import count_workloads
 from jaxsp.blocks import registry
 from jaxsp.core import axes
 from jaxsp.optimizers import optimizer
@@ -149,7 +149,7 @@ def compute_formula_bytes(spec: StepSpec) -> dict[str, float]:
         num_extra_passes=num_extra_passes,
         num_scoring_passes=num_scoring_passes,
     )
-    layers = attention.count_workloads(config, model, remat=spec.remat_policy.remat)
+    layers = count_workloads(config.rows, model, remat=spec.remat_policy.remat)
     totals = collections.Counter(weight_bytes)
     totals.update(
         optimizer.sent_bytes(

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxsp.config.fields import ConfigSection, with_examples
-from jaxsp.config.schema import Config
 from jaxsp.core import files
 from jaxsp.processes import distributed, redaction
+from jaxsp.setup.config_file import Config
 
 IDS_FILE = "trackers.json"
 """File of a run directory with the ids of the run in its trackers."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from jaxsp.config.schema import Config
 from jaxsp.core import files
 from jaxsp.reporting.trackers import tracker
 from jaxsp.reporting.trackers.tracker import Client, Outcome, TrackedRun, Tracker
 from jaxsp.runtime import run_paths
+from jaxsp.setup.config_file import Config
 
 
 class Trackers:

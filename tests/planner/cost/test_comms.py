@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxsp import attention
+from jaxsp.attention.attend import SCOPE as ATTENTION_SCOPE
 from jaxsp.blocks import delta_net, registry
 from jaxsp.blocks.config import DELTA_NET
 from jaxsp.core import axes
@@ -37,7 +37,7 @@ def check(step, *, dtype, remat="save_attention"):
     for kind, scope in (
         ("all-gather", sharding.WEIGHTS_SCOPE),
         ("reduce-scatter", sharding.WEIGHTS_SCOPE),
-        ("all-to-all", attention.SCOPE),
+        ("all-to-all", ATTENTION_SCOPE),
     ):
         assert comms.sum_bytes(actual, operation=kind, scope=scope) == comms.sum_bytes(
             actual, operation=kind

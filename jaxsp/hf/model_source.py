@@ -1,0 +1,77 @@
+"""Config of the model: weights, tokenizer, dtypes and context length."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from jaxsp.config import fields
+from jaxsp.config.fields import (
+    HERE,
+    ConfigSection,
+    NonNegativeFloat,
+    PositiveCount,
+    with_examples,
+)
+from jaxsp.hf.rope.rope_config import RopeConfig
+
+
+class ModelSourceConfig(ConfigSection):
+    """Model, tokenizer and dtype."""
+
+    source: Annotated[str | None, with_examples("Qwen/Qwen3-0.6B", min_length=1)] = None
+    """Hugging Face folder, or name on the hub: config.json, safetensors weights and tokenizer. Of a
+    multimodal model (gemma3, mistral3, qwen3_5, muse_glimmer), the text model is trained. Set this
+    or config."""
+    config: Annotated[
+        dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")
+    ] = None
+    """Fields of a Hugging Face config.json, for a model with random weights. They include
+    model_type, such as llama or qwen3."""
+    tokenizer: Annotated[str | None, with_examples("bytes")] = None
+    """Tokenizer: `bytes` (256 bytes and an end token), or a folder or hub name. Its tokenizer.json
+    is used also where transformers' AutoTokenizer would change it. null: that of
+    model.source. Records with the format tokens need none."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of activations, and of weights when they are sent and gathered. Master weights are
+    float32."""
+    rope: Annotated[RopeConfig | None, with_examples("{type: yarn, factor: 4}")] = None
+    """Changes of the rotary position embedding, to extend the context. They replace fields of the
+    model's config.json, also in checkpoints and in the export. In models whose layers have
+    different embeddings (Gemma 3, OLMo 3), they change the layers that attend to whole documents.
+    null: the model's own."""
+    max_position_embeddings: Annotated[PositiveCount | None, with_examples(131072)] = None
+    """Number of positions that the model has after training, which replaces that of its
+    config.json. null: factor times the original range if model.rope extends it; otherwise the
+    model's own. Longer documents are trained on too; the banner has a note."""
+
+    linear_dtype: Annotated[Literal["float8"] | None, with_examples("float8")] = None
+    """float8: linear layers multiply activations, and gradients of activations, in 8-bit floats
+    (e4m3) with a scale for each token: up to twice as fast on Hopper, Ada and Blackwell GPUs, with
+    a rounding error of a few percent in each product. Gradients of matrices, embedding, head,
+    experts and adapters stay in compute_dtype, and master weights in float32. null: all of them."""
+    experts_kernel: Literal["auto", "mosaic", "xla"] = "auto"
+    """Kernel of experts' matrix products. mosaic: kernels for Hopper GPUs in bfloat16, with jax
+    0.11.1 or later. xla: a loop, on any device. auto: mosaic where it runs, otherwise xla. A run
+    checks mosaic against xla before the first step."""
+    router_aux_loss_coef: Annotated[NonNegativeFloat | None, with_examples(0.001)] = None
+    """Factor of the load-balancing loss of experts' routers, that of transformers for batches of
+    one row: a mean over rows, which is the same on every mesh. null: that of config.json if it has
+    output_router_logits: true, otherwise 0. Routers that are balanced by a bias have no such loss
+    (glm4_moe)."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Factor of the z-loss of experts' routers, the mean square of their logits' log-sum-exp."""
+
+    _expand_home = pydantic.field_validator("source", "tokenizer")(fields.expand_home)
+
+    def find_problems(self) -> Iterator[str]:
+        if self.source is None and self.config is None:
+            yield (
+                f"{HERE}.source, {HERE}.config: missing. Set one of them for the model, for "
+                f"example {HERE}.source=Qwen/Qwen3-0.6B."
+            )
+        elif self.source is not None and self.config is not None:
+            yield (
+                f"{self.show('source')}, {self.show('config')}: only one of them may be set. "
+                f"Write {HERE}.source=null or {HERE}.config=null."
+            )
