@@ -150,8 +150,8 @@ def pack(
             f"weights: load_model was called with has_weights={spec.has_weights}. {suggestion}"
         )
     data = _pack_documents("documents", documents, config, spec.model, labels, weights)
-    schedule = data.make_schedule(config, num_steps=spec.num_steps)
-    loader = data.make_loader(config, schedule, spec.placement)
+    schedule = data.make_schedule(config.batch.rows_per_step, num_steps=spec.num_steps)
+    loader = data.make_loader(schedule, spec.placement)
     return (batch for batch, _ in loader.batches())
 
 
@@ -208,7 +208,7 @@ def _pack_documents(
             long_documents=config.data.long_documents,
         )
     # Digests are for comparisons with checkpoints and other processes, which `library` does not do
-    return dataset.pack_documents(name, packed, config, digests=[""])
+    return dataset.pack_documents(name, packed, config.data, seed=config.run.seed, digests=[""])
 
 
 def save_model(

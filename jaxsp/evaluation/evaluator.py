@@ -201,9 +201,9 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        schedule = data.make_schedule(self.config, epochs=1)
+        schedule = data.make_schedule(self.config.batch.rows_per_step, epochs=1)
         placement = self.spec.placement
-        loader = data.make_loader(self.config, schedule, placement)
+        loader = data.make_loader(schedule, placement)
         sums: Sums = {}
         dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
         for losses, counts in _fetch_one_behind(dispatched):

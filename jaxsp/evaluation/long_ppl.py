@@ -93,7 +93,8 @@ def cut(data: PackedDataset) -> list[ShortText]:
 def pack(texts: Sequence[ShortText], config: Config) -> PackedDataset:
     """Packs short texts as documents, in their order."""
     documents = [text.tokens for text in texts]
-    return dataset.pack_arrays("short texts", documents, [text.labels for text in texts], config)
+    labels = [text.labels for text in texts]
+    return dataset.pack_arrays("short texts", documents, labels, config.data, seed=config.run.seed)
 
 
 def compute(texts: Sequence[ShortText], full: DocumentLosses, short: DocumentLosses) -> LongPPL:

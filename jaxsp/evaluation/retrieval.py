@@ -64,7 +64,10 @@ class _Group:
             np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
             for _, sample in samples
         ]
-        self.data = dataset.pack_arrays("tasks", documents, labels, evaluator.config)
+        config = evaluator.config
+        self.data = dataset.pack_arrays(
+            "tasks", documents, labels, config.data, seed=config.run.seed
+        )
         self.evaluator = evaluator
         self.settings = setting_fields.describe(evaluator.spec)
 

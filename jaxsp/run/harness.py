@@ -145,7 +145,8 @@ class HarnessModel(TemplateLM):
             labels.append(targets)
         if not documents:
             return []
-        data = dataset.pack_arrays("requests", documents, labels, self._spec.config)
+        config = self._spec.config
+        data = dataset.pack_arrays("requests", documents, labels, config.data, seed=config.run.seed)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
         return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))

@@ -83,7 +83,11 @@ def prepare(
             )
             weights = make_weights() if weights is None else weights
             rows = dataset.pack_documents(
-                data.name, data.documents, spec.config, digests=data.digests
+                data.name,
+                data.documents,
+                spec.config.data,
+                seed=spec.config.run.seed,
+                digests=data.digests,
             )
             sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
             references = -sums.losses_D.astype(np.float32)

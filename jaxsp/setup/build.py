@@ -177,7 +177,10 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
     run = config.run
     num_steps = None if run.steps is None else max(run.steps - start.step, 0)
     schedule = train_set.make_schedule(
-        config, consumed=start.rows_consumed, num_steps=num_steps, epochs=run.epochs
+        config.batch.rows_per_step,
+        consumed=start.rows_consumed,
+        num_steps=num_steps,
+        epochs=run.epochs,
     )
     last_step = start.step + len(schedule)
     profiled = config.logging.profile_steps
@@ -200,9 +203,8 @@ def _with_rate_change(
     saved = config_file.parse(checkpoint.meta.config)
     num_steps = saved.run.steps
     if num_steps is None:
-        with_batch = config.model_copy(update={"batch": saved.batch})
         rows = train_set.make_schedule(
-            with_batch, consumed=start.rows_consumed, epochs=saved.run.epochs
+            saved.batch.rows_per_step, consumed=start.rows_consumed, epochs=saved.run.epochs
         )
         num_steps = start.step + len(rows)
     before, now = (

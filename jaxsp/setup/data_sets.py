@@ -207,7 +207,12 @@ def _pack(
             for digest, mask in zip(digests, masks, strict=True)
         ]
     return dataset.pack_documents(
-        name, documents, config, digests=digests, source_weights=weights or None
+        name,
+        documents,
+        config.data,
+        seed=config.run.seed,
+        digests=digests,
+        source_weights=weights or None,
     )
 
 

@@ -86,6 +86,6 @@ class RunInputs:
         if self.start.step:
             text += f" ({len(self.schedule):,} remaining)"
         text += f" of {format_count(num_tokens, 'token')}"
-        if epochs := summary.describe_epochs(self.train_set, config, self.schedule):
+        if epochs := summary.describe_epochs(self.train_set, self.schedule, config.run.epochs):
             text += f"; {epochs}"
         return f"{text}; learning rate {config.optimizer.learning_rate:g}"

@@ -110,8 +110,13 @@ class StepSpec:
     def placement(self) -> RowPlacement:
         """Devices for the rows, the order of their tokens, and the rows of a step."""
         strategy = self.attention.strategy
+        batch = self.config.batch
         return RowPlacement(
-            self.mesh, strategy.layout, self.config.batch, strategy.tokens.has_ring_steps
+            mesh=self.mesh,
+            layout=strategy.layout,
+            rows_per_step=batch.rows_per_step,
+            rows_per_microbatch=batch.microbatch_rows,
+            has_ring_steps=strategy.tokens.has_ring_steps,
         )
 
     @functools.cached_property
