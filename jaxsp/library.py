@@ -35,7 +35,6 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.blocks import layers
-from jaxsp.blocks.config import ModelConfig
 from jaxsp.config.yaml_io import format_value
 from jaxsp.core import host_memory
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -54,7 +53,7 @@ from jaxsp.setup import build, config_file, initial_weights, merging
 from jaxsp.setup.config_file import Config
 from jaxsp.training import trainable
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.specs import StepSpec
+from jaxsp.training.specs import StepSpec, find_division_problems
 
 NumberLists = Iterable[Any]
 """One list or array of numbers per document."""
@@ -63,9 +62,16 @@ ConfigFields = Mapping[str, Any] | str | pathlib.Path
 """Sections of a config, or a YAML file that has them."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec(StepSpec):
+    """The step of a loaded model, and its whole config."""
+
+    whole_config: Config
+
+
 def load_model(
     source: str, config: ConfigFields, *, loss: TokenLoss | None = None, has_weights: bool = False
-) -> tuple[StepSpec, layers.Weights]:
+) -> tuple[ModelSpec, layers.Weights]:
     """Loads a Hugging Face model onto a device mesh.
 
     Call it before anything else in the process uses JAX's devices if `config` has
@@ -102,7 +108,11 @@ def load_model(
         full_config, devices=jax.devices(), problems=problems, for_training=False
     )
     assert resolved.model_folder is not None, "model.source is set"
-    spec = dataclasses.replace(resolved.spec, loss=loss, has_weights=has_weights)
+    fields = {
+        field.name: getattr(resolved.spec, field.name) for field in dataclasses.fields(StepSpec)
+    }
+    fields |= {"loss": loss, "has_weights": has_weights}
+    spec = ModelSpec(**fields, whole_config=resolved.config)
     problems += param_groups.find_problems(spec.config.optimizer, spec.table)
     problems += find_division_problems(
         spec.config, dict(spec.mesh.shape), layout=spec.attention.strategy.layout
@@ -114,7 +124,7 @@ def load_model(
 
 def pack(
     documents: NumberLists,
-    spec: StepSpec,
+    spec: ModelSpec,
     *,
     labels: NumberLists | None = None,
     weights: NumberLists | None = None,
@@ -142,7 +152,6 @@ def pack(
         and bad weights.
     Example: `for batch in pack([[5, 6, 7], [8, 9]], spec): ...`
     """
-    config = spec.config
     if (weights is not None) != spec.has_weights:
         suggestion = "Call load_model with has_weights=True."
         if spec.has_weights:
@@ -150,14 +159,18 @@ def pack(
         raise UserError(
             f"weights: load_model was called with has_weights={spec.has_weights}. {suggestion}"
         )
-    data = _pack_documents("documents", documents, config, spec.model, labels, weights)
-    schedule = data.make_schedule(config, num_steps=spec.num_steps)
-    loader = data.make_loader(config, schedule, spec.placement)
+    data = _pack_documents("documents", documents, spec, labels, weights)
+    schedule = data.make_schedule(spec.config.rows_per_step, num_steps=spec.num_steps)
+    loader = data.make_loader(schedule, spec.placement)
     return (batch for batch, _ in loader.batches())
 
 
 def pack_once(
-    documents: NumberLists, spec: StepSpec, *, labels: NumberLists | None = None, name: str = "eval"
+    documents: NumberLists,
+    spec: ModelSpec,
+    *,
+    labels: NumberLists | None = None,
+    name: str = "eval",
 ) -> PackedDataset:
     """Packs documents for `Evaluator.evaluate`, which reads each of them once.
 
@@ -165,14 +178,13 @@ def pack_once(
         documents: as in `pack`, also `spec`, `labels` and the errors.
         name: name of the eval set in the result.
     """
-    return _pack_documents(name, documents, spec.config, spec.model, labels, loss_weights=None)
+    return _pack_documents(name, documents, spec, labels, loss_weights=None)
 
 
 def _pack_documents(
     name: str,
     documents: NumberLists,
-    config: Config,
-    model: ModelConfig,
+    spec: ModelSpec,
     labels: NumberLists | None,
     loss_weights: NumberLists | None,
 ) -> PackedDataset:
@@ -180,7 +192,7 @@ def _pack_documents(
     import datasets
 
     def is_id(values: np.ndarray) -> np.ndarray:
-        return (values >= 0) & (values < model.vocab_size) & (values == np.floor(values))
+        return (values >= 0) & (values < spec.model.vocab_size) & (values == np.floor(values))
 
     def is_label(values: np.ndarray) -> np.ndarray:
         return is_id(values) | (values == NO_LABEL)
@@ -188,7 +200,7 @@ def _pack_documents(
     def is_weight(values: np.ndarray) -> np.ndarray:
         return np.isfinite(values) & (values >= 0)
 
-    ids = f"an id from 0 to {model.vocab_size - 1}, the model's vocabulary"
+    ids = f"an id from 0 to {spec.model.vocab_size - 1}, the model's vocabulary"
     tokens = _make_column("documents", documents, None, np.int32, is_id, ids)
     lengths = tokens.value_lengths().to_pylist()
     columns = {"tokens": tokens}
@@ -205,17 +217,17 @@ def _pack_documents(
         packed = Documents(
             [datasets.Dataset(pa.table(columns))],
             source_names=["documents"],
-            row_tokens=config.data.row_tokens,
-            long_documents=config.data.long_documents,
+            row_tokens=spec.config.row_tokens,
+            long_documents=spec.whole_config.data.long_documents,
         )
     # Digests are for comparisons with checkpoints and other processes, which `library` does not do
-    return dataset.pack_documents(name, packed, config, digests=[""])
+    return dataset.pack_documents(name, packed, **spec.config.packing, digests=[""])
 
 
 def save_model(
     weights: layers.Weights,
     directory: str | pathlib.Path,
-    spec: StepSpec,
+    spec: ModelSpec,
     *,
     dtype: Literal["bfloat16", "float32"] | None = None,
     source: str | None = None,
@@ -239,7 +251,7 @@ def save_model(
         a source that is not used or has no other parts.
     Example: `save_model(state.master, "models/tuned", spec)`
     """
-    config = spec.config.model
+    config = spec.whole_config.model
     model_folder, weights = _prepare_to_save(weights, directory, config)
     field = str(model_folder.path / "config.json")
     fields = model_config.resolve_fields(model_folder.config_fields, config, field=field)
@@ -267,7 +279,7 @@ def save_model(
     )
 
 
-def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, spec: StepSpec) -> None:
+def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, spec: ModelSpec) -> None:
     """Saves the trained weights of a model with LoRA as a folder that `peft.PeftModel` loads.
 
     Args: see `save_model`. The frozen ones among the weights are not saved.
@@ -277,7 +289,7 @@ def save_adapter(weights: layers.Weights, directory: str | pathlib.Path, spec: S
     """
     if spec.model.lora is None:
         raise UserError("save_adapter: adapter.type is none. Use save_model.")
-    source, weights = _prepare_to_save(weights, directory, spec.config.model)
+    source, weights = _prepare_to_save(weights, directory, spec.whole_config.model)
     table = spec.table
     peft.save_adapter(
         trainable.select_trained(table, weights),

@@ -163,7 +163,7 @@ def plan_meshes(request: PlanRequest) -> None:
         document_tokens=request.document_tokens,
         on_result=print_mesh,
     )
-    rows = f"{config.batch.rows_per_step} rows of {config.data.row_tokens:,} tokens per step"
+    rows = f"{config.rows_per_step} rows of {config.row_tokens:,} tokens per step"
     console.print(f"{rows} on {cluster.num_devices} x {cluster.device_type}")
     console.print(tables.format_ranking(mesh_plans))
     request.write_json({"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]})

@@ -131,7 +131,8 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     config = load_config(directory)
     spec, inputs = build.build_training(config, devices=jax.devices())
     ((batch, _),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), spec.placement
+        inputs.train_set.make_schedule(config.batch.rows_per_step, num_steps=1),
+        spec.placement,
     ).batches()
     weights = reader.read_weights(run_paths.find_latest(directory), spec.table)
     master = runs.put_weights(spec.table, weights, spec.mesh)

@@ -26,8 +26,6 @@ from jaxsp.evaluation.token_losses import AddTokens, DocumentLosses, DocumentSum
 from jaxsp.objectives import derivatives
 from jaxsp.objectives.objective import Sft
 from jaxsp.objectives.pair_sums import PairSums
-from jaxsp.runtime import device_mesh
-from jaxsp.setup.config_file import Config
 from jaxsp.setup.run_config import RunConfig
 from jaxsp.training import metric_table, train_step
 from jaxsp.training.metric_table import Line, Sums
@@ -61,7 +59,7 @@ class EvalFields(PositionFields, SettingFields):
     """Duration in seconds, without compilation."""
 
 
-def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
+def identify_eval_set(data: PackedDataset) -> dict[str, str]:
     """Returns the name and the digest of an eval set.
 
     The digest covers tokens, labels, and the cuts of documents longer than a row: with the same
@@ -69,7 +67,7 @@ def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
     """
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
     if any(source.has_long_documents() for source in data.documents.sources):
-        parts += [config.data.long_documents, str(config.data.row_tokens)]
+        parts += [data.documents.long_documents, str(data.stream.row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 
 
@@ -80,14 +78,14 @@ class Evaluator:
     Losses of single tokens are summed in float64, on the host.
     """
 
-    def __init__(self, spec: StepSpec, eval_sets: Sequence[PackedDataset]):
-        config = spec.config
-        num_groups = device_mesh.num_groups(spec.mesh)
-        rows_per_step = num_groups * config.batch.microbatch_rows
-        batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
-        self.config = config.model_copy(update={"batch": batch})
-        self.spec = dataclasses.replace(spec, config=self.config, has_weights=False)
+    def __init__(
+        self, spec: StepSpec, eval_sets: Sequence[PackedDataset], *, has_long_ppl: bool = False
+    ):
+        """Args: has_long_ppl: also compute LongPPL (eval.long_ppl)."""
+        one_microbatch = spec.respec(rows_per_step=spec.global_microbatch_rows)
+        self.spec = dataclasses.replace(one_microbatch, has_weights=False)
         self._eval_sets = eval_sets
+        self._has_long_ppl = has_long_ppl
 
     def __bool__(self) -> bool:
         return bool(self._eval_sets)
@@ -114,8 +112,8 @@ class Evaluator:
                 "objective.type = reward: a reward model predicts no tokens, so it has no answers. "
                 "Leave out eval.tasks and --lm-eval."
             )
-        config = self.config.model_copy(update={"objective": Sft()})
-        return Evaluator(dataclasses.replace(self.spec, config=config, has_split_pairs=False), [])
+        spec = self.spec.respec(objective=Sft())
+        return Evaluator(dataclasses.replace(spec, has_split_pairs=False), [])
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
@@ -145,7 +143,7 @@ class Evaluator:
         is_sft = self.spec.objective is None
         takers = [documents.add, positions.add] if is_sft else [documents.add]
         all_losses = None
-        if is_sft and self.config.eval.long_ppl:
+        if is_sft and self._has_long_ppl:
             all_losses = DocumentLosses(data.documents.lengths)
             takers.append(all_losses.add)
         sums = self._run_batches(data, master, on_batch, takers)
@@ -158,13 +156,13 @@ class Evaluator:
         )
         values = metric_table.compute_metrics(sums)
         has_perplexity = is_sft and values["loss"] < 700
-        digest = identify_eval_set(data, self.config)["digest"] if all(data.digests) else None
+        digest = identify_eval_set(data)["digest"] if all(data.digests) else None
         long_ppl_result = LongPPL(None, None)
         if all_losses is not None:
             texts = long_ppl.cut(data)
             short_losses = DocumentLosses(np.array([len(text.tokens) for text in texts], np.int64))
             if texts:
-                short_data = long_ppl.pack(texts, self.config)
+                short_data = long_ppl.pack(texts, self.spec.config)
                 self._run_batches(short_data, master, on_batch, [short_losses.add])
             long_ppl_result = long_ppl.compute(texts, all_losses, short_losses)
         fields = EvalFields(
@@ -201,9 +199,9 @@ class Evaluator:
     ) -> Sums:
         """Gives the losses of tokens to `takers`, and returns counts and statistics."""
         compute_losses = self._compute_losses
-        schedule = data.make_schedule(self.config, epochs=1)
+        schedule = data.make_schedule(self.spec.config.rows_per_step, epochs=1)
         placement = self.spec.placement
-        loader = data.make_loader(self.config, schedule, placement)
+        loader = data.make_loader(schedule, placement)
         sums: Sums = {}
         dispatched = ((compute_losses(master, batch), counts) for batch, counts in loader.batches())
         for losses, counts in _fetch_one_behind(dispatched):

@@ -19,7 +19,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.evaluation.token_losses import DocumentLosses
-from jaxsp.setup.config_file import Config
+from jaxsp.training.step_config import StepConfig
 
 CONTEXT_TOKENS = 4096
 BLOCK_TOKENS = 1024
@@ -51,11 +51,10 @@ class LongPPL(NamedTuple):
     num_key_tokens: int | None
 
 
-def check(config: Config) -> None:
-    """Checks that rows hold enough context, if eval.long_ppl is true. Raises: UserError."""
-    row_tokens = config.data.row_tokens
+def check(row_tokens: int) -> None:
+    """Checks that rows hold enough context. Raises: UserError."""
     least = CONTEXT_TOKENS + BLOCK_TOKENS
-    if config.eval.long_ppl and row_tokens <= least:
+    if row_tokens <= least:
         raise UserError(
             f"eval.long_ppl = true: compares the loss of tokens with up to {least:,} tokens before "
             f"them and with all, so data.row_tokens = {row_tokens:,} must be more than {least:,}. "
@@ -90,10 +89,11 @@ def cut(data: PackedDataset) -> list[ShortText]:
     return texts
 
 
-def pack(texts: Sequence[ShortText], config: Config) -> PackedDataset:
+def pack(texts: Sequence[ShortText], config: StepConfig) -> PackedDataset:
     """Packs short texts as documents, in their order."""
     documents = [text.tokens for text in texts]
-    return dataset.pack_arrays("short texts", documents, [text.labels for text in texts], config)
+    labels = [text.labels for text in texts]
+    return dataset.pack_arrays("short texts", documents, labels, **config.packing)
 
 
 def compute(texts: Sequence[ShortText], full: DocumentLosses, short: DocumentLosses) -> LongPPL:

@@ -63,7 +63,8 @@ class _Group:
             np.append(np.full(len(sample.prompt_ids), NO_LABEL, np.int32), sample.answer_ids)
             for _, sample in samples
         ]
-        self.data = dataset.pack_arrays("tasks", documents, labels, evaluator.config)
+        packing = evaluator.spec.config.packing
+        self.data = dataset.pack_arrays("tasks", documents, labels, **packing)
         self.evaluator = evaluator
         self.settings = setting_fields.describe(evaluator.spec)
 
@@ -81,7 +82,7 @@ class RetrievalEvaluator:
         if not samples:
             return
         of_texts = evaluator.for_texts()
-        row_tokens = evaluator.config.data.row_tokens
+        row_tokens = evaluator.spec.config.row_tokens
         flat = [(task, sample) for task, of_task in samples.items() for sample in of_task]
         short = [pair for pair in flat if pair[1].length <= row_tokens]
         long = [pair for pair in flat if pair[1].length > row_tokens]

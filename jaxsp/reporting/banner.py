@@ -66,7 +66,7 @@ def describe_run(spec: StepSpec, inputs: RunInputs) -> list[BannerEntry]:
         BannerEntry("start", inputs.weights_origin),
         BannerEntry("changed", ", ".join(inputs.start.config_changes)),
         *itertools.starmap(
-            BannerEntry, summary.describe_data(inputs.train_set, config, inputs.schedule)
+            BannerEntry, summary.describe_data(inputs.train_set, config.data, inputs.schedule)
         ),
         BannerEntry("stop", inputs.stop_tokens),
         BannerEntry("note", inputs.missing_parts),

@@ -178,9 +178,7 @@ class StepLog:
         self._status.finished(self._num_finished, step_s)
         self._num_tokens += int(results["num_tokens"])
         if not results["is_finite"]:
-            loader = self._inputs.train_set.make_loader(
-                self._spec.config, self._inputs.schedule, self._spec.placement
-            )
+            loader = self._inputs.train_set.make_loader(self._inputs.schedule, self._spec.placement)
             step_index = self._num_finished - self._inputs.start.step - 1
             self.nonfinite.record_step(self._num_finished, results, loader, step_index)
             if self.can_continue:

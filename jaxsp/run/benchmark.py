@@ -72,7 +72,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     step = memory_compile.compile_fitting_step(spec)
     memory_compile.reserve_host_memory(spec, step.memory_use.host)
     state = train_state.init_state(spec, inputs.make_weights())
-    loader = inputs.train_set.make_loader(spec.config, inputs.schedule, spec.placement)
+    loader = inputs.train_set.make_loader(inputs.schedule, spec.placement)
     seconds = []
     results = []
     segment_lengths = np.zeros(0, np.int64)

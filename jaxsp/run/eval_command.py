@@ -117,7 +117,7 @@ def _evaluate(
 ) -> Iterator[Line]:
     """Yields the lines of eval sets, retrieval tasks and the harness, and prints each."""
     spec = resolved.spec
-    eval_sets = Evaluator(spec, resolved.evals)
+    eval_sets = Evaluator(spec, resolved.evals, has_long_ppl=resolved.config.eval.long_ppl)
     evaluate_tasks = None
     if harness_tasks is not None:
         from jaxsp.run import harness
@@ -132,7 +132,7 @@ def _evaluate(
             master,
             tokenizer,
             stop_ids=stop_ids,
-            apply_chat_template=harness_tasks.apply_chat_template,
+            chat=resolved.config.data if harness_tasks.apply_chat_template else None,
         )
         evaluate_tasks = functools.partial(harness.evaluate, model, harness_tasks)
     for evaluator in (eval_sets, RetrievalEvaluator(eval_sets, resolved.task_samples)):

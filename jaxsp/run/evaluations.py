@@ -35,7 +35,7 @@ class Evaluations:
         config = inputs.config
         self._eval_every = config.run.eval_every
         self._directory = run_paths.local_dir(config.run)
-        self._eval_sets = Evaluator(spec, inputs.eval_sets)
+        self._eval_sets = Evaluator(spec, inputs.eval_sets, has_long_ppl=config.eval.long_ppl)
         self._tasks = RetrievalEvaluator(self._eval_sets, inputs.task_samples)
         self._samples = SampleGenerator(
             spec,

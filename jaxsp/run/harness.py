@@ -24,6 +24,7 @@ from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError, at
 from jaxsp.data.chat import chat_template
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.packing import dataset
 from jaxsp.evaluation import setting_fields
 from jaxsp.evaluation.evaluator import Evaluator
@@ -44,12 +45,15 @@ class HarnessModel(TemplateLM):
         tokenizer: Any,
         *,
         stop_ids: Sequence[int],
-        apply_chat_template: bool = False,
+        chat: DataConfig | None = None,
     ):
         """Prepares the model. Raises: UserError for a reward model, and without an end token or the
         chat template that prompts need.
 
-        Args: evaluator: the evaluator of the eval sets. stop_ids: tokens that end an answer.
+        Args:
+            evaluator: the evaluator of the eval sets.
+            stop_ids: tokens that end an answer.
+            chat: config of the chat template; None: prompts are plain text.
         """
         super().__init__()
         if tokenizer.eos_token_id is None:
@@ -65,10 +69,9 @@ class HarnessModel(TemplateLM):
         self._stop_ids = stop_ids
         self._renderer = None
         self.settings = vars(setting_fields.describe(self._spec)) | {"chat_template_kwargs": None}
-        if apply_chat_template:
-            data = self._spec.config.data
-            self._renderer = chat_template.make_prompt_renderer(data, tokenizer)
-            self.settings["chat_template_kwargs"] = data.chat_template_kwargs
+        if chat is not None:
+            self._renderer = chat_template.make_prompt_renderer(chat, tokenizer)
+            self.settings["chat_template_kwargs"] = chat.chat_template_kwargs
 
     @property
     def eot_token_id(self) -> int:
@@ -145,7 +148,8 @@ class HarnessModel(TemplateLM):
             labels.append(targets)
         if not documents:
             return []
-        data = dataset.pack_arrays("requests", documents, labels, self._spec.config)
+        packing = self._spec.config.packing
+        data = dataset.pack_arrays("requests", documents, labels, **packing)
         sums = self._evaluator.score(data, self._master)
         is_greedy_D = sums.num_correct_D == sums.num_tokens_D
         return list(zip((-sums.losses_D).tolist(), is_greedy_D.tolist(), strict=True))

@@ -83,7 +83,7 @@ def ranking_eval_set(spec: StepSpec, inputs: RunInputs) -> dict[str, str] | None
     best_eval = inputs.config.checkpoint.best_eval
     for data in inputs.eval_sets:
         if best_eval in (None, data.name):
-            return evaluator.identify_eval_set(data, spec.config)
+            return evaluator.identify_eval_set(data)
     return None
 
 

@@ -83,7 +83,10 @@ def prepare(
             )
             weights = make_weights() if weights is None else weights
             rows = dataset.pack_documents(
-                data.name, data.documents, spec.config, digests=data.digests
+                data.name,
+                data.documents,
+                **spec.config.packing,
+                digests=data.digests,
             )
             sums = Evaluator(spec, [rows]).score(rows, weights, on_batch=on_batch)
             references = -sums.losses_D.astype(np.float32)
@@ -143,7 +146,7 @@ def _make_name(spec: StepSpec, data: PackedDataset, weights_identity: str) -> st
     config = spec.config
     names = (
         _VERSION,
-        evaluator.identify_eval_set(data, config)["digest"],
+        evaluator.identify_eval_set(data)["digest"],
         weights_identity,
         repr(spec.model),
         config.compute_dtype,

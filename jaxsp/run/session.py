@@ -245,11 +245,12 @@ class Session:
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint of the current state; all dispatched steps must be recorded."""
+        config = self.inputs.config
         inputs = self.inputs
         return CheckpointMeta(
-            config=self.inputs.config.model_dump(mode="json"),
+            config=config.model_dump(mode="json"),
             model=inputs.hf_config,
-            data=inputs.train_set.fingerprint(self.spec.config),
+            data=inputs.train_set.fingerprint(config.data, seed=config.run.seed),
             step=self.log.num_steps,
             rows_consumed=inputs.schedule.rows_consumed(self.log.num_steps - inputs.start.step),
             num_tokens_total=self.log.num_tokens,
@@ -281,7 +282,7 @@ def open_session(
     config = inputs.config
     first_step = inputs.start.step
     status = preemption.status
-    loader = inputs.train_set.make_loader(config, inputs.schedule, spec.placement)
+    loader = inputs.train_set.make_loader(inputs.schedule, spec.placement)
     progress = Progress(console, first_step=first_step, num_steps=spec.num_steps)
     with contextlib.ExitStack() as stack:
         directory = run_paths.local_dir(config.run)

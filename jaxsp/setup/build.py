@@ -181,7 +181,10 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
     run = config.run
     num_steps = None if run.steps is None else max(run.steps - start.step, 0)
     schedule = train_set.make_schedule(
-        config, consumed=start.rows_consumed, num_steps=num_steps, epochs=run.epochs
+        config.batch.rows_per_step,
+        consumed=start.rows_consumed,
+        num_steps=num_steps,
+        epochs=run.epochs,
     )
     last_step = start.step + len(schedule)
     profiled = config.logging.profile_steps
@@ -207,9 +210,8 @@ def _with_rate_change(
     saved = config_file.parse(checkpoint.meta.config)
     saved_steps = saved.run.steps
     if saved_steps is None:
-        with_batch = config.model_copy(update={"batch": saved.batch})
         rows = train_set.make_schedule(
-            with_batch, consumed=start.rows_consumed, epochs=saved.run.epochs
+            saved.batch.rows_per_step, consumed=start.rows_consumed, epochs=saved.run.epochs
         )
         saved_steps = start.step + len(rows)
     before, now = (
@@ -263,7 +265,8 @@ def resolve_config(
     with problems.collect():
         config = data_sets.inline_chat_template(config)
     with problems.collect():
-        long_ppl.check(config)
+        if config.eval.long_ppl:
+            long_ppl.check(config.data.row_tokens)
     files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)

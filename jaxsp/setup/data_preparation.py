@@ -44,8 +44,12 @@ def print_data(
         opened, config, tokenizer, vocab_size=files.config.vocab_size, for_training=True
     )
     assert train is not None, "made for training"
-    schedule = train.make_schedule(config, num_steps=config.run.steps, epochs=config.run.epochs)
-    lines = summary.describe_data(train, config, schedule)
+    schedule = train.make_schedule(
+        config.batch.rows_per_step,
+        num_steps=config.run.steps,
+        epochs=config.run.epochs,
+    )
+    lines = summary.describe_data(train, config.data, schedule)
     lines += [("eval", f"{each.name} ({summary.describe_documents(each)})") for each in evals]
     lines.append(("steps", format_count(len(schedule), "step")))
     for label, line in lines:

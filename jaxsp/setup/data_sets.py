@@ -207,7 +207,11 @@ def _pack(
             for digest, mask in zip(digests, masks, strict=True)
         ]
     return dataset.pack_documents(
-        name, documents, config, digests=digests, source_weights=weights or None
+        name,
+        documents,
+        **config.step.packing,
+        digests=digests,
+        source_weights=weights or None,
     )
 
 

@@ -210,7 +210,9 @@ def make_start_point(
     problems = [f"{difference} {suggestion}" for difference in differences]
     rows_consumed = meta.rows_consumed
     changes = config_changes.list_changes(saved, config)
-    if data_changes := dataset.describe_changes(meta.data, data.fingerprint(config)):
+    if data_changes := dataset.describe_changes(
+        meta.data, data.fingerprint(config.data, seed=config.run.seed)
+    ):
         text = "; ".join(data_changes)
         has_same_length = saved.data.row_tokens == config.data.row_tokens
         if config.run.on_data_change == "error":

@@ -11,6 +11,7 @@ from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
+from jaxsp.setup.config_file import Config
 from jaxsp.tasks.task import Sample
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.specs import StepSpec
@@ -88,6 +89,6 @@ class RunInputs:
         if self.start.step:
             text += f" ({len(self.schedule):,} remaining)"
         text += f" of {format_count(num_tokens, 'token')}"
-        if epochs := summary.describe_epochs(self.train_set, config, self.schedule):
+        if epochs := summary.describe_epochs(self.train_set, self.schedule, config.run.epochs):
             text += f"; {epochs}"
         return f"{text}; learning rate {config.optimizer.learning_rate:g}"

@@ -31,6 +31,17 @@ from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.step_config import StepConfig
 
+_ATTENTION_INPUTS = {
+    "row_tokens",
+    "max_segments",
+    "rows_per_microbatch",
+    "compute_dtype",
+    "mesh",
+    "attention",
+    "is_deterministic",
+}
+"""Values of a config that the choice of attention depends on."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
@@ -82,17 +93,18 @@ class StepSpec:
     @property
     def workload(self) -> Workload:
         """Inputs of the cost of a layer's blocks."""
-        return Workload(
-            attention=self.attention,
-            rows=self.config.rows,
-        )
+        return Workload(attention=self.attention, rows=self.config.rows)
 
     @property
     def placement(self) -> RowPlacement:
         """Devices for the rows, the order of their tokens, and the rows of a step."""
         strategy = self.attention.strategy
         return RowPlacement(
-            self.mesh, strategy.layout, self.config.batch, strategy.tokens.has_ring_steps
+            mesh=self.mesh,
+            layout=strategy.layout,
+            rows_per_step=self.config.rows_per_step,
+            rows_per_microbatch=self.config.microbatch_rows,
+            has_ring_steps=strategy.tokens.has_ring_steps,
         )
 
     @functools.cached_property
@@ -252,7 +264,7 @@ class StepSpec:
         Raises: UserError: see `make_spec`.
         """
         config = self.config.change(**changes)
-        if changes.keys() <= {"memory"}:  # attention does not depend on it
+        if changes.keys().isdisjoint(_ATTENTION_INPUTS):
             return dataclasses.replace(self, config=config)
         devices = list(self.mesh.devices.flat)
         made = make_spec(config, self.model, devices=devices, device_bytes=self.device_bytes)

@@ -49,6 +49,15 @@ class StepConfig:
         return self.change(rows_per_microbatch=1) if self.rows_per_microbatch == "auto" else self
 
     @property
+    def packing(self) -> dict[str, Any]:
+        """Arguments of `dataset.pack_documents`."""
+        return {
+            "row_tokens": self.row_tokens,
+            "max_segments": self.max_segments,
+            "seed": self.seed,
+        }
+
+    @property
     def microbatch_rows(self) -> int:
         """Rows per microbatch and group, after `auto` is resolved."""
         assert isinstance(self.rows_per_microbatch, int), "memory/microbatch_rows.py resolves it"

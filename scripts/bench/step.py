@@ -109,7 +109,8 @@ def build_case(case: Case, folder: pathlib.Path, device: jax.Device) -> tuple[An
     config = cases.make_config(case, source=source, directory=folder / "run")
     spec, inputs = build.build_training(config, devices=[device])
     ((batch, counts),) = inputs.train_set.make_loader(
-        config, inputs.train_set.make_schedule(config, num_steps=1), spec.placement
+        inputs.train_set.make_schedule(config.batch.rows_per_step, num_steps=1),
+        spec.placement,
     ).batches()
     assert counts.segment_lengths.sum() == case.row_tokens
     assert len(counts.segment_lengths) == cases.NUM_DOCUMENTS[case.documents]

@@ -61,7 +61,9 @@ def make_spec(sizes=(1, 1, 1), **how):
 def pack(config):
     columns = {"tokens": TOKENS, "labels": LABELS, "place": [""] * len(TOKENS)}
     documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=ROW_TOKENS)
-    return dataset.pack_documents("documents", documents, config, digests=["x"])
+    return dataset.pack_documents(
+        "documents", documents, config.data, seed=config.run.seed, digests=["x"]
+    )
 
 
 @functools.cache

@@ -18,7 +18,9 @@ def select(tokens, loss_spans, *, limit=64, new=8):
     labels = np.full(len(tokens), NO_LABEL, np.int32)
     for begin, end in loss_spans:
         labels[begin:end] = tokens[begin:end]
-    data = dataset.pack_arrays("x", [np.array(tokens)], [labels], batches.make_config())
+    data = dataset.pack_arrays(
+        "x", [np.array(tokens)], [labels], batches.make_config().data, seed=0
+    )
     (sample,) = samples.select_samples(data.documents, 3, limit, new)
     return sample
 

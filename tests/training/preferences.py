@@ -79,14 +79,16 @@ def pack(records: Records, spec: StepSpec, *, has_references: bool = True) -> Pa
         columns["second_reference"] = records.references[1::2]
     config = spec.config
     documents = Documents([datasets.Dataset.from_dict(columns)], row_tokens=config.data.row_tokens)
-    return dataset.pack_documents("pairs", documents, config, digests=["x"])
+    return dataset.pack_documents(
+        "pairs", documents, config.data, seed=config.run.seed, digests=["x"]
+    )
 
 
 def only_batch(data: PackedDataset, spec: StepSpec) -> Batch:
     """All pairs as one step."""
-    schedule = data.make_schedule(spec.config, epochs=1)
+    schedule = data.make_schedule(spec.config.batch.rows_per_step, epochs=1)
     assert len(schedule) == 1, schedule
-    return next(data.make_loader(spec.config, schedule, spec.placement).batches())[0]
+    return next(data.make_loader(schedule, spec.placement).batches())[0]
 
 
 def pad(records: Records) -> Batch:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from jaxsp.config import yaml_io
 from jaxsp.core.errors import UserError, at
+from jaxsp.data.data_config import DataConfig
 from jaxsp.data.ingest import columnar
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.document_selection import SourceCounts
@@ -16,7 +17,6 @@ from jaxsp.data.packing.loader import BatchLoader, RowPlacement
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.setup.config_file import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PackedDataset:
 
     def make_schedule(
         self,
-        config: Config,
+        rows_per_step: int,
         *,
         consumed: int = 0,
         num_steps: int | None = None,
@@ -56,7 +56,7 @@ class PackedDataset:
         begin_row = -(-consumed // self.stream.block_rows) * self.stream.block_rows
         return mixing.build_schedule(
             begin_row=begin_row,
-            rows_per_step=config.batch.rows_per_step,
+            rows_per_step=rows_per_step,
             num_steps=num_steps,
             end_row=None if epochs is None else max(self.stream.count_rows(epochs), begin_row),
         )
@@ -69,25 +69,20 @@ class PackedDataset:
         )
         return after > before
 
-    def make_loader(
-        self, config: Config, schedule: RowSchedule, placement: RowPlacement
-    ) -> BatchLoader:
+    def make_loader(self, schedule: RowSchedule, placement: RowPlacement) -> BatchLoader:
         """Returns the loader of a schedule's steps."""
-        return BatchLoader(
-            self.documents, self.stream, schedule, config=config, placement=placement
-        )
+        return BatchLoader(self.documents, self.stream, schedule, placement)
 
-    def fingerprint(self, config: Config) -> dict[str, Any]:
+    def fingerprint(self, config: DataConfig, *, seed: int) -> dict[str, Any]:
         """Everything that decides the content and the order of the rows, as JSON values."""
-        data = config.data
         # without long documents the rows are the same for every value
         has_long_documents = any(map(SourceCounts.has_long_documents, self.documents.sources))
         return {
-            "run.seed": config.run.seed,
-            "data.eval_fraction": data.eval_fraction,
-            "data.row_tokens": data.row_tokens,
-            "data.max_segments_per_row": data.max_segments_per_row,
-            "data.long_documents": data.long_documents if has_long_documents else None,
+            "run.seed": seed,
+            "data.eval_fraction": config.eval_fraction,
+            "data.row_tokens": config.row_tokens,
+            "data.max_segments_per_row": config.max_segments_per_row,
+            "data.long_documents": config.long_documents if has_long_documents else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
             "sources": [
                 {
@@ -140,8 +135,10 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def pack_documents(
     name: str,
     documents: Documents,
-    config: Config,
     *,
+    row_tokens: int,
+    max_segments: int,
+    seed: int,
     digests: Sequence[str],
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
@@ -165,7 +162,7 @@ def pack_documents(
         suggestion = "see data.row_tokens, data.long_documents and data.on_bad_record"
         if source.num_held_out:
             suggestion = (
-                f"hold out fewer documents (data.eval_fraction = {config.data.eval_fraction:g} "
+                f"hold out fewer documents (data.eval_fraction "
                 f"holds out {source.num_held_out:,} of this source)"
             )
         raise UserError(
@@ -175,9 +172,9 @@ def pack_documents(
     parts = [
         PackedEpochs(
             segments.select(part_of_segment == part),
-            row_tokens=config.data.row_tokens,
-            max_segments=config.data.max_segments_per_row,
-            seed=config.run.seed,
+            row_tokens=row_tokens,
+            max_segments=max_segments,
+            seed=seed,
             per_record=documents.per_record,
         )
         for part in range(len(weights))
@@ -197,7 +194,13 @@ def pack_documents(
 
 
 def pack_arrays(
-    name: str, documents: Sequence[np.ndarray], labels: Sequence[np.ndarray], config: Config
+    name: str,
+    documents: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
+    *,
+    row_tokens: int,
+    max_segments: int,
+    seed: int,
 ) -> PackedDataset:
     """Packs token ids, such as the prompts of an evaluation, into rows, which must hold each.
 
@@ -218,5 +221,7 @@ def pack_arrays(
     with at(name):
         rows = Documents([datasets.Dataset(table)], source_names=[name])
     assert len(rows.lengths) == len(documents), "a document has no label"
-    assert rows.lengths.max() <= config.data.row_tokens, "a document is longer than a row"
-    return pack_documents(name, rows, config, digests=[""])
+    assert rows.lengths.max() <= row_tokens, "a document is longer than a row"
+    return pack_documents(
+        name, rows, row_tokens=row_tokens, max_segments=max_segments, seed=seed, digests=[""]
+    )

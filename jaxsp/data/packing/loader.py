@@ -22,13 +22,11 @@ from jaxsp.core.batch import (
     step_row_index,
 )
 from jaxsp.core.layout import Layout
-from jaxsp.data.data_config import BatchConfig
 from jaxsp.data.packing import balance, row_reader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedRows
 from jaxsp.data.packing.row_reader import Documents, RowSlice
 from jaxsp.runtime import device_mesh
-from jaxsp.setup.config_file import Config
 
 BlockSpan = tuple[tuple[int, int], ...]
 """Begin and end of a block of a global array, per dim."""
@@ -77,8 +75,9 @@ class RowPlacement(NamedTuple):
 
     mesh: jax.sharding.Mesh
     layout: Layout
-    batch: BatchConfig
-    """Rows of a step and of a microbatch."""
+    rows_per_step: int
+    rows_per_microbatch: int
+    """Rows per microbatch and sequence-parallel group."""
     has_ring_steps: bool = False
     """True if the devices of a group wait for each other in each ring step."""
 
@@ -128,16 +127,14 @@ class BatchLoader:
         documents: Documents,
         stream: RowStream,
         schedule: RowSchedule,
-        *,
-        config: Config,
         placement: RowPlacement,
     ):
         self._documents = documents
         self._stream = stream
         self._schedule = schedule
         self._placement = placement
-        self._row_tokens = config.data.row_tokens
-        self._max_segments = config.data.max_segments_per_row
+        self._row_tokens = stream.row_tokens
+        self._max_segments = stream.max_segments
         self._specs = dict(SPECS)
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
@@ -174,7 +171,7 @@ class BatchLoader:
     def _make_pairs(self, sorted_rows: _SortedRows, numbers: np.ndarray) -> Pairs:
         """Pairs of a step. Args: numbers: of each segment's document."""
         max_pairs = batch.max_pairs(
-            rows_per_step=self._placement.batch.rows_per_step, max_segments=self._max_segments
+            rows_per_step=self._placement.rows_per_step, max_segments=self._max_segments
         )
         references_D = np.zeros(2 * max_pairs, np.float32)
         is_desirable_P = np.zeros(max_pairs, bool)
@@ -337,12 +334,14 @@ class _StepDataset(grain.MapDataset[HostBatch]):
 
 def find_places(placement: RowPlacement) -> np.ndarray:
     """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
-    rows_per_microbatch = placement.batch.microbatch_rows
-    num_slots = placement.num_groups * rows_per_microbatch
+    num_slots = placement.num_groups * placement.rows_per_microbatch
     microbatches = num_microbatches(
-        rows_per_step=placement.batch.rows_per_step, global_microbatch_rows=num_slots
+        rows_per_step=placement.rows_per_step, global_microbatch_rows=num_slots
     )
-    groups = {"num_groups": placement.num_groups, "rows_per_microbatch": rows_per_microbatch}
+    groups = {
+        "num_groups": placement.num_groups,
+        "rows_per_microbatch": placement.rows_per_microbatch,
+    }
     return np.array(
         [
             [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]

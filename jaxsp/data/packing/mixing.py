@@ -32,6 +32,8 @@ class RowStream:
     def __init__(self, parts: Sequence[PackedEpochs], fractions: Sequence[float]):
         assert len(parts) == len(fractions) > 0, "a fraction for each part"
         self.parts = tuple(parts)
+        self.row_tokens = parts[0].row_tokens
+        self.max_segments = parts[0].max_segments
         self.fractions = np.array(fractions)
         self.block_rows = max(part.block_rows for part in parts)
         """Number of consecutive rows that belong together: see `PackedEpochs`."""

@@ -207,6 +207,8 @@ class PackedEpochs:
         per_record: int = 1,
     ):
         assert len(segments.length) > 0, "rows need at least one segment"
+        self.row_tokens = row_tokens
+        self.max_segments = max_segments
         lengths = segments.length.reshape(-1, per_record).sum(1)
         self.num_split_pairs = int(np.count_nonzero(lengths > row_tokens))
         self.block_rows = per_record if self.num_split_pairs else 1

@@ -125,6 +125,7 @@ class Documents:
             )
             self.sources += (counts,)
         self._join_sources(chosen)
+        self.long_documents = long_documents
         self.is_desirable = self._read_column(IS_DESIRABLE)
         """Label of each pair's record; None if the records have none."""
         self.references = self._read_references()

@@ -11,11 +11,10 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.packing.packing import PackedEpochs, PackedRows
-from jaxsp.setup.config_file import Config
 
 
 def describe_data(
-    data: PackedDataset, config: Config, schedule: RowSchedule
+    data: PackedDataset, config: DataConfig, schedule: RowSchedule
 ) -> list[tuple[str, str]]:
     """Returns lines of the banner about a data set, each with its label.
 
@@ -23,15 +22,15 @@ def describe_data(
     the fraction of the run that each has.
     """
     sources = data.documents.sources
-    lines = [("data", _describe_rows(data, config))]
+    lines = [("data", _describe_rows(data))]
     exclusions = describe_exclusions(sources)
     if exclusions:
         lines.append(("", exclusions))
     for source in sources:
         lines += [("skipped", example) for example in source.skipped_examples]
-    lines += [("note", note) for note in describe_bare_answers(sources, config.data)]
+    lines += [("note", note) for note in describe_bare_answers(sources, config)]
     for part in data.stream.parts:
-        if suggestion := _suggest_packing(part, config.data):
+        if suggestion := _suggest_packing(part, config):
             lines.append(("note", suggestion))
     if len(sources) > 1:
         epochs = None if data.source_weights is None else _estimate_epochs(data, schedule)
@@ -40,11 +39,11 @@ def describe_data(
     return lines
 
 
-def _describe_rows(data: PackedDataset, config: Config) -> str:
+def _describe_rows(data: PackedDataset) -> str:
     segments = data.documents.segments
     num_tokens = int(segments.length.sum())
     num_rows = sum(part.count_rows(1) for part in data.stream.parts)
-    percent = 100 * num_tokens / (num_rows * config.data.row_tokens)
+    percent = 100 * num_tokens / (num_rows * data.stream.row_tokens)
     return (
         f"{format_count(len(data.documents.lengths), 'document')} in "
         f"{format_count(len(segments.length), 'segment')}, "
@@ -53,18 +52,19 @@ def _describe_rows(data: PackedDataset, config: Config) -> str:
     )
 
 
-def describe_epochs(data: PackedDataset, config: Config, schedule: RowSchedule) -> str:
+def describe_epochs(data: PackedDataset, schedule: RowSchedule, epochs: int | None) -> str:
     """Describes the number and the size of a run's epochs; empty if sources are mixed by weight.
 
+    Args: epochs: run.epochs.
     Examples: `2 epochs of 5 steps`, `2 epochs of 12 rows (steps continue across epochs)`.
     """
     if data.source_weights is not None:
         return ""
-    epoch = data.make_schedule(config, epochs=1)
+    epoch = data.make_schedule(schedule.rows_per_step, epochs=1)
     num_epochs = schedule.rows_consumed(len(schedule)) / epoch.num_rows
     text = f"{num_epochs:.3g} epochs"
-    if config.run.epochs is not None:
-        text = format_count(config.run.epochs, "epoch")
+    if epochs is not None:
+        text = format_count(epochs, "epoch")
     if num_epochs <= 1 or epoch.num_rows % epoch.rows_per_step == 0:
         return f"{text} of {format_count(len(epoch), 'step')}"
     return f"{text} of {format_count(epoch.num_rows, 'row')} (steps continue across epochs)"

@@ -43,7 +43,9 @@ def data_of(sources, config, weights=None, **fields):
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
     documents = Documents(sets, source_names=names, row_tokens=config.data.row_tokens, **fields)
-    return dataset.pack_documents("train", documents, config, digests=names, source_weights=weights)
+    return dataset.pack_documents(
+        "train", documents, config.data, seed=config.run.seed, digests=names, source_weights=weights
+    )
 
 
 def lengths_of(count, most, seed=0):
@@ -53,7 +55,8 @@ def lengths_of(count, most, seed=0):
 def steps_of(data, config, mesh=(1, 2, 4), **how):
     return list(
         data.make_loader(
-            config, data.make_schedule(config, **how), test_loader.rows_on(config, *mesh)
+            data.make_schedule(config.batch.rows_per_step, **how),
+            test_loader.rows_on(config, *mesh),
         ).batches()
     )
 
@@ -80,7 +83,7 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths()
     lines = [
         words
         for word, words in summary.describe_data(
-            data, config, data.make_schedule(config, num_steps=300)
+            data, config.data, data.make_schedule(config.batch.rows_per_step, num_steps=300)
         )
         if word == "source"
     ]
@@ -200,13 +203,19 @@ def test_segments_without_a_loss_token_are_left_out_and_counted(what):
     (source,) = documents.sources
     assert {name: getattr(source, name) for name in counts} == counts
     assert min(counts.values()) > 0 or what != "split"
-    data = dataset.pack_documents("train", documents, config, digests=["a"])
+    data = dataset.pack_documents(
+        "train", documents, config.data, seed=config.run.seed, digests=["a"]
+    )
     assert source.num_tokens == sum(length for *_, length in expected)
     steps = steps_of(data, config, epochs=1)
     assert sum(int(each.segment_lengths.sum()) for _, each in steps) == source.num_tokens
     num_labels = sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
     assert num_labels == source.num_loss_tokens > 0
-    lines = dict(summary.describe_data(data, config, data.make_schedule(config, epochs=1)))
+    lines = dict(
+        summary.describe_data(
+            data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
+        )
+    )
     assert numbers(lines["data"])[:3] == [
         source.num_documents,
         len(expected),
@@ -243,14 +252,7 @@ def test_a_long_document_may_be_an_error():
     with pytest.raises(UserError) as raised:
         Documents([tokenized(LONG)], row_tokens=32, long_documents="error")
     (lines,) = raised.value.problems
-    assert_names(
-        lines,
-        "a.jsonl, line 1",
-        "40",
-        "32",
-        "2",
-        start="data.long_documents = error: ",
-    )
+    assert_names(lines, "a.jsonl, line 1", "40", "32", "2", start="data.long_documents = error: ")
     assert_names(lines, "split", "truncate", "drop", "data.row_tokens", "100")
 
 
@@ -263,7 +265,8 @@ def test_rows_of_similar_work_are_side_by_side():
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
     feed = data.make_loader(
-        config, data.make_schedule(config, epochs=1), test_loader.rows_on(config, 1, 8, 1)
+        data.make_schedule(config.batch.rows_per_step, epochs=1),
+        test_loader.rows_on(config, 1, 8, 1),
     )
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
@@ -292,7 +295,9 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_printed_before_the_first_step():
     config = test_loader.settings_of(row_tokens=64, rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
-    lines = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+    lines = summary.describe_data(
+        data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
+    )
     counts, not_as_they_are, a, b = (line for _, line in lines)
     assert numbers(counts) == [4, 5, 88, 84, 2, 68.75]
     assert numbers(not_as_they_are) == [1, 1]
@@ -316,8 +321,10 @@ def test_epochs_that_end_inside_a_step_are_counted_in_rows(run, expected):
     config = config.model_copy(update={"run": config.run.model_copy(update=fields)})
     for lengths, text in (([16] * 7, expected), ([16] * 8, None)):
         data = data_of([lengths], config)
-        schedule = data.make_schedule(config, num_steps=fields["steps"], epochs=fields["epochs"])
-        found = summary.describe_epochs(data, config, schedule)
+        schedule = data.make_schedule(
+            config.batch.rows_per_step, num_steps=fields["steps"], epochs=fields["epochs"]
+        )
+        found = summary.describe_epochs(data, schedule, fields["epochs"])
         assert found == text or (text is None and found.endswith("of 2 steps"))
 
 
@@ -325,7 +332,7 @@ def test_long_documents_changes_nothing_if_no_document_is_long():
     config = test_loader.settings_of()
     fingerprints = [
         data_of([lengths], config, long_documents=what).fingerprint(
-            test_loader.settings_of(long_documents=what)
+            test_loader.settings_of(long_documents=what).data, seed=0
         )
         for lengths in ([3, 32], [3, 33])
         for what in ("split", "truncate")
@@ -344,7 +351,7 @@ def test_long_documents_changes_nothing_if_no_document_is_long():
 def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(rows_per_step):
     config = test_loader.settings_of(rows_per_step=rows_per_step)
     data = data_of([lengths_of(60, 60)], config)
-    schedule = data.make_schedule(config, epochs=3)
+    schedule = data.make_schedule(config.batch.rows_per_step, epochs=3)
     # one step may complete two short epochs
     expected = sorted({-(-data.stream.count_rows(epoch) // rows_per_step) for epoch in (1, 2, 3)})
     actual = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
@@ -352,7 +359,9 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(rows_pe
     assert actual[-1] == len(schedule)
     # and after a resume the same steps
     done = 3
-    rest = data.make_schedule(config, consumed=schedule.rows_consumed(done), epochs=3)
+    rest = data.make_schedule(
+        config.batch.rows_per_step, consumed=schedule.rows_consumed(done), epochs=3
+    )
     actual = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert actual == [step for step in expected if step > done]
 
@@ -367,7 +376,7 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
     )
     config = test_loader.settings_of(rows_per_step=1)
     data = data_of([[32] * 4], config)
-    schedule = data.make_schedule(config, epochs=2)
+    schedule = data.make_schedule(config.batch.rows_per_step, epochs=2)
     assert [step for step in range(1, 9) if data.is_epoch_end(schedule, step)] == [4, 8]
     assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
@@ -377,7 +386,9 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     data = data_of([[16] * 800], config)
     (lines,) = [
         words
-        for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+        for word, words in summary.describe_data(
+            data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
+        )
         if word == "note"
     ]
     assert_names(lines, "1,024", "12 %", "8")
@@ -393,7 +404,9 @@ def test_a_limit_is_suggested_if_all_documents_fit_into_one_row():
     data = data_of([[5] * 60], config)
     (lines,) = [
         words
-        for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+        for word, words in summary.describe_data(
+            data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
+        )
         if word == "note"
     ]
     assert_names(lines, "data.max_segments_per_row=64")
@@ -407,15 +420,15 @@ def test_skipped_records_are_named(tmp_path):
     source = make_source(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data)
     new_tokenizer = tokenize.tokenize_dataset(
-        read,
-        source=source,
-        data=config.data,
-        tokenizer=None,
-        vocab_size=9,
+        read, source=source, data=config.data, tokenizer=None, vocab_size=9
     )
     documents = Documents([new_tokenizer.dataset], source_names=["a"], row_tokens=32)
-    data = dataset.pack_documents("train", documents, config, digests=[new_tokenizer.stats.digest])
-    actual = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+    data = dataset.pack_documents(
+        "train", documents, config.data, seed=config.run.seed, digests=[new_tokenizer.stats.digest]
+    )
+    actual = summary.describe_data(
+        data, config.data, data.make_schedule(config.batch.rows_per_step, epochs=1)
+    )
     assert [5.0] in [numbers(words) for word, words in actual if word == ""]
     named = [words for word, words in actual if word == "skipped"]
     for words, line in zip(named, (2, 3, 4), strict=True):
@@ -425,23 +438,31 @@ def test_skipped_records_are_named(tmp_path):
 def test_changes_of_the_data_are_named():
     config = test_loader.settings_of()
     data = data_of([[3, 4], [5]], config)
-    before = data.fingerprint(config)
-    assert dataset.describe_changes(before, data.fingerprint(config)) == []
+    before = data.fingerprint(config.data, seed=config.run.seed)
+    assert (
+        dataset.describe_changes(before, data.fingerprint(config.data, seed=config.run.seed)) == []
+    )
     other = test_loader.settings_of(row_tokens=64, max_segments=6)
-    (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
+    (tokens, slots) = dataset.describe_changes(
+        before, data.fingerprint(other.data, seed=other.run.seed)
+    )
     assert_names(tokens, "32", start="data.row_tokens = 64")
     assert_names(slots, "5", start="data.max_segments_per_row = 6")
     longer = data_of([[3, 4], [6, 2]], config)
-    renamed = {**longer.fingerprint(config)}
+    renamed = {**longer.fingerprint(config.data, seed=config.run.seed)}
     renamed["sources"] = [
         {**renamed["sources"][0], "name": "x"},
         {**renamed["sources"][1], "digest": "new"},
     ]
     (tokens,) = dataset.describe_changes(before, renamed)
     assert_names(tokens, "2", "1", "8", "5", start="data.train.1 (b)")
-    (count,) = dataset.describe_changes(before, data_of([[3]], config).fingerprint(config))
+    (count,) = dataset.describe_changes(
+        before, data_of([[3]], config).fingerprint(config.data, seed=config.run.seed)
+    )
     assert_names(count, "1", "2", start="data.train ")
-    weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(config)
+    weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(
+        config.data, seed=config.run.seed
+    )
     (weights,) = dataset.describe_changes(before, weighted)
     assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")
 
@@ -451,9 +472,9 @@ def test_the_imbalance_of_a_ring_is_that_of_its_steps():
     config = test_loader.settings_of(rows_per_step=1)
     data = data_of([[8, 24]], config)
     layout = Layout(degree=2, chunks_per_device=2)
-    schedule = data.make_schedule(config, epochs=1)
+    schedule = data.make_schedule(config.batch.rows_per_step, epochs=1)
     loader = data.make_loader(
-        config, schedule, test_loader.rows_on(config, 1, 1, 2, layout=layout, has_ring_steps=True)
+        schedule, test_loader.rows_on(config, 1, 1, 2, layout=layout, has_ring_steps=True)
     )
     ((_, counts),) = list(loader.batches())
     # A document of 24 and one of 8 tokens, the longer first: chunks 0 to 2 are of one document.

@@ -26,7 +26,13 @@ def mesh_of(replica, data, seq):
 
 
 def rows_on(config, *mesh, layout=KEPT_ORDER, has_ring_steps=False):
-    return RowPlacement(mesh_of(*mesh), layout, config.batch, has_ring_steps)
+    return RowPlacement(
+        mesh=mesh_of(*mesh),
+        layout=layout,
+        rows_per_step=config.batch.rows_per_step,
+        rows_per_microbatch=config.batch.microbatch_rows,
+        has_ring_steps=has_ring_steps,
+    )
 
 
 def documents_of(lengths, labels=False, row_tokens=32):
@@ -57,9 +63,11 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_s
 
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=KEPT_ORDER, **fields):
     config = settings_of(**fields)
-    data = dataset.pack_documents("train", documents, config, digests=["unused"])
-    schedule = data.make_schedule(config, consumed=first_row, epochs=epochs)
-    return data.make_loader(config, schedule, rows_on(config, *mesh, layout=layout))
+    data = dataset.pack_documents(
+        "train", documents, config.data, seed=config.run.seed, digests=["unused"]
+    )
+    schedule = data.make_schedule(config.batch.rows_per_step, consumed=first_row, epochs=epochs)
+    return data.make_loader(schedule, rows_on(config, *mesh, layout=layout))
 
 
 def ragged(count=60, seed=1):
